@@ -1,0 +1,220 @@
+"""A plan: the stages and the schedule of one step, as an immutable value that can be saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.schedule import Schedule
+from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.validate import validate_schedule
+
+FORMAT_VERSION = 1
+"""Version of the saved form; a file of another version is refused."""
+
+_COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The stages, teams, rounds and the schedule that follow from a model and a hardware.
+
+    Attributes:
+        model: Fingerprint of the model that the plan is for, see `planning.profile.fingerprint`.
+        partition: How many blocks each stage has.
+        num_workers: Number of workers.
+        num_microbatches: Number of microbatches per step.
+        team_size: Workers that run the same stage at the same time on different microbatches.
+        round_size: Microbatches that travel together.
+        schedule: Every worker's actions in order.
+        block_names: Names of the model's blocks, first block first.
+
+    Raises:
+        PlanError: If the parts do not fit together or the schedule cannot run.
+    """
+
+    model: str
+    partition: Partition
+    num_workers: int
+    num_microbatches: int
+    round_size: int
+    schedule: Schedule
+    block_names: tuple[str, ...]
+    team_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Check everything once, so that a plan that exists can run."""
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
+        if self.num_workers % self.team_size:
+            raise PlanError(
+                f"team_size={self.team_size} does not divide num_workers={self.num_workers}; "
+                f"choose one of {[n for n in range(1, self.num_workers + 1) if self.num_workers % n == 0]}."
+            )
+        if self.round_size > self.num_microbatches:
+            raise PlanError(
+                f"round_size={self.round_size} is more than num_microbatches={self.num_microbatches}."
+            )
+        if self.schedule.num_workers != self.num_workers:
+            raise PlanError(
+                f"The schedule has {self.schedule.num_workers} workers, but num_workers={self.num_workers}."
+            )
+        if len(self.block_names) != self.partition.num_blocks:
+            raise PlanError(
+                f"{len(self.block_names)} block names for a partition of {self.partition.num_blocks} blocks."
+            )
+        validate_schedule(
+            self.schedule, partition=self.partition, num_microbatches=self.num_microbatches
+        )
+
+    def check_model(self, fingerprint: str, *, block_names: tuple[str, ...]) -> None:
+        """Refuse to run another model than the one this plan was made for.
+
+        Args:
+            fingerprint: The model's.
+            block_names: The model's, first block first.
+
+        Raises:
+            PlanError: If either differs.
+        """
+        remedy = "Make a new plan (plan='auto'), or load the plan that belongs to this model."
+        if len(block_names) != self.partition.num_blocks:
+            raise PlanError(
+                f"The plan is for {self.partition.num_blocks} blocks, the model has "
+                f"{len(block_names)}. {remedy}"
+            )
+        for planned, actual in zip(self.block_names, block_names, strict=True):
+            if planned != actual:
+                raise PlanError(f"The plan's block {planned!r} is {actual!r} in the model. {remedy}")
+        if fingerprint != self.model:
+            raise PlanError(
+                f"The plan is for the model {self.model!r}, not for {fingerprint!r}: its blocks have the "
+                f"same names but other shapes. {remedy}"
+            )
+
+    def to_text(self) -> str:
+        """Readable form, which `from_text` reads back."""
+        head = [
+            f"roundpipe plan {FORMAT_VERSION}",
+            f"model: {self.model}",
+            f"partition: {self.partition}",
+            *(f"{name}: {getattr(self, name)}" for name in _COUNTS),
+            f"block_names: {' '.join(self.block_names)}".rstrip(),
+            "schedule:",
+        ]
+        return "\n".join(head) + "\n" + self.schedule.to_text()
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read the readable form.
+
+        Raises:
+            PlanError: If the text is not a plan of this version, or a plan that cannot run.
+        """
+        head, _, rows = text.partition("\nschedule:\n")
+        lines = head.splitlines()
+        if not lines or lines[0] != f"roundpipe plan {FORMAT_VERSION}":
+            raise PlanError(
+                f"Expected 'roundpipe plan {FORMAT_VERSION}' in the first line, got "
+                f"{(lines or [''])[0][:80]!r}. Make a new plan with this version."
+            )
+        values: dict[str, Any] = {}
+        for line in lines[1:]:
+            name, _, value = line.partition(":")
+            values[name.strip()] = value.strip()
+        values["block_names"] = values.get("block_names", "").split()
+        return cls._from_values({**values, "schedule": rows.splitlines()}, source="text")
+
+    def to_json(self) -> str:
+        """JSON form, which `from_json` reads back."""
+        values = {
+            "format_version": FORMAT_VERSION,
+            "model": self.model,
+            "partition": str(self.partition),
+            **{name: getattr(self, name) for name in _COUNTS},
+            "block_names": list(self.block_names),
+            "schedule": self.schedule.to_text().splitlines(),
+        }
+        return json.dumps(values, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read the JSON form.
+
+        Raises:
+            PlanError: If the text is not a plan of this version, or a plan that cannot run.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"Not a plan: {error}.") from error
+        version = values.pop("format_version", None) if isinstance(values, dict) else None
+        if version != FORMAT_VERSION:
+            raise PlanError(
+                f"format_version={version!r}, but this version reads {FORMAT_VERSION}: make a new plan."
+            )
+        return cls._from_values(values, source="JSON")
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any], *, source: str) -> Plan:
+        try:
+            counts = {name: int(values[name]) for name in _COUNTS}
+            model, partition = str(values["model"]), Partition.parse(values["partition"])
+            names, rows = values["block_names"], values["schedule"]
+            return cls(
+                model=model,
+                partition=partition,
+                block_names=tuple(map(str, names)),
+                schedule=Schedule.from_text("\n".join(rows)),
+                **counts,
+            )
+        except KeyError as error:
+            raise PlanError(f"The plan ({source}) has no {error}: make a new plan.") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"The plan ({source}) is malformed: {error}.") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON form; a file that exists is replaced whole or not at all.
+
+        Args:
+            path: Where to; missing folders are made.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(self.to_json())
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, target)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a saved plan.
+
+        Raises:
+            PlanError: If there is no such file, or it is not a plan that this version can run.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"plan={str(path)!r} cannot be read: {error}.") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"plan={str(path)!r}: {error}") from error
+
+    def __str__(self) -> str:
+        """Return the readable form."""
+        return self.to_text()

@@ -1,0 +1,84 @@
+"""What the planner must know about a model, in bytes and seconds per microbatch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from roundpipe_lightning.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """One block, or the head or tail segment, of a model, for one microbatch.
+
+    Attributes:
+        name: Dotted name in the model, e.g. `model.layers.3`.
+        forward_seconds: Duration of the forward pass.
+        backward_seconds: Duration of the backward pass, the recompute not included.
+        parameter_bytes: Size of all parameters and buffers in the compute dtype.
+        trainable_bytes: Size of those that get a gradient, in the compute dtype.
+        boundary_bytes: Size of what is handed to the next block.
+
+    Raises:
+        PlanError: If a figure is negative.
+    """
+
+    name: str
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    boundary_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse negative figures."""
+        for field, value in vars(self).items():
+            if field != "name" and not value >= 0:
+                raise PlanError(f"Profile of {self.name!r}: {field}={value} must be 0 or more.")
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Duration of the recompute: one forward pass."""
+        return self.forward_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model as the planner sees it: a chain of blocks between a head and a tail segment.
+
+    Attributes:
+        blocks: The blocks in the order in which they run.
+        head: The user's code before the first block (embedding, masks).
+        tail: The user's code after the last block (norm, LM head, loss).
+        fingerprint: Identifies the model's structure, see `fingerprint`.
+    """
+
+    blocks: tuple[BlockProfile, ...]
+    fingerprint: str
+    head: BlockProfile = BlockProfile(name="head segment")
+    tail: BlockProfile = BlockProfile(name="tail segment")
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The blocks' names."""
+        return tuple(block.name for block in self.blocks)
+
+
+def fingerprint(parts: Iterable[str]) -> str:
+    """Return a short stable hash of the lines that describe a model's structure.
+
+    Args:
+        parts: For instance `name dtype shape` of every parameter, in order.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode())
+        digest.update(b"\n")
+    return digest.hexdigest()[:16]

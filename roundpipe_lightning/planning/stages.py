@@ -1,0 +1,176 @@
+"""Stages: the contiguous ranges of blocks that a step is cut into.
+
+A `Partition` cuts the same chain of blocks twice, once for the forward and once for the backward pass,
+with the fused stage where the two meet (asymmetric partition, RoundPipe, arXiv 2604.27085, section 4):
+
+```
+blocks      0   1   2   3   4   5   6   7   tail
+forward   [ F0        ][ F1        ][ X0         ]     forward=(3, 3)
+backward  [ B2   ][ B1        ][  ][ X0          ]     see `Partition` for the numbers
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from roundpipe_lightning.errors import PlanError
+
+
+class StageKind(Enum):
+    """What a stage does with its blocks. The value is the letter used in the text forms."""
+
+    FORWARD = "F"
+    """Runs its blocks without keeping a graph; keeps the boundaries that BACKWARD stages start from."""
+
+    FUSED = "X"
+    """Runs the last blocks and the tail segment, forward and backward at once."""
+
+    BACKWARD = "B"
+    """Recomputes its blocks with a graph, then runs their backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A contiguous range of blocks run as a unit.
+
+    Attributes:
+        kind: What is done with the blocks.
+        index: Position in `Partition.forward` for FORWARD, in `Partition.backward` otherwise (so the
+            FUSED stage is always 0 and BACKWARD stages count from 1).
+        blocks: Indices of the blocks, ascending; empty for a fused stage of the tail segment alone.
+    """
+
+    kind: StageKind
+    index: int
+    blocks: range
+
+    def __str__(self) -> str:
+        """Text form, e.g. `F2[4:6]`."""
+        return f"{self.kind.value}{self.index}[{self.blocks.start}:{self.blocks.stop}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """How many blocks every stage has.
+
+    For eight blocks, `Partition(forward=(3, 3), backward=(2, 3, 3))` runs F0 = blocks 0-2, F1 = 3-5,
+    X0 = 6-7 and the tail segment, B1 = 3-5, B2 = 0-2, in this order.
+
+    Attributes:
+        forward: Blocks per FORWARD stage, the model's first blocks first.
+        backward: Blocks per stage from the tail on: `backward[0]` is the FUSED stage (0: the tail segment
+            alone), `backward[1:]` are the BACKWARD stages, the model's last blocks first.
+
+    Raises:
+        PlanError: If a stage is empty (the fused one may be), or if the two cuts disagree about the
+            number of blocks.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse empty stages and cuts of different lengths."""
+        if not self.backward:
+            raise PlanError("backward=() has no fused stage: give at least (0,), the tail segment alone.")
+        if self.backward[0] < 0:
+            raise PlanError(f"backward[0]={self.backward[0]}: the fused stage has 0 or more blocks.")
+        for name, counts in (("forward", self.forward), ("backward", self.backward[1:])):
+            if any(count < 1 for count in counts):
+                raise PlanError(f"{name} stages {counts}: every stage needs at least one block.")
+        if sum(self.forward) + self.backward[0] != sum(self.backward):
+            raise PlanError(
+                f"forward={self.forward} runs {sum(self.forward)} blocks and the fused stage "
+                f"{self.backward[0]}, but backward={self.backward} covers {sum(self.backward)} blocks. "
+                f"sum(forward) must be sum(backward) - backward[0] = {sum(self.backward[1:])}."
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return sum(self.backward)
+
+    @property
+    def num_forward(self) -> int:
+        """Number of FORWARD stages."""
+        return len(self.forward)
+
+    @property
+    def num_backward(self) -> int:
+        """Number of BACKWARD stages, the fused one not counted."""
+        return len(self.backward) - 1
+
+    @property
+    def num_stages(self) -> int:
+        """Number of all stages."""
+        return len(self.forward) + len(self.backward)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages in the order in which a microbatch passes them: F0.., X0, B1.. ."""
+        return self._stages
+
+    def stage(self, kind: StageKind, index: int) -> Stage:
+        """Return one stage.
+
+        Raises:
+            PlanError: If this partition has no such stage.
+        """
+        position = index if kind is StageKind.FORWARD else self.num_forward + index
+        if 0 <= position < self.num_stages:
+            stage = self._stages[position]
+            if stage.kind is kind and stage.index == index:
+                return stage
+        raise PlanError(f"There is no stage {kind.value}{index} in {self}.")
+
+    def producer(self, block: int) -> Stage:
+        """Return the stage that computes the input of `block` in the forward pass.
+
+        The input of block 0 is made by the head segment, which runs with the first stage.
+        """
+        last = max(block - 1, 0)
+        for stage in self._stages[: self.num_forward + 1]:
+            if last < stage.blocks.stop:
+                return stage
+        return self._stages[self.num_forward]
+
+    @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
+        stages = []
+        start = 0
+        for index, count in enumerate(self.forward):
+            stages.append(Stage(kind=StageKind.FORWARD, index=index, blocks=range(start, start + count)))
+            start += count
+        stop = self.num_blocks
+        for index, count in enumerate(self.backward):
+            kind = StageKind.FUSED if index == 0 else StageKind.BACKWARD
+            stages.append(Stage(kind=kind, index=index, blocks=range(stop - count, stop)))
+            stop -= count
+        return tuple(stages)
+
+    def __str__(self) -> str:
+        """Text form, e.g. `forward 3 3 | backward 2 3 3`."""
+        forward = " ".join(map(str, self.forward)) or "-"
+        return f"forward {forward} | backward {' '.join(map(str, self.backward))}"
+
+    @classmethod
+    def parse(cls, text: str) -> Partition:
+        """Read the text form back.
+
+        Raises:
+            PlanError: If the text is not a partition.
+        """
+        words = text.split()
+        if words[:1] != ["forward"] or "|" not in words or words.count("backward") != 1:
+            raise PlanError(f"{text!r} is not a partition; write 'forward 3 3 | backward 2 3 3'.")
+        bar = words.index("|")
+        forward, backward = words[1:bar], words[bar + 2 :]
+        try:
+            return cls(
+                forward=tuple(int(word) for word in forward if word != "-"),
+                backward=tuple(int(word) for word in backward),
+            )
+        except ValueError as error:
+            raise PlanError(f"{text!r} is not a partition: {error}") from error
