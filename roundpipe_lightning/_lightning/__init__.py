@@ -1,0 +1,1 @@
+"""What the strategy is made of; private, one idea per module."""

@@ -1,0 +1,225 @@
+"""Number formats of a training run: what the masters, the compute copies and the loss scale are.
+
+| `precision` | masters (host) | compute (device) | loss scaling |
+|---|---|---|---|
+| `32-true` | float32 | float32 | none |
+| `64-true` | float64 | float64 | none |
+| `bf16-true` | bfloat16 | bfloat16 | none |
+| `16-true` | float16 | float16 | none |
+| `bf16-mixed` | float32 | bfloat16 where autocast allows | none |
+| `16-mixed` | float32 | float16 where autocast allows | dynamic |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from roundpipe_lightning.errors import ConfigurationError
+
+_TRUE_DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
+_AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+SUPPORTED_PRECISIONS = (*_TRUE_DTYPES, *_AUTOCAST_DTYPES)
+"""Every value `RoundPipePrecision(precision=...)` takes."""
+
+_LIGHTNINGS_MIXED_KEY = "MixedPrecision"
+"""Where Lightning's own plugin keeps the loss scale in a checkpoint, and so do we."""
+
+
+class RoundPipePrecision(Precision):
+    """Precision plugin of the roundpipe strategy; `Trainer(precision=...)` makes one by itself.
+
+    Two kinds of context are told apart, because the microbatches of a step run in threads of their
+    own: *process-wide* state (the default dtype) is set once around the step by
+    `train_step_context`, while *thread-local* state (autocast) is entered in every thread through
+    `thread_context`.
+
+    Args:
+        precision: One of `SUPPORTED_PRECISIONS`.
+        scaler: The loss scaler of `16-mixed`; it works on gradients in host memory, so its device
+            is `cpu`. `None` makes one with torch's defaults.
+
+    Raises:
+        ConfigurationError: `precision` is unknown, or a scaler is given where none is used.
+    """
+
+    def __init__(
+        self, precision: str = "32-true", *, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        super().__init__()
+        if precision not in SUPPORTED_PRECISIONS:
+            raise ConfigurationError(
+                f"precision={precision!r} is not known to roundpipe; choose one of "
+                f"{', '.join(SUPPORTED_PRECISIONS)}."
+            )
+        if scaler is not None and precision != "16-mixed":
+            raise ConfigurationError(
+                f"precision={precision!r} needs no loss scaling: leave `scaler` out, or "
+                "choose precision='16-mixed'."
+            )
+        if scaler is None and precision == "16-mixed":
+            scaler = torch.amp.GradScaler(device="cpu")
+        self.precision = precision  # type: ignore[assignment]  # a plain str in our signature
+        self.scaler = scaler
+        self.compute_device_type = "cpu"
+        """Device type the workers compute on; the strategy sets it, autocast needs it."""
+
+    @classmethod
+    def from_lightning(cls, plugin: Precision) -> RoundPipePrecision:
+        """Take over what `Trainer(precision=...)` made: the same precision, as a roundpipe plugin.
+
+        Args:
+            plugin: One of Lightning's own plugins for a plain precision, or one of ours (returned
+                as it is).
+
+        Raises:
+            ConfigurationError: The plugin does something else (quantisation, sharding, ...).
+        """
+        if isinstance(plugin, RoundPipePrecision):
+            return plugin
+        if type(plugin) is MixedPrecision and plugin.scaler is not None:
+            scaler = torch.amp.GradScaler(device="cpu")
+            scaler.load_state_dict(plugin.scaler.state_dict() or scaler.state_dict())
+            return cls("16-mixed", scaler=scaler)
+        if type(plugin) in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
+            return cls(str(plugin.precision))
+        raise ConfigurationError(
+            f"The precision plugin {type(plugin).__name__} does not work with "
+            "strategy='roundpipe': it changes modules or steps in its own way. Leave it out and "
+            f"set Trainer(precision=...) to one of {', '.join(SUPPORTED_PRECISIONS)}."
+        )
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of the masters: what `*-true` names, float32 for `*-mixed`."""
+        return _TRUE_DTYPES.get(self._name, torch.float32)
+
+    @property
+    def _name(self) -> str:
+        return str(self.precision)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the loss is multiplied by before its backward, now; 1.0 without a scaler."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def thread_context(self) -> AbstractContextManager[Any]:
+        """Thread-local state of one microbatch thread: autocast for `*-mixed`, else nothing."""
+        if self._name not in _AUTOCAST_DTYPES:
+            return nullcontext()
+        return torch.autocast(
+            self.compute_device_type, dtype=_AUTOCAST_DTYPES[self._name], cache_enabled=False
+        )
+
+    # Process-wide state and conversions, for Lightning ------------------------------------------
+
+    @property
+    def _casts_masters(self) -> bool:
+        return self._name in _TRUE_DTYPES and self._name != "32-true"
+
+    def convert_module(self, module: Module) -> Module:
+        """Cast the masters to the precision's dtype: for `bf16-true`, `16-true`, `64-true` only."""
+        return module.to(dtype=self.master_dtype) if self._casts_masters else module
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast the floating point tensors of a batch for the precisions that cast the masters."""
+        if not self._casts_masters:
+            return data
+        return apply_to_collection(
+            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.master_dtype
+        )
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Default dtype of tensors made in `configure_model`."""
+        return _DtypeContextManager(self.master_dtype) if self._casts_masters else nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Default dtype of modules made in `configure_model`."""
+        return self.tensor_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """State of the main thread around a step: the default dtype and autocast."""
+        with self.tensor_init_context(), self.thread_context():
+            yield
+
+    # Loss scaling -------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss, then let Lightning's hooks see it."""
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure and the optimizer; a scaler skips the step where gradients overflowed."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        closure_result = closure()
+        skipped_backward = closure_result is None and model.automatic_optimization
+        if not skipped_backward and not _unscales_by_itself(optimizer):
+            self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if skipped_backward:
+            return closure_result
+        step_output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return step_output
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip by norm or by value, on unscaled gradients.
+
+        Raises:
+            ConfigurationError: The optimizer unscales inside its own step, too late for clipping.
+        """
+        if clip_val > 0 and self.scaler is not None and _unscales_by_itself(optimizer):
+            raise ConfigurationError(
+                f"gradient_clip_val={clip_val} with precision='16-mixed': "
+                f"{type(optimizer).__name__} unscales the gradients inside its own step, too late "
+                "for clipping. Build it with fused=False, or leave gradient_clip_val out."
+            )
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    # Checkpoints: the loss scale, under the name every Lightning strategy looks for -------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write the loss scaler's state where Lightning's own mixed precision plugin writes it."""
+        if self.scaler is not None:
+            checkpoint[_LIGHTNINGS_MIXED_KEY] = self.scaler.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the loss scaler's state, whichever strategy wrote it."""
+        if self.scaler is not None and checkpoint.get(_LIGHTNINGS_MIXED_KEY):
+            self.scaler.load_state_dict(checkpoint[_LIGHTNINGS_MIXED_KEY])
+
+
+def _unscales_by_itself(optimizer: Any) -> bool:
+    """Whether the optimizer (a fused one) unscales in its own step, as torch's scaler asks it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
