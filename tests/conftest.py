@@ -1,0 +1,88 @@
+"""What holds for every test: nothing leaks out of it and nothing leaks into it."""
+
+import gc
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import settings
+from tqdm import tqdm
+
+LEAK_GRACE_SECONDS = 5.0
+"""How long a thread may take to end, or a file to close, after the test that owned it."""
+
+# The same examples on every machine, and no deadline per example: a busy machine is no failure.
+settings.register_profile("repository", deadline=None, derandomize=True)
+settings.load_profile("repository")
+
+tqdm.monitor_interval = 0  # else the first progress bar starts a thread that never ends
+
+
+def _threads() -> set[threading.Thread]:
+    """Return Python's own threads.
+
+    A dummy thread is one that Python did not start (PyTorch's autograd threads, for example) and
+    that only passed through Python code: it belongs to its library.
+    """
+    return {
+        thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)
+    }
+
+
+def _files() -> Counter[str]:
+    """Count this process's open regular files by path."""
+    return Counter(file.path for file in psutil.Process().open_files())
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread running or a file open."""
+    threads_before, files_before = _threads(), _files()
+    yield
+    deadline = time.monotonic() + LEAK_GRACE_SECONDS
+    collected = False
+    while True:
+        threads, files = _threads() - threads_before, _files() - files_before
+        if not threads and not files:
+            return
+        if not collected:  # costly with torch loaded, so only where something is left
+            gc.collect()
+            collected = True
+        elif time.monotonic() > deadline:
+            names = sorted(thread.name for thread in threads)
+            pytest.fail(f"left behind: threads {names}, open files {sorted(files)}")
+        else:
+            time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """Start every test from one random state and PyTorch's default settings; put both back."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002  the global state is what is kept
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=_initialised_devices()):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)  # many small workers on few cores: more threads only wait
+        yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    np.random.set_state(numpy_state)  # noqa: NPY002
+    random.setstate(python_state)
+
+
+def _initialised_devices() -> list[int]:
+    """Return the CUDA devices whose random state must be kept: none before CUDA is in use."""
+    if torch.cuda.is_initialized():
+        return list(range(torch.cuda.device_count()))
+    return []
