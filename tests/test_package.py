@@ -1,0 +1,153 @@
+"""The package as a whole: what importing it does (nothing) and which names it offers."""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import roundpipe_lightning
+
+PUBLIC_NAMES = [
+    "ModelProfile",
+    "PipelineTimeline",
+    "Plan",
+    "RoundPipeCheckpointIO",
+    "RoundPipePrecision",
+    "RoundPipeStrategy",
+    "errors",
+    "simulate",
+]
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(roundpipe_lightning.__path__, "roundpipe_lightning.")
+)
+
+# The dependencies come first: what *they* do when imported is theirs.
+IMPORT_AND_COMPARE = """
+import importlib, json, logging, os, random, sys, threading, warnings
+import lightning.pytorch, numpy, peft, rich.progress, torch, torchmetrics, transformers
+import hydra, omegaconf
+import transformers.modeling_utils
+
+def settings():
+    return {
+        "threads": [thread.name for thread in threading.enumerate()],
+        "cuda initialised": torch.cuda.is_initialized(),
+        "environment": dict(os.environ),
+        "working directory": os.getcwd(),
+        "module path": list(sys.path),
+        "warnings filters": [str(entry) for entry in warnings.filters],
+        "root handlers": [str(handler) for handler in logging.getLogger().handlers],
+        "root level": logging.getLogger().level,
+        "lightning handlers": [str(h) for h in logging.getLogger("lightning").handlers],
+        "exception hooks": [str(sys.excepthook), str(threading.excepthook)],
+        "python random state": hash(random.getstate()),
+        "numpy random state": hash(numpy.random.get_state()[1].tobytes()),
+        "torch random state": hash(tuple(torch.get_rng_state().tolist())),
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "intra-op threads": torch.get_num_threads(),
+        "inter-op threads": torch.get_num_interop_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+    }
+
+before = settings()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+after = settings()
+changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
+print(json.dumps({"changed": changed, "after": after}))
+"""
+
+
+def _run(code: str, *arguments: str, folder: Path) -> str:
+    """Run code in a fresh interpreter, in an empty folder, and return what it printed."""
+    process = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.parametrize("names", [["roundpipe_lightning"], MODULES], ids=["package", "modules"])
+def test_importing_starts_nothing_and_changes_no_setting(names: list[str], tmp_path: Path) -> None:
+    report = json.loads(_run(IMPORT_AND_COMPARE, *names, folder=tmp_path))
+    assert report["changed"] == {}
+    assert report["after"]["threads"] == ["MainThread"]
+    assert report["after"]["cuda initialised"] is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_package_does_not_import_hydra(tmp_path: Path) -> None:
+    code = """
+        import sys, roundpipe_lightning
+        print([name for name in ("hydra", "omegaconf") if name in sys.modules])
+    """
+    assert _run(textwrap.dedent(code), folder=tmp_path).strip() == "[]"
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(roundpipe_lightning.__all__) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_names_exist_and_are_documented(name: str) -> None:
+    assert getattr(roundpipe_lightning, name).__doc__
+
+
+@pytest.mark.parametrize("name", ["roundpipe_lightning", *MODULES])
+def test_every_module_says_what_it_is(name: str) -> None:
+    assert importlib.import_module(name).__doc__
+
+
+def test_leak_check_fails_tests_that_leave_threads_and_files(tmp_path: Path) -> None:
+    """The check all other tests rely on can fail."""
+    tests = """
+        import threading
+        import conftest
+
+        conftest.LEAK_GRACE_SECONDS = 0.2
+        stop = threading.Event()
+        files = []
+
+        def test_leaves_a_thread():
+            threading.Thread(target=stop.wait, args=(30,), name="stray").start()
+
+        def test_leaves_a_file(tmp_path):
+            files.append(open(tmp_path / "left-open", "w"))
+
+        def test_cleans_up(tmp_path):
+            thread = threading.Thread(target=stop.set)
+            thread.start()
+            thread.join()
+            (tmp_path / "closed").write_text("")
+    """
+    (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
+    (tmp_path / "test_leaks.py").write_text(textwrap.dedent(tests))
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert "3 passed, 2 errors" in process.stdout, process.stdout
+    assert "threads ['stray']" in process.stdout
+    assert "left-open" in process.stdout
