@@ -1,0 +1,153 @@
+"""Where a causal language model comes from: an architecture written out, or published weights."""
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+
+
+class Weights(str, enum.Enum):
+    """Where the numbers in the parameters come from."""
+
+    RANDOM = "random"
+    """Drawn from the architecture's own initialisation: no hub and no file is needed."""
+
+    PRETRAINED = "pretrained"
+    """Read with `from_pretrained` from the Hugging Face hub, its cache, or a local folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """An architecture and where its weights come from.
+
+    Nothing is built or read when a source is made: `load_config` reads the architecture, `build`
+    makes the model on the device and in the dtype that are torch's defaults at that moment, so
+    `with torch.device("meta"): source.build()` needs no memory.
+
+    Attributes:
+        architecture: Every field of the transformers configuration, `model_type` among them. Used
+            when `weights` is `"random"`; published weights bring their own.
+        hub_name: Name on the Hugging Face hub (`"Qwen/Qwen3-0.6B"`) or a local folder written by
+            `save_pretrained`. Used when `weights` is `"pretrained"`.
+        weights: `"random"` or `"pretrained"`.
+        seed: Seed of the random weights. The global generator of the CPU is left as it was.
+        attention: Name of transformers' attention implementation (`"sdpa"`, `"eager"`, ...);
+            None takes the best one the architecture supports.
+        pretrained_options: Further keyword arguments for `from_pretrained`.
+
+    Raises:
+        ConfigurationError: `weights` is unknown, or the part of the source it needs is missing.
+    """
+
+    architecture: Mapping[str, Any]
+    hub_name: str | None = None
+    weights: str = Weights.RANDOM.value
+    seed: int = 0
+    attention: str | None = None
+    pretrained_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = [weights.value for weights in Weights]
+        if self.weights not in known:
+            raise ConfigurationError(
+                f"model.weights={self.weights!r} is not one of {', '.join(known)}. 'random' draws "
+                "new weights, 'pretrained' loads those of model.hub_name."
+            )
+        if self.weights == Weights.PRETRAINED.value and self.hub_name is None:
+            raise ConfigurationError(
+                "model.weights=pretrained needs model.hub_name: a name on the Hugging Face hub or "
+                "a local folder. This model has neither; use model.weights=random."
+            )
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the weights are loaded rather than drawn."""
+        return self.weights == Weights.PRETRAINED.value
+
+    def load_config(self) -> PreTrainedConfig:
+        """The transformers configuration of the model.
+
+        Raises:
+            ConfigurationError: The architecture's fields are not those of its `model_type`.
+            ModelSourceError: Published weights were asked for and cannot be found.
+        """
+        if self.is_pretrained:
+            assert self.hub_name is not None
+            with _explained(self.hub_name):
+                return cast(PreTrainedConfig, AutoConfig.from_pretrained(self.hub_name))
+        fields = dict(self.architecture)
+        model_type = fields.pop("model_type", None)
+        if model_type not in CONFIG_MAPPING:
+            raise ConfigurationError(
+                f"model.architecture.model_type={model_type!r} is not an architecture that the "
+                "installed transformers knows. Examples: qwen3, llama, gpt_oss, qwen3_moe."
+            )
+        try:
+            return AutoConfig.for_model(model_type, **fields)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"model.architecture is not a valid {model_type!r} architecture: {error}"
+            ) from error
+
+    def build(self) -> PreTrainedModel:
+        """The model, ready to be trained, in torch's default dtype.
+
+        Raises:
+            ConfigurationError: The architecture's fields are not those of its `model_type`.
+            ModelSourceError: Published weights were asked for and cannot be loaded.
+        """
+        if self.is_pretrained:
+            model = self._load_pretrained()
+        else:
+            model = self._draw_random()
+        model.train()
+        return model
+
+    def _draw_random(self) -> PreTrainedModel:
+        options = {} if self.attention is None else {"attn_implementation": self.attention}
+        config = self.load_config()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            from_config = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
+            return from_config(config, dtype=torch.get_default_dtype(), **options)
+
+    def _load_pretrained(self) -> PreTrainedModel:
+        assert self.hub_name is not None
+        options = {"dtype": torch.get_default_dtype(), **self.pretrained_options}
+        if self.attention is not None:
+            options["attn_implementation"] = self.attention
+        with _explained(self.hub_name):
+            model = AutoModelForCausalLM.from_pretrained(self.hub_name, **options)
+        return cast(PreTrainedModel, model)
+
+
+@contextlib.contextmanager
+def _explained(hub_name: str) -> Iterator[None]:
+    """Turn what transformers raises for a name it cannot load into a `ModelSourceError`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        cause = lines[0] if lines else type(error).__name__
+        place = "the local folder" if Path(hub_name).is_dir() else "the Hugging Face hub"
+        raise ModelSourceError(
+            f"{hub_name!r} cannot be loaded from {place} ({cause}). Ways out: set model.hub_name "
+            "to a local folder that holds config.json and the safetensors files; or use "
+            "model.weights=random, which needs no hub; or fill the cache on a machine that "
+            f"reaches the hub (`hf download {hub_name}`) and point HF_HOME to it here, with "
+            "HF_HUB_OFFLINE=1."
+        ) from error
