@@ -69,7 +69,7 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         self,
         path: str | Path,
         map_location: Any | None = lambda storage, _: storage,
-        weights_only: bool | None = None,
+        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
     ) -> dict[str, Any]:
         """Read a checkpoint of any strategy.
 
@@ -133,11 +133,11 @@ def _replaced_when_complete(path: Path) -> Generator[IO[bytes], None, None]:
     """Yield a new file beside `path`; put it in `path`'s place, or remove it after an error."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         with suppress(FileNotFoundError):
             temporary.unlink()
@@ -164,7 +164,7 @@ def _local_path(path: str | Path) -> Path | None:
 
 def _is_truncated(path: Path) -> bool:
     """Whether a file begins as torch's format does and lacks the directory that ends it."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         begins_as_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
     return begins_as_zip and not zipfile.is_zipfile(path)
 

@@ -1,0 +1,184 @@
+"""`self.log` inside microbatches: recorded in their threads, replayed once in the main thread.
+
+Lightning's `log` is not thread-safe and takes every call for a batch of its own. So each microbatch
+writes its calls into a `LogRecorder`, and when the step is done `replay_logs` makes of the calls of
+all microbatches the calls that one device would have made on the full batch:
+
+| `reduce_fx` | merged value |
+|---|---|
+| mean | mean, weighted by `batch_size=` where the user gave one, else by the shares of the loss |
+| sum, min, max | sum, minimum, maximum |
+| whatever, but the value *is* the loss | as the loss: mean weighted by the shares |
+| whatever, but the value is a `torchmetrics.Metric` | the metric, its states merged before |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+_NAMES_OF_BUILTINS: dict[Any, str] = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+    sum: "sum",
+    min: "min",
+    max: "max",
+    "avg": "mean",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCall:
+    """One call of `self.log`.
+
+    Attributes:
+        name: The key.
+        value: A number, a tensor (a copy) or a metric.
+        arguments: The other arguments that were given.
+    """
+
+    name: str
+    value: Any
+    arguments: dict[str, Any]
+
+
+class LogRecorder:
+    """Stands in for `self.log` on the view of one microbatch."""
+
+    def __init__(self) -> None:
+        self.calls: list[LogCall] = []
+
+    def __call__(self, name: str, value: Any, *args: Any, **arguments: Any) -> None:
+        """Remember a call; the parameters are those of `LightningModule.log`."""
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        arguments.update(zip(_POSITIONAL, args, strict=False))
+        self.calls.append(LogCall(name=name, value=value, arguments=arguments))
+
+
+_POSITIONAL = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
+"""Parameters of `LightningModule.log` after the value, in their order."""
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+
+
+def replay_logs(
+    recorders: Sequence[LogRecorder],
+    *,
+    shares: Sequence[float],
+    losses: Sequence[Tensor | None],
+    log: Callable[..., None],
+    metric_of: Callable[[Metric], Metric],
+) -> None:
+    """Make the calls that one device would have made.
+
+    Args:
+        recorders: One per microbatch.
+        shares: The microbatches' shares of the loss.
+        losses: Their losses, on the host.
+        log: The original `LightningModule.log`; called in the order of the first calls.
+        metric_of: The module's own metric for the stand-in that a microbatch logged.
+    """
+    merged: dict[tuple[str, int], dict[int, LogCall]] = {}
+    for microbatch, recorder in enumerate(recorders):
+        times: dict[str, int] = {}
+        for call in recorder.calls:
+            time = times[call.name] = times.get(call.name, -1) + 1
+            merged.setdefault((call.name, time), {})[microbatch] = call
+    for calls in merged.values():
+        first = next(iter(calls.values()))
+        if isinstance(first.value, Metric):
+            log(first.name, metric_of(first.value), **first.arguments)
+        elif not isinstance(first.value, (Tensor, Number)):
+            log(first.name, first.value, **first.arguments)  # Lightning says what is wrong with it
+        else:
+            value, arguments = _merge(calls, shares=shares, losses=losses)
+            log(first.name, value, **arguments)
+
+
+def _merge(
+    calls: dict[int, LogCall], *, shares: Sequence[float], losses: Sequence[Tensor | None]
+) -> tuple[Any, dict[str, Any]]:
+    """Make one call's value and arguments of the same call in several microbatches."""
+    arguments = dict(next(iter(calls.values())).arguments)
+    sizes = [call.arguments.get("batch_size") for call in calls.values()]
+    arguments["batch_size"] = None if None in sizes else sum(sizes)
+    values = [
+        call.value.cpu() if isinstance(call.value, Tensor) else call.value
+        for call in calls.values()
+    ]
+    own_shares = [shares[microbatch] for microbatch in calls]
+    if _are_the_losses(values, [losses[microbatch] for microbatch in calls]):
+        return weighted_mean(values, weights=own_shares), arguments
+    reduce_fx = arguments.get("reduce_fx", "mean")
+    name = str(_NAMES_OF_BUILTINS.get(reduce_fx, reduce_fx)).lower()
+    if name in _REDUCTIONS:
+        stacked = torch.stack([_as_float64(value) for value in values])
+        return _like(values[0], _REDUCTIONS[name](stacked, 0)), arguments
+    # A mean; or something unknown, which Lightning refuses when it sees it.
+    weights = own_shares if None in sizes else [float(size or 0) for size in sizes]
+    return weighted_mean(values, weights=weights), arguments
+
+
+def weighted_mean(values: Sequence[Any], *, weights: Sequence[float]) -> Any:
+    """Mean of numbers or tensors; equal values give exactly that value.
+
+    Args:
+        values: At least one; tensors of one shape, on the host.
+        weights: As many, not all zero.
+
+    Returns:
+        A tensor of at least float32 precision, or a float if `values` are numbers.
+    """
+    first = values[0]
+    exact = [_as_float64(value) for value in values]
+    if all(torch.equal(value, exact[0]) for value in exact):
+        return first
+    total = float(sum(weights))
+    shares = [float(weight) / total if total else 1 / len(values) for weight in weights]
+    parts = [value * share for value, share in zip(exact, shares, strict=True)]
+    return _like(first, torch.stack(parts).sum(0), at_least=torch.float32)
+
+
+def _like(first: Any, result: Tensor, *, at_least: torch.dtype | None = None) -> Any:
+    """Return a float64 result in the form of the values that it was made of."""
+    if not isinstance(first, Tensor):
+        return result.item()
+    return result.to(torch.promote_types(first.dtype, at_least) if at_least else first.dtype)
+
+
+def _as_float64(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
+def _are_the_losses(values: Sequence[Any], losses: Sequence[Tensor | None]) -> bool:
+    """Whether every microbatch logged the very value that it returned as its loss."""
+    return all(
+        loss is not None and torch.equal(_as_float64(value), _as_float64(loss))
+        for value, loss in zip(values, losses, strict=True)
+    )

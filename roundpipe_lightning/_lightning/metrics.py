@@ -1,0 +1,181 @@
+"""`torchmetrics` objects inside microbatches: stand-ins whose states are merged afterwards.
+
+A metric accumulates by changing its own attributes, which several microbatch threads must not do at
+once. So every microbatch gets a fresh copy of each metric; when the step is done, the copies' states
+are merged, first microbatch first, into what the metric would hold after one update on the full
+batch.
+
+Only states that can be merged without loss are: sums, extrema and concatenations. A metric with
+other states, or one whose update looks at what it has seen so far (`full_state_update`), is refused
+when it is used.
+"""
+
+# torchmetrics has no public face for a metric's states.
+# ruff: noqa: SLF001
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import (
+    dim_zero_cat,
+    dim_zero_max,
+    dim_zero_min,
+    dim_zero_sum,
+)
+
+from roundpipe_lightning.errors import ConfigurationError
+
+_EXACT_REDUCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
+)
+
+
+class MetricStandIns:
+    """The metrics of a module and one copy of them per microbatch.
+
+    Args:
+        module: The user's module; metrics that are added to it later are not seen.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = dict(_metric_roots(module))
+        self._copies: list[dict[nn.Module, nn.Module]] = []
+        self._originals: dict[nn.Module, nn.Module] = {}
+
+    def in_place(self) -> dict[nn.Module, nn.Module]:
+        """Every metric standing in for itself: right where no two microbatches run at once."""
+        return {metric: metric for metric in self._names}
+
+    def prepare(self, num_microbatches: int) -> None:
+        """Have that many sets of copies ready, with nothing in them."""
+        while len(self._copies) < num_microbatches:
+            copies = {metric: _copy(metric) for metric in self._names}
+            for metric, copy in copies.items():
+                self._originals.update(zip(copy.modules(), metric.modules(), strict=True))
+            self._copies.append(copies)
+        for copies in self._copies[:num_microbatches]:
+            for copy in copies.values():
+                copy.reset()  # type: ignore[operator]  # both kinds of metric have it
+                for part in _parts(copy):
+                    part._forward_cache = None
+
+    def of(self, microbatch: int) -> dict[nn.Module, nn.Module]:
+        """Copies for one microbatch, by the metric they stand in for."""
+        return self._copies[microbatch]
+
+    def original(self, copy: Metric) -> Metric:
+        """Return the metric that a copy stands in for (or the metric itself, if it is no copy)."""
+        original = self._originals.get(copy, copy)
+        assert isinstance(original, Metric)
+        return original
+
+    def merge(self, num_microbatches: int) -> None:
+        """Bring what the copies have seen into the metrics.
+
+        Raises:
+            ConfigurationError: A metric was used whose states cannot be merged.
+        """
+        for metric, name in self._names.items():
+            copies = [self._copies[index][metric] for index in range(num_microbatches)]
+            used = [copy for copy in copies if any(p._update_count for p in _parts(copy))]
+            if not used:
+                continue
+            for part in _parts(metric):
+                reason = _why_not_mergeable(part)
+                if reason is not None:
+                    raise ConfigurationError(
+                        _REFUSAL.format(name=name, kind=type(part).__name__, reason=reason)
+                    )
+            for part, *part_copies in zip(_parts(metric), *map(_parts, used), strict=True):
+                _merge(part, part_copies)
+
+
+_REFUSAL = (
+    "The metric {name!r} ({kind}) was updated in training_step, but its states cannot be merged "
+    "over microbatches: {reason}. Update it in on_train_batch_end from what training_step returns, "
+    "use it in validation only, or set num_microbatches=1."
+)
+
+
+def _metric_roots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Metrics and collections of metrics with their names, the outermost ones only, each once."""
+    seen: set[nn.Module] = set()
+
+    def walk(parent: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
+        for name, child in parent.named_children():
+            if child in seen:
+                continue
+            seen.add(child)
+            if isinstance(child, (Metric, MetricCollection)):
+                yield child, path + name
+            else:
+                yield from walk(child, f"{path}{name}.")
+
+    return walk(module, "")
+
+
+def _parts(metric: nn.Module) -> list[Metric]:
+    """Return all metric objects in a metric, wrapper or collection, itself included."""
+    return [part for part in metric.modules() if isinstance(part, Metric)]
+
+
+def _copy(metric: nn.Module) -> nn.Module:
+    """Copy a metric, without cached results (they may hang on a graph, which cannot be copied)."""
+    caches = [(part, part._forward_cache, part._computed) for part in _parts(metric)]
+    try:
+        for part, _, _ in caches:
+            part._forward_cache = part._computed = None
+        copy: nn.Module = metric.clone()  # type: ignore[operator]  # both kinds of metric have it
+    finally:
+        for part, forward_cache, computed in caches:
+            part._forward_cache, part._computed = forward_cache, computed
+    if isinstance(copy, MetricCollection):
+        # Whether two metrics share a state is guessed from their first values: not from a part of
+        # a batch.
+        copy._enable_compute_groups = False
+        copy._groups_checked = False
+        copy._groups = {}
+    return copy
+
+
+def _why_not_mergeable(metric: Metric) -> str | None:
+    if metric.full_state_update is not False:
+        return f"full_state_update={metric.full_state_update}: an update may look at earlier ones"
+    if metric.dist_sync_on_step:
+        return "dist_sync_on_step=True"
+    if not metric._defaults:
+        return "it keeps no state of its own (a wrapper)"
+    for state, reduction in metric._reductions.items():
+        if reduction not in _EXACT_REDUCTIONS:
+            how = getattr(reduction, "__name__", reduction)
+            return f"its state {state!r} is reduced by {how}, not by sum, min, max or cat"
+    return None
+
+
+@torch.no_grad()
+def _merge(metric: Metric, copies: list[Metric]) -> None:
+    """Add what the copies have seen to the metric, as one call of `update` or `forward` would."""
+    batch, *others = copies
+    batch.cpu()
+    for copy in others:
+        copy.cpu()
+        copy.merge_state(batch)  # what comes in counts as the earlier
+        batch = copy
+    called_forward = any(copy._forward_cache is not None for copy in copies)
+    if called_forward:
+        batch._computed = None
+        batch._update_count = copies[0]._update_count
+        metric._forward_cache = batch.compute()
+    if metric._update_count:
+        batch.merge_state(metric)
+    for state in metric._defaults:
+        value = getattr(batch, state)
+        # A list of its own: the copy's is emptied in place when the copy is reset.
+        setattr(metric, state, list(value) if isinstance(value, list) else value)
+    metric._update_count += copies[0]._update_count
+    metric._computed = None
