@@ -1,9 +1,9 @@
 """`torchmetrics` objects inside microbatches: stand-ins whose states are merged afterwards.
 
 A metric accumulates by changing its own attributes, which several microbatch threads must not do at
-once. So every microbatch gets a fresh copy of each metric; when the step is done, the copies' states
-are merged, first microbatch first, into what the metric would hold after one update on the full
-batch.
+once. So every microbatch gets a fresh copy of each metric; when the step is done, the copies'
+states are merged, first microbatch first, into what the metric would hold after one update on the
+full batch.
 
 Only states that can be merged without loss are: sums, extrema and concatenations. A metric with
 other states, or one whose update looks at what it has seen so far (`full_state_update`), is refused

@@ -1,0 +1,111 @@
+"""Refuses what cannot work with the strategy, before training starts.
+
+Lightning stays silent about most of these and would compute something else. Every message names the
+flag and the way out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from roundpipe_lightning.errors import ConfigurationError
+
+
+def check_trainer_flags(
+    *,
+    num_nodes: int,
+    syncs_batchnorm: bool,
+    environment: ClusterEnvironment | None,
+    devices: Sequence[torch.device],
+) -> None:
+    """Refuse flags of the Trainer that ask for something else than one process with N workers.
+
+    Args:
+        num_nodes: `Trainer(num_nodes=...)`.
+        syncs_batchnorm: Whether `Trainer(sync_batchnorm=True)` was given.
+        environment: What Lightning found about the cluster.
+        devices: The devices of `Trainer(accelerator=..., devices=...)`.
+
+    Raises:
+        ConfigurationError: A flag cannot work.
+    """
+    if num_nodes > 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}: strategy='roundpipe' runs in one process on one machine. "
+            "Set Trainer(num_nodes=1)."
+        )
+    if environment is not None and environment.world_size() > 1:
+        raise ConfigurationError(
+            f"{environment.world_size()} processes were launched, but strategy='roundpipe' drives "
+            "all devices from one process. Start the script once, without torchrun or with one "
+            "task per node (--ntasks-per-node=1), and set Trainer(devices=N)."
+        )
+    if syncs_batchnorm:
+        raise ConfigurationError(
+            "sync_batchnorm=True: microbatches pass through a layer one after the other, so its "
+            "statistics cannot be taken over all of them. Set Trainer(sync_batchnorm=False), and "
+            "num_microbatches=1 if the statistics of the full batch matter."
+        )
+    kinds = {device.type for device in devices}
+    if not kinds <= {"cpu", "cuda"}:
+        raise ConfigurationError(
+            f"accelerator={', '.join(sorted(kinds))}: strategy='roundpipe' runs on "
+            "Trainer(accelerator='cpu') and Trainer(accelerator='gpu')."
+        )
+
+
+def check_module(module: LightningModule, *, splits_batches: bool, computes_on_host: bool) -> None:
+    """Refuse ways of training that cannot be cut into microbatches.
+
+    Args:
+        module: The user's module, after its `setup` and `configure_model`.
+        splits_batches: Whether there may be more than one microbatch.
+        computes_on_host: Whether the workers are CPU workers.
+
+    Raises:
+        ConfigurationError: The module trains in such a way.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
+            "so they cannot be split into microbatches. Write training_step(batch, batch_idx)."
+        )
+    if module.automatic_optimization:
+        return
+    if splits_batches:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False: its training_step steps "
+            "one or several optimizers itself, which several microbatches cannot do at once. Set "
+            "RoundPipeStrategy(num_microbatches=1), or use automatic optimization (one optimizer; "
+            "gradient clipping and accumulation are flags of the Trainer)."
+        )
+    if not computes_on_host:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False, which this version runs "
+            "on CPU workers only. Set Trainer(accelerator='cpu'), or use automatic optimization."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that evaluate the loss again and again inside one step.
+
+    Raises:
+        ConfigurationError: An optimizer's `step` cannot do without a closure.
+    """
+    for optimizer in optimizers:
+        step = inspect.signature(type(optimizer).step)
+        closure = step.parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} evaluates the loss several times within a step, while "
+                "a roundpipe step is one pass over the batch whose gradients are handed out once. "
+                "Return an optimizer whose step needs no closure (AdamW, SGD, ...) from "
+                "configure_optimizers, or use another strategy."
+            )

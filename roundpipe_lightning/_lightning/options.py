@@ -1,0 +1,111 @@
+"""The strategy's own settings, checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.plan import Plan
+
+MicrobatchWeight: TypeAlias = Literal["auto", "tokens", "samples"] | Callable[[Any], float]
+"""How much a microbatch counts in the loss: a rule's name, or a function of the microbatch."""
+
+PlanSource: TypeAlias = Plan | str | os.PathLike[str]
+"""A plan, the path of a saved one, or `"auto"`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user of the strategy can choose; the meaning is told at `RoundPipeStrategy`.
+
+    Raises:
+        ConfigurationError: A value cannot work, or not in this version.
+    """
+
+    num_microbatches: int | Literal["auto"]
+    plan: PlanSource
+    update: str
+    recompute: str
+    blocks: str | Sequence[str] | None
+    microbatch_weight: MicrobatchWeight
+    hardware: str
+    timeout_seconds: float
+    workers_per_device: int
+
+    def __post_init__(self) -> None:
+        """Check every value by itself."""
+        count: object = self.num_microbatches
+        if count != "auto" and not (isinstance(count, int) and count >= 1):
+            raise ConfigurationError(
+                f"num_microbatches={count!r}: give a whole number of 1 or more, or 'auto'."
+            )
+        if isinstance(self.workers_per_device, bool) or self.workers_per_device < 1:
+            raise ConfigurationError(
+                f"workers_per_device={self.workers_per_device!r}: give a whole number of 1 or more."
+            )
+        if not self.timeout_seconds > 0:
+            raise ConfigurationError(
+                f"timeout_seconds={self.timeout_seconds!r}: give the seconds without progress "
+                "after which a step is given up, more than 0."
+            )
+        if not isinstance(self.plan, (Plan, str, os.PathLike)):
+            raise ConfigurationError(
+                f"plan={self.plan!r}: give a Plan, the path of a saved one, or 'auto'."
+            )
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Check the values that are words, and say which are for a later version."""
+        if self.update == "async":
+            raise ConfigurationError(
+                "update='async' is not part of this version, whose optimizer step is always that "
+                "of synchronous training. Leave it out, or set update='exact'."
+            )
+        if self.update != "exact":
+            raise ConfigurationError(f"update={self.update!r}: set update='exact'.")
+        if self.recompute in ("selective", "none"):
+            raise ConfigurationError(
+                f"recompute={self.recompute!r} is not part of this version: BACKWARD stages "
+                "recompute their blocks in full. Leave it out, or set recompute='full'."
+            )
+        if self.recompute not in ("auto", "full"):
+            raise ConfigurationError(f"recompute={self.recompute!r}: set 'auto' or 'full'.")
+        if self.hardware != "auto":
+            raise ConfigurationError(
+                f"hardware={self.hardware!r}: this version plans from the model alone. Leave it "
+                "out, or set hardware='auto'."
+            )
+        rule = self.microbatch_weight
+        if not callable(rule) and rule not in ("auto", "tokens", "samples"):
+            raise ConfigurationError(
+                f"microbatch_weight={rule!r}: set 'auto', 'tokens', 'samples', or a function that "
+                "takes a microbatch and returns its weight."
+            )
+
+    @property
+    def block_names(self) -> list[str] | None:
+        """Dotted names of the block lists that the user named, or None."""
+        if self.blocks is None:
+            return None
+        return [self.blocks] if isinstance(self.blocks, str) else list(self.blocks)
+
+    def load_plan(self) -> Plan | None:
+        """Return the plan that the user gave, or None for `"auto"`.
+
+        Raises:
+            PlanError: The file cannot be read.
+            ConfigurationError: The plan is for another number of microbatches than asked for.
+        """
+        if self.plan == "auto":
+            return None
+        plan = self.plan if isinstance(self.plan, Plan) else Plan.load(Path(self.plan))
+        if self.num_microbatches not in ("auto", plan.num_microbatches):
+            raise ConfigurationError(
+                f"num_microbatches={self.num_microbatches}, but the plan is for "
+                f"{plan.num_microbatches}: leave num_microbatches out, or make another plan."
+            )
+        return plan
