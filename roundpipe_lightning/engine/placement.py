@@ -1,0 +1,181 @@
+"""Places of emulated devices: their names, and which may meet in one operation.
+
+An emulated device is called `"<server>:<index>"`, for example `"worker:3"`. A place is such a name,
+or None for the host. The rules are those of CUDA, so that what passes here passes on hardware.
+"""
+
+# ruff: noqa: SLF001 - operations whose name begins with an underscore are PyTorch's too
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_lightning.errors import ConfigurationError
+
+__all__ = [
+    "DeviceMismatchError",
+    "Operand",
+    "check_places",
+    "device_of",
+    "is_foreach",
+    "operands_of",
+    "place_of_device",
+    "server_of",
+]
+
+_NAME = re.compile(r"(?P<server>[A-Za-z_]\w*):(?P<index>\d{1,3})")
+_MAX_INDEX = 127  # torch.device keeps its index in eight bits
+
+_aten = torch.ops.aten
+
+# Operations that write values into a tensor wherever the values come from.
+_CROSSING = frozenset({_aten.copy, _aten.copy_, _aten._foreach_copy, _aten._foreach_copy_})
+# Operations that are not element-wise and yet take a host tensor of no dimension.
+_TAKES_HOST_SCALAR = frozenset(
+    {
+        _aten.fill,
+        _aten.fill_,
+        _aten.index_fill,
+        _aten.index_fill_,
+        _aten.index_put,
+        _aten.index_put_,
+        _aten._index_put_impl_,
+        _aten.masked_fill,
+        _aten.masked_fill_,
+        _aten.where,
+    }
+)
+# Operations whose `indices` may be on the host.
+_INDEXING = frozenset(
+    {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index}
+)
+
+
+class DeviceMismatchError(RuntimeError):
+    """An operation met tensors of different places; on hardware it would have raised as well."""
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def server_of(device_name: str) -> str:
+    """The part of a name that a server's devices share: `"worker"` of `"worker:3"`."""
+    return _parse(device_name)[0]
+
+
+def device_of(device_name: str) -> torch.device:
+    """What `.device` reports for a device: `cpu:3` for `"worker:3"`."""
+    return torch.device("cpu", _parse(device_name)[1])
+
+
+def place_of_device(device: torch.device | str | None, server: str) -> str | None:
+    """The place a `device=` argument means: `cpu:2` is a device of `server`, `cpu` the host."""
+    device = torch.device("cpu" if device is None else device)
+    if device.type != "cpu" or device.index is None:
+        return None
+    return f"{server}:{device.index}"
+
+
+def _parse(device_name: str) -> tuple[str, int]:
+    match = _NAME.fullmatch(device_name)
+    if match is None or int(match["index"]) > _MAX_INDEX:
+        raise ConfigurationError(
+            f"{device_name!r} is not the name of an emulated device: write '<server>:<index>' "
+            f"with an index from 0 to {_MAX_INDEX}, for example 'worker:0'"
+        )
+    return match["server"], int(match["index"])
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor argument of an operation and where it is."""
+
+    name: str
+    """The argument's name in the operation's schema."""
+    tensor: torch.Tensor
+    place: str | None
+    column: int | None
+    """Its position, where the argument is a list of tensors."""
+    written: bool
+    """Whether the operation writes to it."""
+
+    def __str__(self) -> str:
+        position = "" if self.column is None else f"[{self.column}]"
+        return f"{self.name}{position} {tuple(self.tensor.shape)} on {self.place or 'the host'}"
+
+
+def operands_of(
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    place_of: Callable[[torch.Tensor], str | None],
+) -> Iterator[Operand]:
+    """The tensors among an operation's arguments, lists of tensors taken apart."""
+    for i, argument in enumerate(func._schema.arguments):
+        value: Any = args[i] if i < len(args) else kwargs.get(argument.name)
+        listed = isinstance(value, list | tuple)
+        values: Sequence[Any] = value if listed else [value]
+        for column, tensor in enumerate(values):
+            if isinstance(tensor, torch.Tensor):
+                yield Operand(
+                    name=argument.name,
+                    tensor=tensor,
+                    place=place_of(tensor),
+                    column=column if listed else None,
+                    written=argument.alias_info is not None and argument.alias_info.is_write,
+                )
+
+
+def is_foreach(func: torch._ops.OpOverload) -> bool:
+    """Whether `func` is one operation per position of its lists."""
+    return func._schema.name.startswith("aten::_foreach_")
+
+
+def check_places(func: torch._ops.OpOverload, operands: list[Operand]) -> None:
+    """Raise unless the operands of `func` may meet.
+
+    Raises:
+        DeviceMismatchError: naming the operation, two operands, their shapes and their places.
+    """
+    if func.overloadpacket in _CROSSING:
+        return
+    for group in _columns(operands) if is_foreach(func) else [operands]:
+        first = next((o for o in group if o.place is not None), None)
+        if first is None:
+            continue
+        for operand in group:
+            if operand.place == first.place or _host_is_taken(func, operand):
+                continue
+            raise DeviceMismatchError(
+                f"{func}: expected all tensors to be on the same device, "
+                f"but found {first} and {operand}"
+            )
+
+
+def _columns(operands: list[Operand]) -> Iterator[list[Operand]]:
+    shared = [o for o in operands if o.column is None]
+    for column in sorted({o.column for o in operands if o.column is not None}):
+        yield [o for o in operands if o.column == column] + shared
+
+
+def _host_is_taken(func: torch._ops.OpOverload, operand: Operand) -> bool:
+    """Whether a host operand may stand beside operands on a device, as on CUDA."""
+    if operand.place is not None:
+        return False
+    packet = func.overloadpacket
+    if packet in _INDEXING and operand.name == "indices":
+        return True
+    if operand.tensor.dim() != 0 or operand.written:
+        return False
+    if torch.is_grad_enabled() and operand.tensor.requires_grad:
+        return False
+    if is_foreach(func):
+        return operand.column is None
+    return packet in _TAKES_HOST_SCALAR or torch.Tag.pointwise in func.tags

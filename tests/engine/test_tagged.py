@@ -1,0 +1,573 @@
+"""Tagged tensors compute like plain ones, and mix as little as tensors of real devices do."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe_lightning.engine.tagged import (
+    DeviceMismatchError,
+    TaggedMode,
+    TaggedTensor,
+    move,
+    tag,
+    tag_of,
+    untag,
+)
+from roundpipe_lightning.errors import ConfigurationError
+
+W0, W1 = "worker:0", "worker:1"
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _leaf(*shape: int, device_name: str = W0) -> Tensor:
+    return tag(_randn(*shape), device_name).requires_grad_()
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _attention(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def _place(module: nn.Module, device_name: str) -> None:
+    """Put a module's parameters and buffers on a device, ties kept."""
+    leaves: dict[Tensor, Tensor] = {}
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    if tensor not in leaves:
+                        leaves[tensor] = tag(tensor, device_name).requires_grad_(
+                            tensor.requires_grad
+                        )
+                    table[name] = leaves[tensor]  # type: ignore[assignment]
+
+
+# --- upload, download, names ----------------------------------------------------------------------
+
+
+def test_upload_and_download_copy() -> None:
+    host = torch.ones(3)
+    tagged = tag(host, W0)
+    host.zero_()
+    assert untag(tagged).tolist() == [1, 1, 1]
+    down = untag(tagged)
+    down.zero_()
+    assert tagged.tolist() == [1, 1, 1]
+
+
+def test_upload_makes_a_leaf_and_keeps_strides() -> None:
+    host = nn.Parameter(_randn(3, 4)).t()
+    tagged = tag(host, W0)
+    assert tagged.is_leaf
+    assert not tagged.requires_grad
+    assert tagged.stride() == host.stride()
+    assert type(untag(tagged)) is Tensor
+
+
+def test_places() -> None:
+    tagged = tag(torch.ones(2), "worker:3")
+    assert (tag_of(tagged), tag_of(torch.ones(2))) == ("worker:3", None)
+    assert tagged.device == torch.device("cpu", 3)
+    assert tagged.device != torch.ones(2).device
+    assert "worker:3" in repr(tagged)
+
+
+def test_uploads_and_downloads_only_across() -> None:
+    with pytest.raises(DeviceMismatchError, match="move"):
+        tag(tag(torch.ones(2), W0), W1)
+    with pytest.raises(DeviceMismatchError, match="on the host"):
+        untag(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["worker", "worker:", "worker:128", "worker:-1", ":3", "3", ""])
+def test_bad_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="worker:0"):
+        tag(torch.ones(2), name)
+
+
+# --- mixing ---------------------------------------------------------------------------------------
+
+MIXTURES: dict[str, Callable[[], object]] = {
+    "add": lambda: tag(_randn(3), W0) + tag(_randn(3), W1),
+    "add a host tensor": lambda: tag(_randn(3), W0) + _randn(3),
+    "add to a host tensor": lambda: _randn(3) + tag(_randn(3), W0),
+    "0-dim of another device": lambda: tag(_randn(3), W0) * tag(_randn(), W1),
+    "0-dim on a device, vector on the host": lambda: _randn(3) * tag(_randn(), W0),
+    "in place": lambda: tag(_randn(3), W0).add_(tag(_randn(3), W1)),
+    "in place on the host": lambda: _randn().add_(tag(_randn(), W0)),
+    "matmul": lambda: tag(_randn(3, 3), W0) @ tag(_randn(3, 3), W1),
+    "cat": lambda: torch.cat([tag(_randn(3), W0), tag(_randn(3), W1)]),
+    "stack of scalars": lambda: torch.stack([tag(_randn(), W0), _randn()]),
+    "embedding": lambda: functional.embedding(torch.arange(2), tag(_randn(4, 3), W0)),
+    "cross_entropy": lambda: functional.cross_entropy(
+        tag(_randn(4, 3), W0), torch.arange(3).repeat(2)[:4]
+    ),
+    "out=": lambda: torch.add(tag(_randn(3), W0), tag(_randn(3), W0), out=_randn(3)),
+    "device indices, host tensor": lambda: _randn(3)[tag(torch.arange(2), W0)],
+    "equal": lambda: torch.equal(tag(_randn(3), W0), _randn(3)),
+    "foreach": lambda: torch._foreach_add([tag(_randn(3), W0)], [tag(_randn(3), W1)]),
+    "sdpa mask": lambda: _attention(tag(_randn(1, 1, 2, 4), W0), _randn(1, 1, 2, 2)),
+    "data": lambda: setattr(tag(_randn(3), W0), "data", tag(_randn(3), W1)),
+    "data from the host": lambda: setattr(tag(_randn(3), W0), "data", _randn(3)),
+    "grad": lambda: setattr(tag(_randn(3), W0), "grad", _randn(3)),
+    "a trainable host scalar": lambda: tag(_randn(3), W0) * nn.Parameter(_randn()),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_mixing_raises(mixture: str, inference: bool) -> None:
+    if inference and "trainable" in mixture:
+        return
+    with torch.inference_mode(inference), pytest.raises(DeviceMismatchError):
+        MIXTURES[mixture]()
+
+
+def test_what_pytorch_compares_itself() -> None:
+    q, v = tag(_randn(1, 1, 2, 4), W0), tag(_randn(1, 1, 2, 4), W1)
+    with pytest.raises(RuntimeError, match="same device type"):
+        functional.scaled_dot_product_attention(q, q, v)
+    with pytest.raises(RuntimeError, match="gradient located on device"):
+        _randn(3).grad = tag(_randn(3), W0)
+
+
+def test_values_taken_over_by_a_host_tensor_cannot_be_used() -> None:
+    host = _randn(3)
+    host.data = tag(_randn(3), W0)
+    with pytest.raises(RuntimeError, match="same device"):
+        _ = host + 1
+
+
+def test_the_error_names_operation_operands_and_places() -> None:
+    with pytest.raises(DeviceMismatchError) as caught:
+        torch.mm(tag(_randn(2, 3), W0), tag(_randn(3, 4), W1))
+    assert str(caught.value) == (
+        "aten.mm.default: expected all tensors to be on the same device, "
+        "but found self (2, 3) on worker:0 and mat2 (3, 4) on worker:1"
+    )
+
+
+def _with_item(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[0] = 5.0
+    x[1, 1] = torch.tensor(2.0)
+    return x
+
+
+PERMITTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a host scalar": lambda x: x * torch.tensor(2.0),
+    "where": lambda x: torch.where(x > 0, x, torch.tensor(0.0)),
+    "masked_fill": lambda x: x.masked_fill(x > 0, torch.tensor(3.0)),
+    "host indices": lambda x: x[torch.arange(2)],
+    "index_put": lambda x: x.clone().index_put_((torch.arange(2),), torch.tensor(1.0)),
+    "copy_ from the host": lambda x: x.clone().copy_(torch.ones(3, 4)),
+    "copy_ from another device": lambda x: x.clone().copy_(tag(torch.ones(3, 4), W1)),
+    "numbers": lambda x: (2 * x + 1).clamp(0, 1),
+    "setitem": _with_item,
+}
+
+
+@pytest.mark.parametrize("permitted", PERMITTED)
+def test_what_accelerators_take_is_taken(permitted: str) -> None:
+    x = _randn(3, 4)
+    result = PERMITTED[permitted](tag(x, W0))
+    assert tag_of(result) == W0
+    assert torch.equal(untag(result), PERMITTED[permitted](x))
+
+
+def test_copy_into_a_host_tensor_downloads() -> None:
+    host, tagged = torch.zeros(3), tag(_randn(3), W0)
+    assert host.copy_(tagged) is host
+    assert torch.equal(host, untag(tagged))
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+class _WrongWay(torch.autograd.Function):
+    """Sends its gradient to another device than its input's."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return tag(untag(gradient), W1)
+
+
+def _wrong_way(x: Tensor) -> Tensor:
+    return _WrongWay.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_backward_meets_mixed_places() -> None:
+    x = _leaf(3)
+    with pytest.raises(DeviceMismatchError, match="worker:1"):
+        _wrong_way(x.exp()).sum().backward()
+
+
+def test_a_gradient_in_the_wrong_place_is_found() -> None:
+    x = _leaf(3)
+    _wrong_way(x).sum().backward()
+    with pytest.raises(DeviceMismatchError, match=r"gradient of a tensor \(3,\) on worker:0"):
+        _ = x.grad
+
+
+def test_accumulation() -> None:
+    x = _leaf(3, 3)
+    for _ in range(2):
+        (x @ x).sum().backward()
+    plain = _randn(3, 3).requires_grad_()
+    for _ in range(2):
+        (plain @ plain).sum().backward()
+    assert tag_of(_grad(x)) == W0
+    assert torch.equal(untag(_grad(x)), _grad(plain))
+
+
+@pytest.mark.parametrize("way", ["move", "to", "to device=", "to a tensor"])
+def test_gradients_come_back_over_devices(way: str) -> None:
+    target = tag(torch.ones(1), W1)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "move": lambda x: move(x, W1),
+        "to": lambda x: x.to(target.device),
+        "to device=": lambda x: x.to(device="cpu:1", dtype=torch.float32),
+        "to a tensor": lambda x: x.to(target),
+    }
+    x = _leaf(3)
+    there = ways[way](x)
+    assert tag_of(there) == W1
+    (there * tag(torch.full((3,), 2.0), W1)).sum().backward()
+    assert tag_of(_grad(x)) == W0
+    assert _grad(x).tolist() == [2, 2, 2]
+
+
+def test_gradients_come_back_from_and_to_the_host() -> None:
+    host = _randn(3).requires_grad_()
+    down = (move(host, W0) * 2).cpu()
+    assert type(down) is Tensor
+    down.sum().backward()
+    assert type(_grad(host)) is Tensor
+    assert _grad(host).tolist() == [2, 2, 2]
+    x = _leaf(3)
+    x.to("cpu").exp().sum().backward()
+    assert tag_of(_grad(x)) == W0
+
+
+def test_moving_nowhere_is_free() -> None:
+    x = _leaf(3)
+    assert move(x, W0) is x
+    assert x.to(x.device) is x
+    assert x.to(torch.float32) is x
+
+
+def test_double_backward() -> None:
+    x = _leaf(3)
+    (first,) = torch.autograd.grad(move(x, W1).pow(3).sum(), x, create_graph=True)
+    first.sum().backward()
+    assert torch.allclose(untag(_grad(x)), 6 * _randn(3))
+
+
+def test_checkpointing_recomputes_in_place() -> None:
+    x, w = _leaf(3, 3), _leaf(3, 3)
+    y = torch.utils.checkpoint.checkpoint(lambda a: (a @ w).relu(), x, use_reentrant=False)
+    y.sum().backward()
+    assert tag_of(_grad(w)) == tag_of(_grad(x)) == W0
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+def _in_place(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 1].mul_(3).add_(y[:, 0])
+    y.view(-1)[2:4].zero_()
+    y.t_().unsqueeze_(0).squeeze_(0)
+    return y.relu_()
+
+
+def _autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ x.t()
+        assert y.dtype is torch.bfloat16
+        return y.float()
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "views": lambda x: x.view(2, 2, 4)[:, 0].transpose(0, 1).reshape(-1).unsqueeze(1).expand(-1, 3),
+    "in-place": _in_place,
+    "as_strided": lambda x: x.as_strided((2, 3), (1, 2), 1),
+    "cat, stack, split": lambda x: torch.cat([torch.stack(x.unbind()), *x.split(2)]),
+    "softmax": lambda x: x.softmax(-1).log(),
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "norms": lambda x: functional.rms_norm(functional.layer_norm(x, (4,)), (4,)),
+    "embedding": lambda x: functional.embedding(x.detach().abs().long().clamp(max=3), x),
+    "cross_entropy": lambda x: functional.cross_entropy(x, x.detach().argmax(-1)),
+    "sdpa": lambda x: _attention(x.view(1, 1, 4, 4)),
+    "sdpa with a mask": lambda x: _attention(x.view(1, 1, 4, 4), x.detach() > 0),
+    "gather": lambda x: x.gather(1, x.detach().argsort(1)),
+    "sort": lambda x: x.sort(dim=0).values.cumsum(0),
+    "conv": lambda x: functional.conv1d(x.view(1, 4, 4), x.view(2, 4, 2)),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "new and like": lambda x: x * x.new_ones(4) + torch.ones_like(x) + x.new_tensor([1.0]),
+    "foreach": lambda x: torch._foreach_mul([x, x + 1], 2.0)[1],
+    "autocast": _autocast,
+    "complex": lambda x: torch.view_as_real(torch.polar(x.abs(), x)),
+    "dtype": lambda x: x.double().to(torch.float32),
+    "data-dependent": lambda x: x[x > 0] * len((x > 0).nonzero()),
+    "where in place": lambda x: x.masked_fill(x < 0, float("-inf")).exp(),
+}
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_give_the_plain_bits(operation: str, mode: str) -> None:
+    guards = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
+    guard = guards.get(mode, torch.inference_mode)
+    plain, tagged = _randn(4, 4).requires_grad_(), _leaf(4, 4)
+    results = []
+    for x in (plain, tagged):
+        torch.manual_seed(0)
+        with guard():
+            y = OPERATIONS[operation](x)
+        if y.requires_grad:
+            y.nan_to_num().sum().backward()
+        results.append(y.detach())
+    assert tag_of(results[1]) == W0
+    assert results[0].stride() == results[1].stride()
+    assert torch.equal(results[0], untag(results[1]))
+    if mode == "grad":
+        assert torch.equal(_grad(plain), untag(_grad(tagged)))
+
+
+def test_foreach_is_one_operation_per_position() -> None:
+    a, b = tag(torch.ones(2), W0), tag(torch.ones(2), W1)
+    out = torch._foreach_add([a, b], [a, b])
+    assert [tag_of(x) for x in out] == [W0, W1]
+    torch._foreach_mul_([a, b], torch.tensor(3.0))
+    assert a.tolist() == b.tolist() == [3, 3]
+    torch._foreach_copy_([a, b], [b, torch.zeros(2)])
+    assert [tag_of(a), tag_of(b), b.tolist()] == [W0, W1, [0, 0]]
+
+
+def test_optimizer_and_clipping_over_two_devices() -> None:
+    parameters = [nn.Parameter(tag(_randn(3), name)) for name in (W0, W1)]
+    plain = [nn.Parameter(_randn(3)) for _ in parameters]
+    for group in (parameters, plain):
+        optimizer = torch.optim.AdamW(group, lr=0.1, foreach=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for p in group:
+                p.pow(2).sum().backward()
+            optimizer.step()
+    for p, q in zip(parameters, plain, strict=True):
+        assert torch.equal(untag(p), q)
+    assert [tag_of(p) for p in parameters] == [W0, W1]
+
+
+def test_views_share_their_memory() -> None:
+    base = tag(torch.zeros(4), W0)
+    view = base[1:3]
+    view.fill_(7)
+    assert base.tolist() == [0, 7, 7, 0]
+    base.data.add_(1)
+    assert view.tolist() == [8, 8]
+    base.detach()[0] = 5
+    assert base[0].item() == 5
+
+
+def test_writing_what_backward_needs_is_still_found() -> None:
+    x = _leaf(3)
+    y = x.exp()
+    z = y.sum()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
+
+
+def test_values_for_python() -> None:
+    x = tag(torch.tensor([1.5]), W0)
+    assert (x.item(), float(x), x.tolist(), f"{x[0]:.1f}") == (1.5, 1.5, [1.5], "1.5")
+    assert bool(x)
+    assert len(x) == 1
+    assert [tag_of(e) for e in x] == [W0]
+    with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
+        x.numpy()
+
+
+def test_set_data_swaps_the_values() -> None:
+    parameter = nn.Parameter(tag(torch.ones(2), W0))
+    parameter.data = tag(torch.full((3,), 2.0), W0)
+    assert parameter.shape == (3,)
+    assert (parameter * 2).tolist() == [4, 4, 4]
+
+
+def test_parameter_and_deepcopy() -> None:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(tag(_randn(2, 2), W0))
+    module.bias = nn.Parameter(tag(_randn(2), W0))
+    module(tag(_randn(1, 2), W0)).sum().backward()
+    twin = copy.deepcopy(module)
+    assert isinstance(twin.weight, nn.Parameter)
+    assert tag_of(twin.weight) == tag_of(_grad(twin.weight)) == W0
+    with torch.no_grad():
+        module.weight.zero_()
+    assert untag(twin.weight).abs().sum() > 0
+    with pytest.raises(RuntimeError, match="only leaves"):
+        copy.deepcopy(module.weight * 2)
+
+
+def test_refusals() -> None:
+    x = tag(torch.ones(2), W0)
+    with pytest.raises(TypeError, match="untag"):
+        pickle.dumps(x)
+    with pytest.raises(DeviceMismatchError, match="storage"):
+        x.resize_(4)
+    with pytest.raises(DeviceMismatchError, match="storage"):
+        x.set_(tag(torch.ones(3), W0))  # type: ignore[call-overload]
+
+
+def test_out_of_another_shape_is_refused() -> None:
+    x = tag(torch.ones(2), W0)
+    with pytest.raises(DeviceMismatchError, match="resize"):
+        torch.add(x, x, out=tag(torch.empty(0), W0))
+
+
+# --- factories ------------------------------------------------------------------------------------
+
+
+def _under_device(device: torch.device) -> Tensor:
+    with device:
+        return torch.ones(2)
+
+
+FACTORIES: dict[str, Callable[[torch.device], Tensor]] = {
+    "arange": lambda device: torch.arange(3, device=device),
+    "zeros": lambda device: torch.zeros(3, device=device),
+    "full": lambda device: torch.full((2, 2), 1.0, device=device),
+    "rand": lambda device: torch.rand(3, device=device),
+    "randint": lambda device: torch.randint(0, 3, (3,), device=device),
+    "tensor": lambda device: torch.tensor([1, 2], device=device),
+    "as_tensor": lambda device: torch.as_tensor([1, 2], device=device),
+    "zeros_like": lambda device: torch.zeros_like(torch.ones(2), device=device),
+    "new_zeros": lambda device: torch.ones(2).new_zeros(3, device=device),
+    "new_tensor": lambda device: torch.ones(2).new_tensor([3], device=device),
+    "to": lambda device: torch.ones(2).to(device),
+    "to, dtype": lambda device: torch.ones(2).to(device=device, dtype=torch.int32),
+    "eye": lambda device: torch.eye(2, device=device),
+    "linspace": lambda device: torch.linspace(0, 1, 3, device=device),
+    "tril_indices": lambda device: torch.tril_indices(2, 2, device=device),
+    "context": _under_device,
+    "module": lambda device: nn.Linear(2, 2, device=device).weight,
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_factories_under_the_mode(factory: str, inference: bool) -> None:
+    device = tag(torch.ones(1), "worker:2").device
+    with torch.inference_mode(inference), TaggedMode(W0):
+        assert tag_of(FACTORIES[factory](device)) == "worker:2"
+        assert tag_of(FACTORIES[factory](torch.device("cpu"))) is None
+    assert tag_of(FACTORIES[factory](device)) is None
+
+
+def test_factories_that_require_gradients() -> None:
+    with TaggedMode(W0):
+        x = torch.tensor([1.0], device="cpu:0", requires_grad=True)
+        y = torch.ones(1, device="cpu:0", requires_grad=True)
+        (x * y).sum().backward()
+    assert x.is_leaf
+    assert tag_of(_grad(x)) == tag_of(_grad(y)) == W0
+
+
+def test_the_mode_keeps_gradients_of_moves() -> None:
+    host = _randn(3).requires_grad_()
+    with TaggedMode(W0):
+        (host.to("cpu:1") * 2).to("cpu").sum().backward()
+    assert type(_grad(host)) is Tensor
+    assert _grad(host).tolist() == [2, 2, 2]
+
+
+def test_the_mode_ends() -> None:
+    mode = TaggedMode(W0)
+    for _ in range(2):
+        with mode, pytest.raises(ZeroDivisionError):
+            _ = 1 / 0
+        assert tag_of(torch.zeros(1, device="cpu:0")) is None
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+_SIZE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_MOE = {**_EXPERTS, "moe_intermediate_size": 16}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": _SIZE,
+    "llama": _SIZE,
+    "gemma2": _SIZE,
+    "gpt2": {**_GPT2, "loss_type": "ForCausalLM"},
+    "gpt_oss": {**_SIZE, **_MOE},
+    "qwen3_moe": {**_SIZE, **_MOE},
+}
+
+
+@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_train_on_one_device(name: str, tied: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    special: dict[str, Any] = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": tied,
+    }
+    config = AutoConfig.for_model(name, **special, **_MODELS[name])
+    model = AutoModelForCausalLM.from_config(config).float()
+    ids = torch.randint(3, 64, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    torch.manual_seed(1)
+    expected_loss = model(**batch, use_cache=False).loss
+    expected_loss.backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+
+    _place(model, W0)
+    torch.manual_seed(1)
+    with TaggedMode(W0):
+        loss = model(**{k: tag(v, W0) for k, v in batch.items()}, use_cache=False).loss
+        loss.backward()
+    assert tag_of(loss) == W0
+    assert loss.item() == expected_loss.item()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    assert all(isinstance(p, TaggedTensor) for p in model.parameters())
+    assert gradients.keys() == expected.keys()
+    for n, gradient in gradients.items():
+        assert gradient is not None, n
+        assert torch.equal(untag(gradient), expected[n]), n
