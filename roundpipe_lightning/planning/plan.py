@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,19 +54,23 @@ class Plan:
         if self.num_workers % self.team_size:
             raise PlanError(
                 f"team_size={self.team_size} does not divide num_workers={self.num_workers}; "
-                f"choose one of {[n for n in range(1, self.num_workers + 1) if self.num_workers % n == 0]}."
+                f"choose one of "
+                f"{[n for n in range(1, self.num_workers + 1) if self.num_workers % n == 0]}."
             )
         if self.round_size > self.num_microbatches:
             raise PlanError(
-                f"round_size={self.round_size} is more than num_microbatches={self.num_microbatches}."
+                f"round_size={self.round_size} is more than "
+                f"num_microbatches={self.num_microbatches}."
             )
         if self.schedule.num_workers != self.num_workers:
             raise PlanError(
-                f"The schedule has {self.schedule.num_workers} workers, but num_workers={self.num_workers}."
+                f"The schedule has {self.schedule.num_workers} workers, but "
+                f"num_workers={self.num_workers}."
             )
         if len(self.block_names) != self.partition.num_blocks:
             raise PlanError(
-                f"{len(self.block_names)} block names for a partition of {self.partition.num_blocks} blocks."
+                f"{len(self.block_names)} block names for a partition of "
+                f"{self.partition.num_blocks} blocks."
             )
         validate_schedule(
             self.schedule, partition=self.partition, num_microbatches=self.num_microbatches
@@ -91,10 +94,13 @@ class Plan:
             )
         for planned, actual in zip(self.block_names, block_names, strict=True):
             if planned != actual:
-                raise PlanError(f"The plan's block {planned!r} is {actual!r} in the model. {remedy}")
+                raise PlanError(
+                    f"The plan's block {planned!r} is {actual!r} in the model. {remedy}"
+                )
         if fingerprint != self.model:
             raise PlanError(
-                f"The plan is for the model {self.model!r}, not for {fingerprint!r}: its blocks have the "
+                f"The plan is for the model {self.model!r}, not for {fingerprint!r}: its blocks "
+                f"have the "
                 f"same names but other shapes. {remedy}"
             )
 
@@ -157,7 +163,8 @@ class Plan:
         version = values.pop("format_version", None) if isinstance(values, dict) else None
         if version != FORMAT_VERSION:
             raise PlanError(
-                f"format_version={version!r}, but this version reads {FORMAT_VERSION}: make a new plan."
+                f"format_version={version!r}, but this version reads {FORMAT_VERSION}: make a new "
+                f"plan."
             )
         return cls._from_values(values, source="JSON")
 
@@ -189,15 +196,15 @@ class Plan:
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            with temporary.open("w", encoding="utf-8") as stream:
                 stream.write(self.to_json())
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(temporary, target)
+            temporary.replace(target)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -87,8 +87,8 @@ class Action:
 class Schedule:
     """Every worker's actions in the order in which it runs them.
 
-    A schedule is not checked where it is made, so that `validate_schedule` can show a wrong one as a
-    whole; a `Plan` holds only checked schedules.
+    A schedule is not checked where it is made, so that `validate_schedule` can show a wrong one as
+    a whole; a `Plan` holds only checked schedules.
 
     Attributes:
         workers: One tuple of actions per worker.
@@ -136,11 +136,13 @@ class Schedule:
         Raises:
             PlanError: If a line is not a worker's, or workers are missing or out of order.
         """
-        rows = []
+        rows: list[tuple[Action, ...]] = []
         for line in filter(None, (line.strip() for line in text.splitlines())):
             match = _ROW.fullmatch(line)
             if match is None or int(match["worker"]) != len(rows):
-                raise PlanError(f"Expected a line 'worker {len(rows)}: F0.0 ...', got {line[:80]!r}.")
+                raise PlanError(
+                    f"Expected a line 'worker {len(rows)}: F0.0 ...', got {line[:80]!r}."
+                )
             words = match["actions"].split()
             rows.append(tuple(Action.parse(word, worker=len(rows)) for word in words))
         return cls(workers=tuple(rows))

@@ -1,7 +1,8 @@
 """Stages: the contiguous ranges of blocks that a step is cut into.
 
-A `Partition` cuts the same chain of blocks twice, once for the forward and once for the backward pass,
-with the fused stage where the two meet (asymmetric partition, RoundPipe, arXiv 2604.27085, section 4):
+A `Partition` cuts the same chain of blocks twice, once for the forward and once for the backward
+pass, with the fused stage where the two meet (asymmetric partition, RoundPipe, arXiv 2604.27085,
+section 4):
 
 ```
 blocks      0   1   2   3   4   5   6   7   tail
@@ -23,7 +24,8 @@ class StageKind(Enum):
     """What a stage does with its blocks. The value is the letter used in the text forms."""
 
     FORWARD = "F"
-    """Runs its blocks without keeping a graph; keeps the boundaries that BACKWARD stages start from."""
+    """Runs its blocks without keeping a graph; keeps the boundaries that BACKWARD stages start
+    from."""
 
     FUSED = "X"
     """Runs the last blocks and the tail segment, forward and backward at once."""
@@ -38,8 +40,8 @@ class Stage:
 
     Attributes:
         kind: What is done with the blocks.
-        index: Position in `Partition.forward` for FORWARD, in `Partition.backward` otherwise (so the
-            FUSED stage is always 0 and BACKWARD stages count from 1).
+        index: Position in `Partition.forward` for FORWARD, in `Partition.backward` otherwise (so
+            the FUSED stage is always 0 and BACKWARD stages count from 1).
         blocks: Indices of the blocks, ascending; empty for a fused stage of the tail segment alone.
     """
 
@@ -56,13 +58,13 @@ class Stage:
 class Partition:
     """How many blocks every stage has.
 
-    For eight blocks, `Partition(forward=(3, 3), backward=(2, 3, 3))` runs F0 = blocks 0-2, F1 = 3-5,
-    X0 = 6-7 and the tail segment, B1 = 3-5, B2 = 0-2, in this order.
+    For eight blocks, `Partition(forward=(3, 3), backward=(2, 3, 3))` runs F0 = blocks 0-2, F1 =
+    3-5, X0 = 6-7 and the tail segment, B1 = 3-5, B2 = 0-2, in this order.
 
     Attributes:
         forward: Blocks per FORWARD stage, the model's first blocks first.
-        backward: Blocks per stage from the tail on: `backward[0]` is the FUSED stage (0: the tail segment
-            alone), `backward[1:]` are the BACKWARD stages, the model's last blocks first.
+        backward: Blocks per stage from the tail on: `backward[0]` is the FUSED stage (0: the tail
+            segment alone), `backward[1:]` are the BACKWARD stages, the model's last blocks first.
 
     Raises:
         PlanError: If a stage is empty (the fused one may be), or if the two cuts disagree about the
@@ -75,16 +77,21 @@ class Partition:
     def __post_init__(self) -> None:
         """Refuse empty stages and cuts of different lengths."""
         if not self.backward:
-            raise PlanError("backward=() has no fused stage: give at least (0,), the tail segment alone.")
+            raise PlanError(
+                "backward=() has no fused stage: give at least (0,), the tail segment alone."
+            )
         if self.backward[0] < 0:
-            raise PlanError(f"backward[0]={self.backward[0]}: the fused stage has 0 or more blocks.")
+            raise PlanError(
+                f"backward[0]={self.backward[0]}: the fused stage has 0 or more blocks."
+            )
         for name, counts in (("forward", self.forward), ("backward", self.backward[1:])):
             if any(count < 1 for count in counts):
                 raise PlanError(f"{name} stages {counts}: every stage needs at least one block.")
         if sum(self.forward) + self.backward[0] != sum(self.backward):
             raise PlanError(
                 f"forward={self.forward} runs {sum(self.forward)} blocks and the fused stage "
-                f"{self.backward[0]}, but backward={self.backward} covers {sum(self.backward)} blocks. "
+                f"{self.backward[0]}, but backward={self.backward} covers {sum(self.backward)} "
+                f"blocks. "
                 f"sum(forward) must be sum(backward) - backward[0] = {sum(self.backward[1:])}."
             )
 
@@ -141,7 +148,9 @@ class Partition:
         stages = []
         start = 0
         for index, count in enumerate(self.forward):
-            stages.append(Stage(kind=StageKind.FORWARD, index=index, blocks=range(start, start + count)))
+            stages.append(
+                Stage(kind=StageKind.FORWARD, index=index, blocks=range(start, start + count))
+            )
             start += count
         stop = self.num_blocks
         for index, count in enumerate(self.backward):

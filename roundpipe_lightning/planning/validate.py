@@ -3,7 +3,8 @@
 An error shows the whole grid with the offending action between `>` and `<`:
 
 ```
-PlanError: The schedule deadlocks: worker 0 stands at F1.0, waiting for F0.0; none of these can come.
+PlanError: The schedule deadlocks: worker 0 stands at F1.0, waiting for F0.0; none of these can
+    come.
 worker 0 | >F1.0<  F0.0   X0.0
 ```
 """
@@ -123,7 +124,9 @@ def _describe_deadlock(
     reasons = []
     for action in stuck:
         waits = [str(d.key) for d in dependencies(action.key, partition) if d.key not in done]
-        reasons.append(f"worker {action.worker} stands at {action.key}, waiting for {' and '.join(waits)}")
+        reasons.append(
+            f"worker {action.worker} stands at {action.key}, waiting for {' and '.join(waits)}"
+        )
     return (
         f"The schedule deadlocks: {'; '.join(reasons)}; none of these can come.\n"
         f"{format_grid(schedule, marked=stuck)}"

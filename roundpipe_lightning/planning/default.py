@@ -1,0 +1,134 @@
+"""Chooses a good plan from block durations alone: no hardware, no search over uneven stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.partition import balanced_cuts, balanced_partition
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.stages import Partition
+
+
+def default_plan(
+    profile: ModelProfile,
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    block_names: Sequence[str] | None = None,
+    recompute_start: RecomputeStart = RecomputeStart.WITH_GRADIENT,
+) -> Plan:
+    """Return a balanced round-robin plan.
+
+    A few even partitions and round sizes are simulated and the shortest step is taken; of equally
+    short ones that with the smallest BACKWARD stages (they need the least memory), then the largest
+    rounds (they upload the weights least often).
+
+    Args:
+        profile: The model. Where all durations are zero, a block's backward counts as two forwards.
+        num_workers: Number of workers.
+        num_microbatches: Number of microbatches per step.
+        block_names: Names of the blocks; the profile's where none are given.
+        recompute_start: When the workers begin a recompute.
+
+    Raises:
+        PlanError: If a count is less than 1 or the names are not as many as the blocks.
+    """
+    for name, value in (("num_workers", num_workers), ("num_microbatches", num_microbatches)):
+        if value < 1:
+            raise PlanError(f"{name}={value} must be 1 or more.")
+    names = tuple(profile.block_names if block_names is None else block_names)
+    timed = _with_durations(profile)
+    best: tuple[tuple[float, ...], Plan] | None = None
+    for partition in _even_partitions(timed, num_workers=num_workers):
+        costs = stage_costs(timed, partition=partition, recompute_start=recompute_start)
+        for round_size in _round_sizes(num_workers, num_microbatches):
+            schedule = round_robin_schedule(
+                partition,
+                num_workers=num_workers,
+                num_microbatches=num_microbatches,
+                round_size=round_size,
+            )
+            makespan = simulate(schedule, partition=partition, costs=costs).makespan_seconds
+            rank = (
+                float(f"{makespan:.6g}"),
+                max(partition.backward),
+                -round_size,
+                partition.num_stages,
+            )
+            if best is None or rank < best[0]:
+                plan = Plan(
+                    model=profile.fingerprint,
+                    partition=partition,
+                    num_workers=num_workers,
+                    num_microbatches=num_microbatches,
+                    round_size=round_size,
+                    schedule=schedule,
+                    block_names=names,
+                )
+                best = (rank, plan)
+    assert best is not None
+    return best[1]
+
+
+def _with_durations(profile: ModelProfile) -> ModelProfile:
+    """Give unknown durations values that balance by number of blocks."""
+    segments = (*profile.blocks, profile.tail)
+    if any(segment.forward_seconds or segment.backward_seconds for segment in segments):
+        return profile
+    return replace(
+        profile,
+        blocks=tuple(_unit(block) for block in profile.blocks),
+        tail=_unit(profile.tail),
+    )
+
+
+def _unit(block: BlockProfile) -> BlockProfile:
+    return replace(block, forward_seconds=1.0, backward_seconds=2.0)
+
+
+def _even_partitions(profile: ModelProfile, *, num_workers: int) -> Iterator[Partition]:
+    """Yield partitions whose forward and backward stages take about equally long.
+
+    No BACKWARD stage has more than about a quarter of the blocks, and the fused stage no more than a
+    BACKWARD one: their activations are what a worker must hold at once.
+    """
+    if not profile.blocks:
+        yield Partition(forward=(), backward=(0,))
+        return
+    seen: set[Partition] = set()
+    fewest = min(max(num_workers, 4), profile.num_blocks)
+    for num_backward in _spread(fewest, profile.num_blocks):
+        weights = [block.recompute_seconds + block.backward_seconds for block in profile.blocks]
+        largest = max(balanced_cuts(weights, num_parts=num_backward))
+        forward_share = sum(block.forward_seconds for block in profile.blocks) / (
+            sum(weights) or 1.0
+        )
+        num_forward = max(1, round(num_backward * forward_share))
+        for num_fused in sorted({0, largest // 2, largest}):
+            for extra in (0, 1):
+                partition = balanced_partition(
+                    profile,
+                    num_fused=num_fused,
+                    num_forward=num_forward + extra,
+                    num_backward=num_backward,
+                )
+                if partition not in seen:
+                    seen.add(partition)
+                    yield partition
+
+
+def _spread(first: int, last: int, *, count: int = 12) -> list[int]:
+    """Return up to about `count` whole numbers from `first` to `last`, evenly spaced."""
+    step = max(1, (last - first) // count)
+    return sorted({*range(first, last, step), last})
+
+
+def _round_sizes(num_workers: int, num_microbatches: int) -> list[int]:
+    sizes = {num_microbatches, num_workers, -(-num_microbatches // num_workers), 1}
+    return sorted(size for size in sizes if size <= num_microbatches)
