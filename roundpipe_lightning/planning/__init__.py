@@ -1,2 +1,4 @@
-"""Planning: pure numbers. A model profile and a hardware become a plan; nothing here touches a
-device."""
+"""Pure numbers: a model profile and a hardware become a plan.
+
+Nothing in here imports a framework or touches a device.
+"""

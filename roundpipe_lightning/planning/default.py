@@ -44,7 +44,7 @@ def default_plan(
             raise PlanError(f"{name}={value} must be 1 or more.")
     names = tuple(profile.block_names if block_names is None else block_names)
     timed = _with_durations(profile)
-    best: tuple[tuple[float, ...], Plan] | None = None
+    best_rank: tuple[float, ...] | None = None
     for partition in _even_partitions(timed, num_workers=num_workers):
         costs = stage_costs(timed, partition=partition, recompute_start=recompute_start)
         for round_size in _round_sizes(num_workers, num_microbatches):
@@ -55,25 +55,20 @@ def default_plan(
                 round_size=round_size,
             )
             makespan = simulate(schedule, partition=partition, costs=costs).makespan_seconds
-            rank = (
-                float(f"{makespan:.6g}"),
-                max(partition.backward),
-                -round_size,
-                partition.num_stages,
-            )
-            if best is None or rank < best[0]:
-                plan = Plan(
-                    model=profile.fingerprint,
-                    partition=partition,
-                    num_workers=num_workers,
-                    num_microbatches=num_microbatches,
-                    round_size=round_size,
-                    schedule=schedule,
-                    block_names=names,
-                )
-                best = (rank, plan)
-    assert best is not None
-    return best[1]
+            seconds = float(f"{makespan:.6g}")
+            rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
+            if best_rank is None or rank < best_rank:
+                best_rank, chosen = rank, (partition, round_size, schedule)
+    partition, round_size, schedule = chosen
+    return Plan(
+        model=profile.fingerprint,
+        partition=partition,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        round_size=round_size,
+        schedule=schedule,
+        block_names=names,
+    )
 
 
 def _with_durations(profile: ModelProfile) -> ModelProfile:
@@ -95,7 +90,7 @@ def _unit(block: BlockProfile) -> BlockProfile:
 def _even_partitions(profile: ModelProfile, *, num_workers: int) -> Iterator[Partition]:
     """Yield partitions whose forward and backward stages take about equally long.
 
-    No BACKWARD stage has more than about a quarter of the blocks, and the fused stage no more than a
+    No BACKWARD stage has more than about a quarter of the blocks, the fused stage no more than a
     BACKWARD one: their activations are what a worker must hold at once.
     """
     if not profile.blocks:

@@ -24,7 +24,7 @@ RESOLUTION = 1e-9
 
 
 def greedy_cuts(weights: Sequence[float], *, limit: float) -> tuple[int, ...]:
-    """Return the sizes of the fewest contiguous parts of which none weighs more than `limit`.
+    """Return the sizes of the fewest contiguous parts that weigh no more than `limit`.
 
     A weight above the limit gets a part of its own. Every part takes what fits, so the last is
     lightest.
@@ -34,8 +34,7 @@ def greedy_cuts(weights: Sequence[float], *, limit: float) -> tuple[int, ...]:
 
 
 def balanced_cuts(weights: Sequence[float], *, num_parts: int) -> tuple[int, ...]:
-    """Return the sizes of at most `num_parts` contiguous parts with the lightest possible heaviest
-    one.
+    """Return the sizes of at most `num_parts` parts with the lightest possible heaviest one.
 
     Args:
         weights: Non-negative weights.

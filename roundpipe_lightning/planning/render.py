@@ -1,5 +1,4 @@
-"""Draws timelines: as text, as SVG (predicted above measured) and as a trace for
-ui.perfetto.dev."""
+"""Draws timelines: as text, as SVG (predicted above measured), as a trace for Perfetto."""
 
 from __future__ import annotations
 

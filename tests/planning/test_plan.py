@@ -1,0 +1,123 @@
+"""Plans: round-trips, refusals, files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.profile import ModelProfile, fingerprint
+from tests.planning.profiles import random_profiles, uniform_profile
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return default_plan(uniform_profile(6), num_workers=2, num_microbatches=4)
+
+
+@given(random_profiles(), st.integers(1, 5), st.integers(1, 6))
+def test_text_and_json_round_trip(profile: ModelProfile, workers: int, microbatches: int) -> None:
+    made = default_plan(profile, num_workers=workers, num_microbatches=microbatches)
+    assert Plan.from_text(made.to_text()) == made
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_save_and_load(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "plan.json"
+    plan.save(path)
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_a_failed_save_keeps_the_previous_file(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+
+    def full(self: Plan) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Plan, "to_json", full)
+    with pytest.raises(OSError, match="No space"):
+        plan.save(path)
+    monkeypatch.undo()
+    assert Plan.load(path) == plan
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_only_the_planned_model_is_accepted(plan: Plan) -> None:
+    names = uniform_profile(6).block_names
+    plan.check_model("uniform", block_names=names)
+    with pytest.raises(PlanError, match=r"for 6 blocks, the model has 5.*Make a new plan"):
+        plan.check_model("uniform", block_names=names[:5])
+    with pytest.raises(PlanError, match=r"'layers.5' is 'other' in the model"):
+        plan.check_model("uniform", block_names=(*names[:5], "other"))
+    with pytest.raises(PlanError, match=r"'uniform', not for 'changed'"):
+        plan.check_model("changed", block_names=names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_workers": 3}, "schedule has 2 workers, but num_workers=3"),
+        ({"num_microbatches": 5}, "missing"),
+        ({"team_size": 3}, r"team_size=3 does not divide num_workers=2; choose one of \[1, 2\]"),
+        ({"round_size": 9}, "round_size=9 is more than num_microbatches=4"),
+        ({"round_size": 0}, "round_size=0 must be 1 or more"),
+        ({"block_names": ("a",)}, "1 block names for a partition of 6 blocks"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    plan: Plan, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(plan, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Not a plan"),
+        ("[]", "format_version=None"),
+        ('{"format_version": 2}', "format_version=2"),
+        ('{"format_version": 1}', "has no 'num_workers'"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_workers", "two"), ("schedule", 3)])
+def test_malformed_values_are_refused(plan: Plan, field: str, value: object) -> None:
+    values = json.loads(plan.to_json())
+    values[field] = value
+    with pytest.raises(PlanError, match="malformed"):
+        Plan.from_json(json.dumps(values))
+
+
+def test_text_of_another_version_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="roundpipe plan 1"):
+        Plan.from_text(plan.to_text().replace("roundpipe plan 1", "roundpipe plan 7"))
+
+
+def test_a_fingerprint_depends_on_every_part() -> None:
+    assert fingerprint(["a", "b"]) == fingerprint(["a", "b"])
+    assert len({fingerprint(parts) for parts in (["a", "b"], ["ab"], ["a"], ["b", "a"])}) == 4

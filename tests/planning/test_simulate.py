@@ -1,0 +1,154 @@
+"""The simulator: hand-checked timelines, both recompute rules, the published figures."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts, stage_costs
+from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule import Action, Schedule
+from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.stages import Partition, StageKind
+from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
+from tests.planning.profiles import random_profiles, uniform_profile
+
+PARTITION = Partition(forward=(1,), backward=(0, 1))
+SCHEDULE = Schedule.from_text("worker 0: F0.0 B1.0\nworker 1: X0.0\n")
+COSTS = StageCosts(
+    forward=(ActionCost(compute_seconds=1.0),),
+    backward=(
+        ActionCost(compute_seconds=3.0),
+        ActionCost(recompute_seconds=1.0, compute_seconds=2.0),
+    ),
+    hop_seconds=0.5,
+)
+
+
+def rows(timeline: Timeline) -> list[tuple[str, float, float, float]]:
+    return [
+        (str(e.action), e.start_seconds, e.end_seconds, e.waiting_seconds) for e in timeline.entries
+    ]
+
+
+def test_an_early_recompute_waits_inside_its_action() -> None:
+    timeline = simulate(SCHEDULE, partition=PARTITION, costs=COSTS)
+    assert rows(timeline) == [
+        ("F0.0@0", 0.0, 1.0, 0.0),
+        ("X0.0@1", 1.5, 4.5, 0.0),
+        ("B1.0@0", 1.0, 7.0, 3.0),
+    ]
+    assert timeline.makespan_seconds == 7.0
+    assert timeline.busy_seconds == 7.0 == COSTS.work_seconds
+    assert timeline.idle_share == pytest.approx(0.5)
+
+
+def test_a_recompute_with_its_gradient_begins_late() -> None:
+    costs = StageCosts(
+        forward=COSTS.forward,
+        backward=COSTS.backward,
+        hop_seconds=0.5,
+        recompute_start=RecomputeStart.WITH_GRADIENT,
+    )
+    timeline = simulate(SCHEDULE, partition=PARTITION, costs=costs)
+    assert rows(timeline)[-1] == ("B1.0@0", 5.0, 8.0, 0.0)
+
+
+def test_head_and_tail_are_counted_once() -> None:
+    profile = ModelProfile(
+        blocks=tuple(
+            BlockProfile(name=f"b{i}", forward_seconds=1.0, backward_seconds=2.0) for i in range(3)
+        ),
+        head=BlockProfile(name="head", forward_seconds=10.0, backward_seconds=20.0),
+        tail=BlockProfile(name="tail", forward_seconds=100.0, backward_seconds=200.0),
+        fingerprint="",
+    )
+    costs = stage_costs(profile, partition=Partition(forward=(1, 1), backward=(1, 2)))
+    assert [cost.seconds for cost in costs.forward] == [11.0, 1.0]
+    assert [cost.seconds for cost in costs.backward] == [303.0, 26.0]
+    assert costs.backward[1].recompute_seconds == 2.0
+    fused = stage_costs(profile, partition=Partition(forward=(), backward=(3,)))
+    assert fused.work_seconds == 339.0
+    with pytest.raises(PlanError, match="3 blocks"):
+        stage_costs(profile, partition=PARTITION)
+
+
+def test_negative_figures_are_refused() -> None:
+    with pytest.raises(PlanError, match="negative"):
+        ActionCost(compute_seconds=-1.0)
+    with pytest.raises(PlanError, match="'x': forward_seconds=-1"):
+        BlockProfile(name="x", forward_seconds=-1.0)
+    with pytest.raises(PlanError, match="'x': backward_seconds=nan"):
+        BlockProfile(name="x", backward_seconds=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("worker", "start", "end", "message"),
+    [(0, 2.0, 1.0, "begins at 2.0 s and ends at 1.0 s"), (2, 0.0, 1.0, "one of 2 workers")],
+)
+def test_an_impossible_measurement_is_refused(
+    worker: int, start: float, end: float, message: str
+) -> None:
+    action = Action(kind=StageKind.FUSED, stage=0, microbatch=0, worker=worker)
+    entry = TimelineEntry(action=action, start_seconds=start, end_seconds=end)
+    with pytest.raises(PlanError, match=message):
+        Timeline(num_workers=2, entries=(entry,))
+
+
+def test_an_empty_timeline_is_idle_for_no_time() -> None:
+    empty = Timeline(num_workers=3, entries=())
+    assert (empty.makespan_seconds, empty.idle_share, empty.rows()) == (0.0, 0.0, ((), (), ()))
+
+
+@given(random_profiles(), st.integers(1, 5), st.integers(1, 7), st.sampled_from(RecomputeStart))
+def test_a_default_plan_is_valid_and_its_simulation_consistent(
+    profile: ModelProfile, workers: int, microbatches: int, recompute_start: RecomputeStart
+) -> None:
+    plan = default_plan(
+        profile,
+        num_workers=workers,
+        num_microbatches=microbatches,
+        recompute_start=recompute_start,
+    )
+    costs = stage_costs(profile, partition=plan.partition, recompute_start=recompute_start)
+    timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
+    assert len(timeline.entries) == plan.partition.num_stages * microbatches
+    assert timeline.busy_seconds == pytest.approx(costs.work_seconds * microbatches)
+    assert -1e-9 <= timeline.idle_share <= 1.0
+    for row in timeline.rows():
+        for before, after in pairwise(row):
+            assert before.end_seconds <= after.start_seconds
+
+
+def test_one_worker_never_idles_and_holds_few_blocks_at_once() -> None:
+    plan = default_plan(uniform_profile(12), num_workers=1, num_microbatches=3)
+    costs = stage_costs(uniform_profile(12), partition=plan.partition)
+    timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
+    assert timeline.idle_share == 0.0
+    assert max(plan.partition.backward) <= 3
+
+
+def test_four_workers_are_nearly_busy() -> None:
+    profile = uniform_profile(32)
+    plan = default_plan(profile, num_workers=4, num_microbatches=8)
+    costs = stage_costs(profile, partition=plan.partition)
+    assert simulate(plan.schedule, partition=plan.partition, costs=costs).idle_share < 0.1
+
+
+def test_durations_that_are_all_zero_balance_by_number_of_blocks() -> None:
+    plan = default_plan(
+        uniform_profile(32, forward=0, backward=0, tail=0), num_workers=4, num_microbatches=8
+    )
+    assert max(plan.partition.forward) - min(plan.partition.forward[:-1]) <= 1
+
+
+@pytest.mark.parametrize("count", ["num_workers", "num_microbatches"])
+def test_a_default_plan_needs_workers_and_microbatches(count: str) -> None:
+    counts = {"num_workers": 1, "num_microbatches": 1, count: 0}
+    with pytest.raises(PlanError, match=f"{count}=0"):
+        default_plan(uniform_profile(2), **counts)
