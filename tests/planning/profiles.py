@@ -11,9 +11,12 @@ def uniform_profile(
     num_blocks: int, *, forward: float = 1.0, backward: float = 2.0, tail: float = 1.0
 ) -> ModelProfile:
     """Return a model of equal blocks; the tail's backward takes as long as its forward."""
-    block = {"forward_seconds": forward, "backward_seconds": backward}
+
+    def block(name: str) -> BlockProfile:
+        return BlockProfile(name=name, forward_seconds=forward, backward_seconds=backward)
+
     return ModelProfile(
-        blocks=tuple(BlockProfile(name=f"layers.{i}", **block) for i in range(num_blocks)),
+        blocks=tuple(block(f"layers.{i}") for i in range(num_blocks)),
         tail=BlockProfile(name="tail", forward_seconds=tail, backward_seconds=tail),
         fingerprint="uniform",
     )
