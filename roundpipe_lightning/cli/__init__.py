@@ -1,0 +1,1 @@
+"""The commands: Hydra applications around the strategy, the modules and the data."""

@@ -1,0 +1,158 @@
+"""From a composed configuration to the objects of a run; nothing is written on the way."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig
+
+from roundpipe_lightning.cli.interrupt import GracefulInterrupt
+from roundpipe_lightning.cli.statistics import RunStatistics
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything a run needs, checked against each other.
+
+    Attributes:
+        config: The configuration it was made from, the number of devices filled in.
+        module: What is trained.
+        data: What it is trained on.
+        trainer: Lightning's Trainer, with all callbacks.
+        statistics: The callback that collects the figures of the summary.
+        interrupt: The callback that makes Ctrl-C stop between two steps.
+        checkpoint: Checkpoint to go on from or to evaluate; None: none.
+    """
+
+    config: DictConfig
+    module: CausalLanguageModule
+    data: LightningDataModule
+    trainer: Trainer
+    statistics: RunStatistics
+    interrupt: GracefulInterrupt
+    checkpoint: Path | None
+
+
+def build_run(config: DictConfig) -> Run:
+    """Make the objects that a configuration describes.
+
+    Raises:
+        ConfigurationError: Settings do not fit each other.
+        CheckpointError: `ckpt_path` does not exist.
+        ModelSourceError: Published weights were asked for and cannot be found.
+    """
+    config = config.copy()
+    config.trainer.devices = choose_devices(config)
+    checkpoint = find_checkpoint(config.ckpt_path)
+    source: ModelSource = build(config.model)
+    data: LightningDataModule = build(config.data)
+    check_fit(source, data)
+    module = CausalLanguageModule(
+        source, optimizer=build(config.optimizer), scheduler=build(config.scheduler)
+    )
+    statistics, interrupt = RunStatistics(), GracefulInterrupt()
+    loggers: list[Logger] = build_each(config.logger)
+    callbacks: list[Callback] = [
+        callback
+        for callback in build_each(config.callbacks)
+        if loggers or not isinstance(callback, LearningRateMonitor)  # it refuses to be without
+    ]
+    trainer: Trainer = build(
+        config.trainer, callbacks=[statistics, *callbacks, interrupt], logger=loggers or False
+    )
+    return Run(
+        config=config,
+        module=module,
+        data=data,
+        trainer=trainer,
+        statistics=statistics,
+        interrupt=interrupt,
+        checkpoint=checkpoint,
+    )
+
+
+def build(config: Any, **extra: Any) -> Any:
+    """Hydra's `instantiate`, with plain containers and with the error that really happened.
+
+    Args:
+        config: Node with a `_target_`, or null for None.
+        extra: Further keyword arguments for the target.
+    """
+    try:
+        return instantiate(config, _convert_="all", **extra)
+    except InstantiationException as error:
+        if error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
+
+
+def build_each(config: DictConfig | None) -> list[Any]:
+    """The objects of a group that holds several of them, such as callbacks and loggers."""
+    return [build(node) for node in (config or {}).values() if node is not None]
+
+
+def choose_devices(config: DictConfig) -> int | str | list[int]:
+    """Number of workers: `trainer.devices`, or `hardware.cpu_workers` on a CPU if it is auto.
+
+    Only round-robin workers share one process; for Lightning's own strategies, where every CPU
+    device would be a process, `auto` is left to Lightning.
+    """
+    devices: int | str | list[int] = config.trainer.devices
+    strategy = config.trainer.get("strategy", "auto")
+    name = strategy.get("_target_", "") if isinstance(strategy, DictConfig) else str(strategy)
+    accelerator = config.trainer.accelerator
+    on_cpu = accelerator == "cpu" or (
+        accelerator == "auto" and not torch.accelerator.is_available()
+    )
+    if devices == "auto" and on_cpu and "roundpipe" in name.lower():
+        return int(config.hardware.cpu_workers)
+    return devices
+
+
+def find_checkpoint(path: str | None) -> Path | None:
+    """The checkpoint of `ckpt_path`.
+
+    Raises:
+        CheckpointError: There is none at that path.
+    """
+    if path is None:
+        return None
+    checkpoint = Path(path).expanduser()
+    if not checkpoint.exists():
+        raise CheckpointError(
+            f"ckpt_path={path!r} does not exist (looked in {Path.cwd()}). Runs keep theirs in "
+            "logs/<task_name>/runs/<date>_<time>/checkpoints/last.ckpt."
+        )
+    return checkpoint
+
+
+def check_fit(source: ModelSource, data: LightningDataModule) -> None:
+    """Refuse a model that cannot take the data's windows or tokens.
+
+    Raises:
+        ConfigurationError: The windows are too long or the vocabulary is too small.
+        ModelSourceError: The model's configuration cannot be found.
+    """
+    model = source.load_config().get_text_config()
+    longest = getattr(model, "max_position_embeddings", None)
+    seq_len = getattr(data, "seq_len", None)
+    if longest is not None and seq_len is not None and seq_len > longest:
+        raise ConfigurationError(
+            f"data.seq_len={seq_len} is longer than the {longest} positions of the model "
+            "(max_position_embeddings). Lower data.seq_len, or choose another model."
+        )
+    num_tokens = getattr(data, "num_tokens", None)
+    if num_tokens is not None and model.vocab_size < num_tokens:
+        raise ConfigurationError(
+            f"The model's vocabulary of {model.vocab_size} tokens is smaller than the "
+            f"{num_tokens} tokens of the data. Set model.architecture.vocab_size to at least "
+            f"{num_tokens}."
+        )

@@ -1,0 +1,121 @@
+"""The figures of a run: `summary.json` for programs, a table for people."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from rich.console import Console
+from rich.table import Table
+
+from roundpipe_lightning.cli.files import write_atomically
+from roundpipe_lightning.cli.pipeline import pipeline_figures
+from roundpipe_lightning.cli.statistics import RunStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """The figures of a run. A figure that the run did not have is None.
+
+    Attributes:
+        tokens_per_second: Tokens trained on per second of training step.
+        loss_first: Loss of the first training step, nats per token.
+        loss_last: Loss of the last training step, nats per token.
+        val_loss: Loss on the validation text after the last step, nats per token.
+        bubble_predicted: Share of the workers' time that the plan expects to be idle, 0 to 1.
+        bubble_measured: Share of the workers' time that was idle, 0 to 1.
+        peak_device_bytes: Most memory in use on one device.
+        peak_host_bytes: Most memory that the process had resident.
+        num_workers: Workers.
+        num_microbatches: Microbatches of a batch.
+        num_steps: Optimizer steps of this run.
+    """
+
+    tokens_per_second: float | None
+    loss_first: float | None
+    loss_last: float | None
+    val_loss: float | None
+    bubble_predicted: float | None
+    bubble_measured: float | None
+    peak_device_bytes: int | None
+    peak_host_bytes: int
+    num_workers: int
+    num_microbatches: int
+    num_steps: int
+
+    def save(self, path: Path) -> None:
+        """Write the figures as one JSON object."""
+        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    def print(self, folder: Path, *, console: Console | None = None) -> None:
+        """Print the figures in words.
+
+        Args:
+            folder: Folder of the run, named below the table.
+            console: Where to print; None: standard output.
+        """
+        table = Table(title="This run", show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column()
+        for name, text in self.lines():
+            table.add_row(name, text)
+        console = Console() if console is None else console
+        console.print(table)
+        console.print(f"Everything is in {folder}", soft_wrap=True, highlight=False)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The rows of the table: what it is, and how it came out."""
+        size = f"{_count(self.num_steps, 'step')} of {_count(self.num_microbatches, 'microbatch')}"
+        rows = [("Training", f"{size} on {_count(self.num_workers, 'worker')}")]
+        if self.loss_first is not None and self.loss_last is not None:
+            fall = f"from {self.loss_first:.2f} to {self.loss_last:.2f} nats per token"
+            rows.append(("Training loss", fall))
+        if self.val_loss is not None:
+            rows.append(("Validation loss", f"{self.val_loss:.2f} nats per token"))
+        if self.tokens_per_second is not None:
+            rows.append(("Speed", f"{self.tokens_per_second:,.0f} tokens a second"))
+        if self.bubble_measured is not None and self.bubble_predicted is not None:
+            idle = f"{self.bubble_measured:.0%} of the time ({self.bubble_predicted:.0%} expected)"
+            rows.append(("Workers waited", idle))
+        if self.peak_device_bytes is not None:
+            rows.append(("Most memory on a device", _size(self.peak_device_bytes)))
+        rows.append(("Most memory of the process", _size(self.peak_host_bytes)))
+        return rows
+
+
+def summarize(trainer: Trainer, statistics: RunStatistics, *, val_loss: float | None) -> RunSummary:
+    """Collect the figures of a run that has ended."""
+    pipeline = pipeline_figures(trainer)
+    return RunSummary(
+        tokens_per_second=statistics.tokens_per_second,
+        loss_first=statistics.loss_first,
+        loss_last=statistics.loss_last,
+        val_loss=val_loss,
+        bubble_predicted=pipeline.bubble_predicted,
+        bubble_measured=pipeline.bubble_measured,
+        peak_device_bytes=pipeline.peak_device_bytes,
+        peak_host_bytes=peak_host_bytes(),
+        num_workers=pipeline.num_workers,
+        num_microbatches=pipeline.num_microbatches,
+        num_steps=statistics.num_steps,
+    )
+
+
+def peak_host_bytes() -> int:
+    """Most memory that this process has had resident, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,130 @@
+"""`python train.py` and `roundpipe-train`: one Hydra application that trains and leaves a folder."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+import lightning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roundpipe_lightning.cli.build import Run, build_run
+from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.files import write_atomically
+from roundpipe_lightning.cli.last_checkpoint import LastCheckpoint
+from roundpipe_lightning.cli.pipeline import save_plan
+from roundpipe_lightning.cli.summary import summarize
+from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+
+EXIT_ERROR = 1
+"""Exit status after an error that names its cause."""
+
+EXIT_INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 plus the number of SIGINT."""
+
+
+def main() -> None:
+    """Run the command line. `--help` lists the groups, `--cfg job` prints the configuration."""
+    try:
+        folder = find_config_folder()
+        hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(_job)()
+    except RoundPipeError as error:
+        _exit_with(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("Stopped.\n")
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _job(config: DictConfig) -> float | None:
+    """One run on the command line: an error a user can mend is one message, not a traceback."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        return train(config)
+    try:
+        return train(config)
+    except (RoundPipeError, MisconfigurationException, OmegaConfBaseException) as error:
+        _exit_with(error)
+
+
+def _exit_with(error: Exception) -> NoReturn:
+    notes = getattr(error, "__notes__", [])
+    sys.stderr.write("\n".join([f"\nError: {error}", *notes]) + "\n")
+    sys.exit(EXIT_ERROR)
+
+
+def train(config: DictConfig) -> float | None:
+    """Train, validate and test as configured, and fill the run's folder.
+
+    Args:
+        config: The composed configuration, see `conf/train.yaml`.
+
+    Returns:
+        The metric named by `optimized_metric`, for sweepers; None if there is none.
+
+    Raises:
+        RoundPipeError: The configuration cannot work; nothing was written then.
+        KeyboardInterrupt: Ctrl-C; the last checkpoint is in the folder.
+    """
+    lightning.seed_everything(config.seed, workers=True, verbose=False)
+    run = build_run(config)
+    folder = Path(run.config.paths.output_dir)
+    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
+    metrics: dict[str, float] = {}
+    with run.interrupt:
+        try:
+            _run_stages(run, folder, metrics)
+        except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
+            if isinstance(error.__context__, KeyboardInterrupt):
+                _report_interrupt(run)
+                raise KeyboardInterrupt from None
+            raise
+    summary = summarize(run.trainer, run.statistics, val_loss=metrics.get("val_loss"))
+    summary.save(folder / "summary.json")
+    summary.print(folder)
+    return _choose_metric(run.config.optimized_metric, metrics)
+
+
+def _run_stages(run: Run, folder: Path, metrics: dict[str, float]) -> None:
+    """Fit, validate and test as configured; `metrics` receives what they measured."""
+    config, trainer = run.config, run.trainer
+    checkpoint = None if run.checkpoint is None else str(run.checkpoint)
+    if config.train:
+        trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
+        checkpoint = None  # from here on the weights are those that were trained
+        save_plan(trainer, folder)
+        _keep_metrics(run, metrics)
+    if config.validate and run.statistics.validated_step != trainer.global_step:
+        trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint)
+        _keep_metrics(run, metrics)
+    if config.test:
+        trainer.test(run.module, datamodule=run.data, ckpt_path=checkpoint)
+        _keep_metrics(run, metrics)
+
+
+def _keep_metrics(run: Run, metrics: dict[str, float]) -> None:
+    metrics.update({name: float(value) for name, value in run.trainer.callback_metrics.items()})
+    if run.statistics.validated_step != run.trainer.global_step:
+        metrics.pop("val_loss", None)  # measured before the last step
+
+
+def _choose_metric(name: str | None, metrics: dict[str, float]) -> float | None:
+    if name is None:
+        return None
+    if name not in metrics:
+        raise ConfigurationError(
+            f"optimized_metric={name!r} was not measured by this run, which has "
+            f"{', '.join(sorted(metrics)) or 'no metric'}. Name one of these, or null."
+        )
+    return metrics[name]
+
+
+def _report_interrupt(run: Run) -> None:
+    for callback in run.trainer.callbacks:
+        if isinstance(callback, LastCheckpoint) and callback.path.exists():
+            sys.stderr.write(f"Interrupted. Go on with: ckpt_path={callback.path}\n")
+
+
+if __name__ == "__main__":
+    main()
