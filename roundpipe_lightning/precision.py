@@ -139,7 +139,11 @@ class RoundPipePrecision(Precision):
 
     def convert_module(self, module: Module) -> Module:
         """Cast the masters to the precision's dtype: for `bf16-true`, `16-true`, `64-true` only."""
-        return module.to(dtype=self.master_dtype) if self._casts_masters else module
+        if not self._casts_masters:
+            return module
+        # `double` leaves the states of metrics alone, `to` casts them; so do Lightning's plugins.
+        wide = self.master_dtype is torch.float64
+        return module.double() if wide else module.to(dtype=self.master_dtype)
 
     def convert_input(self, data: Any) -> Any:
         """Cast the floating point tensors of a batch for the precisions that cast the masters."""

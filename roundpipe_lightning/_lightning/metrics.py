@@ -43,36 +43,42 @@ class MetricStandIns:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = dict(_metric_roots(module))
-        self._copies: list[dict[nn.Module, nn.Module]] = []
-        self._originals: dict[nn.Module, nn.Module] = {}
+        self._roots: list[tuple[str, nn.Module]] = []
+        for name, metric in _metric_roots(module):
+            if not any(metric is known for _, known in self._roots):
+                self._roots.append((name, metric))
+        self._copies: list[list[nn.Module]] = []
 
     def in_place(self) -> dict[nn.Module, nn.Module]:
         """Every metric standing in for itself: right where no two microbatches run at once."""
-        return {metric: metric for metric in self._names}
+        return {metric: metric for _, metric in self._roots}
 
     def prepare(self, num_microbatches: int) -> None:
         """Have that many sets of copies ready, with nothing in them."""
         while len(self._copies) < num_microbatches:
-            copies = {metric: _copy(metric) for metric in self._names}
-            for metric, copy in copies.items():
-                self._originals.update(zip(copy.modules(), metric.modules(), strict=True))
-            self._copies.append(copies)
+            self._copies.append([_copy(metric) for _, metric in self._roots])
         for copies in self._copies[:num_microbatches]:
-            for copy in copies.values():
+            for copy in copies:
                 copy.reset()  # type: ignore[operator]  # both kinds of metric have it
                 for part in _parts(copy):
                     part._forward_cache = None
 
     def of(self, microbatch: int) -> dict[nn.Module, nn.Module]:
-        """Copies for one microbatch, by the metric they stand in for."""
-        return self._copies[microbatch]
+        """Copies for one microbatch, by the metric they stand in for.
+
+        The dictionary holds only until a metric changes: its hash is made of its state.
+        """
+        copies = self._copies[microbatch]
+        return {metric: copy for (_, metric), copy in zip(self._roots, copies, strict=True)}
 
     def original(self, copy: Metric) -> Metric:
         """Return the metric that a copy stands in for (or the metric itself, if it is no copy)."""
-        original = self._originals.get(copy, copy)
-        assert isinstance(original, Metric)
-        return original
+        for copies in self._copies:
+            for (_, metric), root in zip(self._roots, copies, strict=True):
+                for original, part in zip(_parts(metric), _parts(root), strict=True):
+                    if part is copy:
+                        return original
+        return copy
 
     def merge(self, num_microbatches: int) -> None:
         """Bring what the copies have seen into the metrics.
@@ -80,8 +86,8 @@ class MetricStandIns:
         Raises:
             ConfigurationError: A metric was used whose states cannot be merged.
         """
-        for metric, name in self._names.items():
-            copies = [self._copies[index][metric] for index in range(num_microbatches)]
+        for place, (name, metric) in enumerate(self._roots):
+            copies = [self._copies[index][place] for index in range(num_microbatches)]
             used = [copy for copy in copies if any(p._update_count for p in _parts(copy))]
             if not used:
                 continue
@@ -102,21 +108,13 @@ _REFUSAL = (
 )
 
 
-def _metric_roots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Metrics and collections of metrics with their names, the outermost ones only, each once."""
-    seen: set[nn.Module] = set()
-
-    def walk(parent: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
-        for name, child in parent.named_children():
-            if child in seen:
-                continue
-            seen.add(child)
-            if isinstance(child, (Metric, MetricCollection)):
-                yield child, path + name
-            else:
-                yield from walk(child, f"{path}{name}.")
-
-    return walk(module, "")
+def _metric_roots(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Metrics and collections of metrics with their names, the outermost ones only."""
+    for name, child in module.named_children():
+        if isinstance(child, (Metric, MetricCollection)):
+            yield path + name, child
+        else:
+            yield from _metric_roots(child, f"{path}{name}.")
 
 
 def _parts(metric: nn.Module) -> list[Metric]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.plan import Plan
-
-MicrobatchWeight: TypeAlias = Literal["auto", "tokens", "samples"] | Callable[[Any], float]
-"""How much a microbatch counts in the loss: a rule's name, or a function of the microbatch."""
 
 PlanSource: TypeAlias = Plan | str | os.PathLike[str]
 """A plan, the path of a saved one, or `"auto"`."""

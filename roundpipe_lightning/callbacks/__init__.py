@@ -1,0 +1,5 @@
+"""Callbacks that look into the pipeline."""
+
+from roundpipe_lightning.callbacks.timeline import PipelineTimeline
+
+__all__ = ["PipelineTimeline"]

@@ -1,0 +1,185 @@
+"""Prediction and measurement of a step, side by side: a trace for Perfetto and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.render import render_svg, render_trace
+from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.stages import Stage
+from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.strategy import RoundPipeStrategy
+
+_NUM_WARMUP_STEPS = 3
+_NUM_DEFAULT_STEPS = 5
+
+
+class PipelineTimeline(Callback):
+    """Records when every action of chosen steps ran, and what the plan makes of the same durations.
+
+    The prediction is the plan's schedule, simulated with the median of the measured durations of
+    every stage: what differs from the measurement is waiting that the plan does not know of.
+
+    At the end of training (also of one that was interrupted) it writes into `dirpath`
+
+    - `timeline.json`: the prediction and every recorded step, for ui.perfetto.dev;
+    - `timeline.svg`: the prediction above the recorded step of median duration, a row per worker.
+
+    Args:
+        dirpath: Where to; None is the logger's folder, or the Trainer's default folder.
+        steps: Which training batches to record, counted from 0 where `fit` begins; None records
+            five after three for warming up, and the last one. Batches that are smaller than the
+            largest one run on other plans and are left out.
+
+    Raises:
+        ConfigurationError: A step is negative.
+    """
+
+    def __init__(
+        self, dirpath: str | Path | None = None, *, steps: Sequence[int] | None = None
+    ) -> None:
+        if steps is not None and any(step < 0 for step in steps):
+            raise ConfigurationError(
+                f"PipelineTimeline(steps={list(steps)}): batches are counted from 0, so give "
+                "numbers of 0 or more."
+            )
+        self._dirpath = None if dirpath is None else Path(dirpath)
+        self._steps = None if steps is None else frozenset(steps)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._num_batches = 0
+        self._plan: Plan | None = None
+        self._recorded: dict[int, Timeline] = {}
+        self._last: tuple[int, Timeline] | None = None
+
+    @property
+    def measured(self) -> dict[int, Timeline]:
+        """The recorded steps, by their number; of one plan."""
+        recorded = dict(self._recorded)
+        if self._steps is None and self._last is not None:
+            recorded[self._last[0]] = self._last[1]
+        return recorded
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """The plan's schedule with the measured durations; None before a step was recorded."""
+        timelines = list(self.measured.values())
+        if self._plan is None or not timelines:
+            return None
+        partition = self._plan.partition
+        costs = [_measured_cost(stage, timelines) for stage in partition.stages()]
+        return simulate(
+            self._plan.schedule,
+            partition=partition,
+            costs=StageCosts(
+                forward=tuple(costs[: partition.num_forward]),
+                backward=tuple(costs[partition.num_forward :]),
+                recompute_start=RecomputeStart.WITH_GRADIENT,
+            ),
+        )
+
+    @property
+    def predicted_idle_share(self) -> float | None:
+        """Share of the workers' time in which the prediction has them idle, from 0 to 1."""
+        predicted = self.predicted
+        return None if predicted is None else predicted.idle_share
+
+    @property
+    def measured_idle_share(self) -> float | None:
+        """Median over the recorded steps of the share in which the workers were idle."""
+        shares = [timeline.idle_share for timeline in self.measured.values()]
+        return median(shares) if shares else None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Refuse another strategy, which has no timeline.
+
+        Raises:
+            ConfigurationError: The strategy is not roundpipe's.
+        """
+        if not isinstance(trainer.strategy, RoundPipeStrategy):
+            raise ConfigurationError(
+                f"PipelineTimeline needs Trainer(strategy='roundpipe'), found "
+                f"{type(trainer.strategy).__name__}. Leave the callback out, or change the "
+                "strategy."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Forget an earlier training."""
+        self._forget()
+
+    def on_train_batch_end(  # Lightning's signature
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Keep the step's timeline if it is one of the chosen."""
+        number, self._num_batches = self._num_batches, self._num_batches + 1
+        strategy = trainer.strategy
+        assert isinstance(strategy, RoundPipeStrategy)
+        timeline = strategy.last_timeline
+        if timeline is None or strategy.last_plan != strategy.plan:
+            return
+        if self._plan != strategy.plan:
+            self._plan = strategy.plan
+            self._recorded.clear()
+        self._last = (number, timeline)
+        if self._is_chosen(number):
+            self._recorded[number] = timeline
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Write the files."""
+        self._write(trainer)
+
+    def on_exception(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
+        """Write the files of a training that ended early."""
+        self._write(trainer)
+
+    def _is_chosen(self, number: int) -> bool:
+        if self._steps is not None:
+            return number in self._steps
+        return _NUM_WARMUP_STEPS <= number < _NUM_WARMUP_STEPS + _NUM_DEFAULT_STEPS
+
+    def _write(self, trainer: Trainer) -> None:
+        measured, predicted = self.measured, self.predicted
+        if predicted is None:
+            return
+        folder = self._dirpath or Path(trainer.log_dir or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        by_duration = sorted(measured, key=lambda number: measured[number].makespan_seconds)
+        typical = by_duration[len(by_duration) // 2]
+        titles = {f"measured, batch {number}": measured[number] for number in sorted(measured)}
+        (folder / "timeline.json").write_text(
+            render_trace({"predicted": predicted, **titles}), encoding="utf-8"
+        )
+        title = f"measured, batch {typical}"
+        (folder / "timeline.svg").write_text(
+            render_svg({"predicted": predicted, title: titles[title]}), encoding="utf-8"
+        )
+
+
+def _measured_cost(stage: Stage, timelines: Sequence[Timeline]) -> ActionCost:
+    """Median duration of a stage's actions, waiting not counted."""
+    durations = [
+        entry.busy_seconds
+        for timeline in timelines
+        for entry in timeline.entries
+        if (entry.action.kind, entry.action.stage) == (stage.kind, stage.index)
+    ]
+    return ActionCost(compute_seconds=max(0.0, median(durations)))

@@ -1,0 +1,360 @@
+"""`Trainer(strategy="roundpipe")`: one process, N stateless workers, all state in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+
+from roundpipe_lightning._lightning import checks
+from roundpipe_lightning._lightning.options import Options, PlanSource
+from roundpipe_lightning._lightning.random_state import random_state, set_random_state
+from roundpipe_lightning._lightning.session import Session
+from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.weights import MicrobatchWeight
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.precision import RoundPipePrecision
+
+T = TypeVar("T")
+
+_CHECKPOINT_KEY = "roundpipe"
+_CHECKPOINT_VERSION = 1
+
+
+class RoundPipeStrategy(ParallelStrategy):
+    """Trains through the round-robin pipeline; `Trainer(strategy="roundpipe")` has the defaults.
+
+    The process is one, the workers are `Trainer(devices=N)` times `workers_per_device`. Parameters,
+    gradients and optimizer state stay in host memory as ordinary tensors of the module.
+
+    Args:
+        num_microbatches: Into how many parts a training batch is split. `"auto"` is twice the
+            number of workers, but not more than the batch has samples; a smaller last batch then
+            runs with fewer. With a number of your own, a smaller batch is an error.
+        plan: A `Plan`, the path of a saved one, or `"auto"`: made from the model.
+        update: `"exact"`: the results are those of plain synchronous training.
+        recompute: `"full"` (or `"auto"`): BACKWARD stages run their blocks again.
+        blocks: Dotted name or names of the module lists that are the blocks; None finds them.
+        microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
+            `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.
+        hardware: `"auto"`.
+        timeout_seconds: After so many seconds without progress a step is given up with a report.
+        workers_per_device: Workers that share each device.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: How checkpoints are written; None is `RoundPipeCheckpointIO`.
+        precision_plugin: None takes `Trainer(precision=...)`.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    strategy_name = "roundpipe"
+
+    def __init__(  # noqa: PLR0913 - all keyword-only, each a setting of its own
+        self,
+        *,
+        num_microbatches: int | Literal["auto"] = "auto",
+        plan: PlanSource = "auto",
+        update: str = "exact",
+        recompute: str = "auto",
+        blocks: str | Sequence[str] | None = None,
+        microbatch_weight: MicrobatchWeight = "auto",
+        hardware: str = "auto",
+        timeout_seconds: float = 600.0,
+        workers_per_device: int = 1,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._options = Options(
+            num_microbatches=num_microbatches,
+            plan=plan,
+            update=update,
+            recompute=recompute,
+            blocks=blocks,
+            microbatch_weight=microbatch_weight,
+            hardware=hardware,
+            timeout_seconds=timeout_seconds,
+            workers_per_device=workers_per_device,
+        )
+        self.num_nodes = 1
+        """Set by the Trainer to its flag; anything but 1 is refused."""
+        self._given_plan = self._options.load_plan()
+        self._session: Session | None = None
+        self._fit_session: Session | None = None
+
+    # What others may look at ---------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return len(self.parallel_devices or ()) * self._options.workers_per_device
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of a full batch, as far as it is known."""
+        if self.plan is not None:
+            return self.plan.num_microbatches
+        if self._given_plan is not None:
+            return self._given_plan.num_microbatches
+        wanted = self._options.num_microbatches
+        return max(1, 2 * self.num_workers) if wanted == "auto" else wanted
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, that of the largest batch so far; None before the first set-up."""
+        return self._seen.plan if self._seen else None
+
+    @property
+    def profile(self) -> ModelProfile | None:
+        """The model as the planner sees it; None before the first set-up."""
+        return self._seen.profile if self._seen else None
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last training step; None before the first."""
+        return self._seen.last_plan if self._seen else None
+
+    @property
+    def last_timeline(self) -> Timeline | None:
+        """When every action of the last training step ran; None before the first."""
+        return self._seen.last_timeline if self._seen else None
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """The most memory in use on one device; None where nobody counts (CPU workers)."""
+        return self._seen.peak_device_bytes if self._seen else None
+
+    @property
+    def _seen(self) -> Session | None:
+        """The last session that trained, else the last one; evaluation after fit hides nothing."""
+        return self._fit_session or self._session
+
+    # One process, as far as Lightning is concerned -----------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The host: that is where the masters, the batches and the optimizer are."""
+        return torch.device("cpu")
+
+    @property
+    def world_size(self) -> int:
+        """One process."""
+        return 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Never: data is not divided among processes."""
+        return False
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every sample goes to this process."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def model_to_device(self) -> None:
+        """Leave the module in host memory."""
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        """Return the value of the one process."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, ARG002, FBT001, FBT002 - Lightning's signature
+        """Return the decision of the one process."""
+        return decision
+
+    def all_gather(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the tensor of the one process."""
+        return tensor
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """There is nobody to wait for."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - Lightning's signature
+        """Return the object of the one process."""
+        return obj
+
+    # Plugins that the strategy imposes -----------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> RoundPipePrecision:
+        """The precision; Lightning's own plugins are replaced by ours with the same precision."""
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, RoundPipePrecision) else RoundPipePrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = (
+            None if plugin is None else RoundPipePrecision.from_lightning(plugin)
+        )
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints are written; an empty wrapper (`AsyncCheckpointIO()`) gets ours."""
+        io = self._checkpoint_io
+        if io is None:
+            io = self._checkpoint_io = RoundPipeCheckpointIO()
+        elif isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+            io.checkpoint_io = RoundPipeCheckpointIO()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    # Set-up and teardown -------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
+        checks.check_trainer_flags(
+            num_nodes=self.num_nodes,
+            syncs_batchnorm=self._layer_sync is not None,
+            environment=self.cluster_environment,
+            devices=self.parallel_devices or (),
+        )
+
+    def setup_environment(self) -> None:
+        """Prepare the devices; nothing is to be done for CPU workers."""
+        if self._computes_on_host:
+            return
+        assert self.accelerator is not None
+        for device in reversed(self.parallel_devices or ()):  # the first one stays the current one
+            self.accelerator.setup_device(device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Check the module, make its optimizers and open the engine."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._session = self._fit_session = None  # an earlier run's batches say nothing
+            checks.check_module(
+                self._module,
+                splits_batches=self.num_microbatches > 1,
+                computes_on_host=self._computes_on_host,
+            )
+        super().setup(trainer)
+        self._session = Session(
+            self._module,
+            devices=self._devices(),
+            precision=self.precision_plugin,
+            options=self._options,
+            given_plan=self._given_plan,
+        )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._fit_session = self._session
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers and refuse those that cannot work."""
+        super().setup_optimizers(trainer)
+        checks.check_optimizers(self.optimizers)
+
+    def teardown(self) -> None:
+        """Close the engine, then let Lightning clean up."""
+        if self._session is not None:
+            self._session.close()
+        super().teardown()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _computes_on_host(self) -> bool:
+        return all(device.type == "cpu" for device in self.parallel_devices or ())
+
+    def _devices(self) -> list[Device]:
+        """Make the workers' devices: neighbouring workers are on different ones."""
+        devices = (self.parallel_devices or []) * self._options.workers_per_device
+        self.precision_plugin.compute_device_type = devices[0].type
+        return [
+            CpuDevice(index) if device.type == "cpu" else AcceleratorDevice(device)
+            for index, device in enumerate(devices)
+        ]
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the microbatches of a batch through the engine."""
+        with self.precision_plugin.train_step_context():
+            if not self._module.automatic_optimization:
+                return self._module.training_step(*args, **kwargs)
+            assert self._session is not None
+            return self._session.training_step(*args, *kwargs.values())
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run a validation batch as one."""
+        with self.precision_plugin.val_step_context():
+            output: STEP_OUTPUT = self._evaluate("validation_step", *args, **kwargs)
+        return output
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run a test batch as one."""
+        with self.precision_plugin.test_step_context():
+            output: STEP_OUTPUT = self._evaluate("test_step", *args, **kwargs)
+        return output
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a prediction batch as one."""
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
+        assert self._session is not None
+        return self._session.evaluate(step_name, *args, *kwargs.values())
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a plain Lightning checkpoint, with the random state if it has the optimizer's."""
+        if "optimizer_states" in checkpoint:
+            checkpoint = {
+                **checkpoint,
+                _CHECKPOINT_KEY: {
+                    "format_version": _CHECKPOINT_VERSION,
+                    "random_state": random_state(),
+                },
+            }
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers and, if the checkpoint has it, the random state to go on with.
+
+        Raises:
+            ConfigurationError: A newer version wrote the checkpoint.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        ours = checkpoint.get(_CHECKPOINT_KEY)
+        if ours is None:
+            return
+        if ours["format_version"] > _CHECKPOINT_VERSION:
+            raise ConfigurationError(
+                f"The checkpoint's roundpipe part has format_version={ours['format_version']}, but "
+                f"this version reads {_CHECKPOINT_VERSION}. Update roundpipe_lightning."
+            )
+        set_random_state(ours["random_state"])
