@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from roundpipe_lightning.cli.interrupt import GracefulInterrupt
 from roundpipe_lightning.cli.statistics import RunStatistics
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, RoundPipeError
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+
+USER_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
+"""Errors that a person mends by changing a setting: their message is all there is to show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,7 @@ class Run:
         module: What is trained.
         data: What it is trained on.
         trainer: Lightning's Trainer, with all callbacks.
+        callbacks: All callbacks of the configuration.
         statistics: The callback that collects the figures of the summary.
         interrupt: The callback that makes Ctrl-C stop between two steps.
         checkpoint: Checkpoint to go on from or to evaluate; None: none.
@@ -36,6 +42,7 @@ class Run:
     module: CausalLanguageModule
     data: LightningDataModule
     trainer: Trainer
+    callbacks: tuple[Callback, ...]
     statistics: RunStatistics
     interrupt: GracefulInterrupt
     checkpoint: Path | None
@@ -73,6 +80,7 @@ def build_run(config: DictConfig) -> Run:
         module=module,
         data=data,
         trainer=trainer,
+        callbacks=tuple(callbacks),
         statistics=statistics,
         interrupt=interrupt,
         checkpoint=checkpoint,
@@ -89,7 +97,7 @@ def build(config: Any, **extra: Any) -> Any:
     try:
         return instantiate(config, _convert_="all", **extra)
     except InstantiationException as error:
-        if error.__cause__ is not None:
+        if isinstance(error.__cause__, USER_ERRORS):
             raise error.__cause__ from None
         raise
 

@@ -57,11 +57,13 @@ class LastCheckpoint(Checkpoint):
     ) -> None:
         """Save an interrupted run if it stands between two steps."""
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        if isinstance(exception, KeyboardInterrupt) and progress.ready == progress.processed:
+        between_steps = progress.ready == progress.processed  # type: ignore[attr-defined]
+        if isinstance(exception, KeyboardInterrupt) and between_steps:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.fast_dev_run or trainer.global_step == self._saved_step:
+        fast = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if fast or trainer.global_step == self._saved_step:
             return
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_step = trainer.global_step

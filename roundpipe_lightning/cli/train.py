@@ -1,5 +1,6 @@
-"""`python train.py` and `roundpipe-train`: one Hydra application that trains and leaves a folder."""
+"""`python train.py` and `roundpipe-train`: the Hydra application that trains."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -7,17 +8,17 @@ from typing import NoReturn
 
 import hydra
 import lightning
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from roundpipe_lightning.cli.build import Run, build_run
+from roundpipe_lightning.cli.build import USER_ERRORS, Run, build_run
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.last_checkpoint import LastCheckpoint
 from roundpipe_lightning.cli.pipeline import save_plan
 from roundpipe_lightning.cli.summary import summarize
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+
+log = logging.getLogger(__name__)
 
 EXIT_ERROR = 1
 """Exit status after an error that names its cause."""
@@ -44,11 +45,12 @@ def _job(config: DictConfig) -> float | None:
         return train(config)
     try:
         return train(config)
-    except (RoundPipeError, MisconfigurationException, OmegaConfBaseException) as error:
+    except USER_ERRORS as error:
         _exit_with(error)
 
 
 def _exit_with(error: Exception) -> NoReturn:
+    log.error("%s", error)
     notes = getattr(error, "__notes__", [])
     sys.stderr.write("\n".join([f"\nError: {error}", *notes]) + "\n")
     sys.exit(EXIT_ERROR)
@@ -71,6 +73,7 @@ def train(config: DictConfig) -> float | None:
     run = build_run(config)
     folder = Path(run.config.paths.output_dir)
     write_atomically(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
+    log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
     with run.interrupt:
         try:
@@ -81,6 +84,7 @@ def train(config: DictConfig) -> float | None:
                 raise KeyboardInterrupt from None
             raise
     summary = summarize(run.trainer, run.statistics, val_loss=metrics.get("val_loss"))
+    log.info("Finished: %s", summary)
     summary.save(folder / "summary.json")
     summary.print(folder)
     return _choose_metric(run.config.optimized_metric, metrics)
@@ -96,10 +100,10 @@ def _run_stages(run: Run, folder: Path, metrics: dict[str, float]) -> None:
         save_plan(trainer, folder)
         _keep_metrics(run, metrics)
     if config.validate and run.statistics.validated_step != trainer.global_step:
-        trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint)
+        trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
         _keep_metrics(run, metrics)
     if config.test:
-        trainer.test(run.module, datamodule=run.data, ckpt_path=checkpoint)
+        trainer.test(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
         _keep_metrics(run, metrics)
 
 
@@ -121,9 +125,9 @@ def _choose_metric(name: str | None, metrics: dict[str, float]) -> float | None:
 
 
 def _report_interrupt(run: Run) -> None:
-    for callback in run.trainer.callbacks:
+    for callback in run.callbacks:
         if isinstance(callback, LastCheckpoint) and callback.path.exists():
-            sys.stderr.write(f"Interrupted. Go on with: ckpt_path={callback.path}\n")
+            sys.stderr.write(f"Go on with: ckpt_path={callback.path}\n")
 
 
 if __name__ == "__main__":
