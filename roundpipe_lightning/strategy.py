@@ -19,7 +19,7 @@ from torch import Tensor
 from roundpipe_lightning._lightning import checks
 from roundpipe_lightning._lightning.options import Options, PlanSource
 from roundpipe_lightning._lightning.random_state import random_state, set_random_state
-from roundpipe_lightning._lightning.session import Session
+from roundpipe_lightning._lightning.session import NoBlocksWarning, Session
 from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
 from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
 from roundpipe_lightning.errors import ConfigurationError
@@ -28,6 +28,8 @@ from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
+
+__all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
 
 T = TypeVar("T")
 
@@ -147,7 +149,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def peak_device_bytes(self) -> int | None:
-        """The most memory in use on one device; None where nobody counts (CPU workers)."""
+        """The most memory in use on one worker; None before the first set-up."""
         return self._seen.peak_device_bytes if self._seen else None
 
     @property

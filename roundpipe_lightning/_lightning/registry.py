@@ -14,8 +14,8 @@ from roundpipe_lightning.strategy import RoundPipeStrategy
 def register() -> None:
     """Enter the strategy's name; doing so twice changes nothing.
 
-    `pytorch_lightning` is a class tree of its own, which cannot use a strategy of `lightning`. Where it
-    has been imported, it is told the name too, to say so.
+    `pytorch_lightning` is a class tree of its own, which cannot use a strategy of `lightning`.
+    Where it has been imported, it is told the name too, to say so.
     """
     if RoundPipeStrategy.strategy_name not in StrategyRegistry:
         StrategyRegistry.register(
@@ -30,7 +30,7 @@ def register() -> None:
 
 def _refuse_pytorch_lightning(**_: Any) -> NoReturn:
     raise ConfigurationError(
-        "strategy='roundpipe' works with lightning.pytorch, but this Trainer is pytorch_lightning's; "
-        "the two do not mix. Write `import lightning.pytorch as pl` in place of "
-        "`import pytorch_lightning as pl`, everywhere."
+        "strategy='roundpipe' works with lightning.pytorch, but this Trainer is "
+        "pytorch_lightning's; the two do not mix. Write `import lightning.pytorch as pl` in place "
+        "of `import pytorch_lightning as pl`, everywhere."
     )

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from roundpipe_lightning._lightning.options import Options
 from roundpipe_lightning._lightning.training import MicrobatchedStep
-from roundpipe_lightning.engine import Engine
 from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.profiles import profile_module
@@ -79,7 +79,7 @@ class Session:
         self.plan = self._plan_for(wanted)
         self.last_plan: Plan | None = None
         self.last_timeline: Timeline | None = None
-        self._peak_device_bytes: int | None = None
+        self._peak_device_bytes = 0
         self._engine: Engine | None = Engine(
             module,
             stack=stack,
@@ -101,13 +101,13 @@ class Session:
         """Join the workers and free what they held. Closing twice is allowed."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._peak_device_bytes = engine.peak_device_bytes
-            engine.__exit__(None, None, None)
+            self._peak_device_bytes = _peak_bytes(engine)
+            engine.close()
 
     @property
-    def peak_device_bytes(self) -> int | None:
-        """The most memory in use on one device; None where nobody counts."""
-        return self._engine.peak_device_bytes if self._engine else self._peak_device_bytes
+    def peak_device_bytes(self) -> int:
+        """The most memory in use on one worker."""
+        return _peak_bytes(self._engine) if self._engine else self._peak_device_bytes
 
     def training_step(self, *arguments: Any) -> STEP_OUTPUT:
         """Run a training batch; see `MicrobatchedStep.run`."""
@@ -139,3 +139,7 @@ class Session:
                 self.profile, num_workers=self._num_workers, num_microbatches=num_microbatches
             )
         return self._plans[num_microbatches]
+
+
+def _peak_bytes(engine: Engine) -> int:
+    return max((worker.peak_bytes() for worker in engine.workers), default=0)

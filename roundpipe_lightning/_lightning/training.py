@@ -23,7 +23,7 @@ from torch import Tensor
 from roundpipe_lightning._lightning.commit import loss_with_gradients
 from roundpipe_lightning._lightning.logs import LogRecorder, replay_logs, weighted_mean
 from roundpipe_lightning._lightning.metrics import MetricStandIns
-from roundpipe_lightning.engine import Engine
+from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.randomness import mix
 from roundpipe_lightning.models.batches import batch_size_of, merge_outputs, split_batch
 from roundpipe_lightning.models.weights import MicrobatchWeight, microbatch_weights
@@ -103,7 +103,7 @@ class MicrobatchedStep:
                 backward=backward,
                 thread_context=self._precision.thread_context,
                 overrides=lambda microbatch: {"log": recorders[microbatch]},
-                replacements=self._metrics.of if count > 1 else lambda _: self._metrics.in_place(),
+                stand_ins=self._metrics.of if count > 1 else lambda _: self._metrics.in_place(),
             )
         self.timeline = result.timeline
         if count > 1:
@@ -122,17 +122,19 @@ class MicrobatchedStep:
             )
         return _output(loss, result.outputs, microbatches=microbatches, shares=shares)
 
-    def evaluate(self, step_name: str, *arguments: Any) -> Any:
+    def evaluate(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on the full batch, in this thread.
 
         Args:
             step_name: Which one.
-            *arguments: What it is called with.
+            batch: What it is called with, on the host.
+            *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
         """
         return self._engine.evaluate(
-            lambda view: getattr(view, step_name)(*arguments),
+            lambda view, here: getattr(view, step_name)(here, *arguments),
+            batch,
             overrides={"log": self._module.log},
-            replacements=self._metrics.in_place(),
+            stand_ins=self._metrics.in_place(),
         )
 
     def _split(self, batch: Any) -> Sequence[Any]:
