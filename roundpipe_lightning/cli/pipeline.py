@@ -1,10 +1,14 @@
 """What the strategy and the timeline know of a run, for its folder and its summary."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+
+from roundpipe_lightning.callbacks.timeline import PipelineTimeline
+from roundpipe_lightning.strategy import RoundPipeStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +30,40 @@ class PipelineFigures:
     num_microbatches: int
 
 
-def pipeline_figures(trainer: Trainer) -> PipelineFigures:
-    """The figures of a Trainer whose run has ended, whatever its strategy."""
+def pipeline_figures(trainer: Trainer, callbacks: Iterable[Callback]) -> PipelineFigures:
+    """The figures of a run that has ended, whatever its strategy.
+
+    Args:
+        trainer: The run's Trainer.
+        callbacks: The run's callbacks; a `PipelineTimeline` among them has the idle shares.
+    """
+    timelines = [callback for callback in callbacks if isinstance(callback, PipelineTimeline)]
+    predicted = timelines[0].predicted_idle_share if timelines else None
+    measured = timelines[0].measured_idle_share if timelines else None
+    strategy = trainer.strategy
+    if not isinstance(strategy, RoundPipeStrategy):
+        return PipelineFigures(
+            bubble_predicted=None,
+            bubble_measured=None,
+            peak_device_bytes=_peak_of_one_device(strategy.root_device),
+            num_workers=trainer.num_devices,
+            num_microbatches=1,
+        )
     return PipelineFigures(
-        bubble_predicted=None,
-        bubble_measured=None,
-        peak_device_bytes=_peak_of_one_device(trainer),
-        num_workers=trainer.num_devices,
-        num_microbatches=1,
+        bubble_predicted=predicted,
+        bubble_measured=measured,
+        peak_device_bytes=strategy.peak_device_bytes,
+        num_workers=strategy.num_workers,
+        num_microbatches=strategy.num_microbatches,
     )
 
 
 def save_plan(trainer: Trainer, folder: Path) -> None:
     """Write `plan.json` if the strategy has a plan."""
+    strategy = trainer.strategy
+    if isinstance(strategy, RoundPipeStrategy) and strategy.plan is not None:
+        strategy.plan.save(folder / "plan.json")
 
 
-def _peak_of_one_device(trainer: Trainer) -> int | None:
-    device = trainer.strategy.root_device
+def _peak_of_one_device(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -5,13 +5,12 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
 
+from roundpipe_lightning.cli.build import Run
 from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.pipeline import pipeline_figures
-from roundpipe_lightning.cli.statistics import RunStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +83,10 @@ class RunSummary:
         return rows
 
 
-def summarize(trainer: Trainer, statistics: RunStatistics, *, val_loss: float | None) -> RunSummary:
+def summarize(run: Run, *, val_loss: float | None) -> RunSummary:
     """Collect the figures of a run that has ended."""
-    pipeline = pipeline_figures(trainer)
+    statistics = run.statistics
+    pipeline = pipeline_figures(run.trainer, run.callbacks)
     return RunSummary(
         tokens_per_second=statistics.tokens_per_second,
         loss_first=statistics.loss_first,

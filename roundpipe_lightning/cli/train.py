@@ -83,7 +83,7 @@ def train(config: DictConfig) -> float | None:
                 _report_interrupt(run)
                 raise KeyboardInterrupt from None
             raise
-    summary = summarize(run.trainer, run.statistics, val_loss=metrics.get("val_loss"))
+    summary = summarize(run, val_loss=metrics.get("val_loss"))
     log.info("Finished: %s", summary)
     summary.save(folder / "summary.json")
     summary.print(folder)
