@@ -1,0 +1,151 @@
+"""Finds the blocks of any module: its largest list of repeated children, or those named."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.errors import ConfigurationError
+
+__all__ = ["find_blocks"]
+
+
+def find_blocks(module: nn.Module, names: Sequence[str] | None) -> BlockStack | None:
+    """Return the stack of blocks of a module.
+
+    Without names it is the largest repeated list: of every `nn.ModuleList` and `nn.Sequential` with
+    at least two children of one type, the one whose children of their commonest type have the most
+    bytes of parameters. A list inside of another's children is part of the other's bytes, so the
+    outer one is taken. Classes are compared, never their names, and a list that two names lead to
+    counts once.
+
+    Args:
+        module: The user's module; on the meta device too.
+        names: None, or the dotted name of a list (`["model.layers"]`), or the dotted names of the
+            blocks in the order of their calls.
+
+    Returns:
+        The stack; None if no names are given and nothing repeats.
+
+    Raises:
+        ConfigurationError: If a name leads nowhere, or not to a list or to blocks that can be
+            called one after the other. It says which name is near.
+    """
+    if names is None:
+        return _largest_list(module)
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise ConfigurationError(
+            "blocks=[] names no block. Name a list of blocks, such as blocks=['model.layers'], "
+            "or leave blocks=None to have it found."
+        )
+    children = [_child(module, name) for name in names]
+    if len(children) == 1 and isinstance(children[0], nn.ModuleList | nn.Sequential):
+        return _list_as_stack(names[0], children[0])
+    _check_blocks(names, children)
+    return BlockStack(name=_common_name(names), blocks=tuple(children), names=tuple(names))
+
+
+# --- finding --------------------------------------------------------------------------------------
+
+
+def _largest_list(module: nn.Module) -> BlockStack | None:
+    best: BlockStack | None = None
+    most_bytes = 0
+    for name, child in _lists(module):
+        score = _repeated_bytes(child)
+        if score > most_bytes:  # of equals the first, which is the outer one
+            best, most_bytes = _list_as_stack(name, child), score
+    return best
+
+
+def _lists(module: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """All lists, each once and under its first name, outer ones first."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield name, child
+
+
+def _repeated_bytes(blocks: Iterable[nn.Module | None]) -> int:
+    """Bytes of the parameters in children of the commonest type; 0 where it occurs but once."""
+    children = [child for child in blocks if child is not None]
+    counts = Counter(type(child) for child in children)
+    largest = max(counts.values(), default=0)
+    if largest < 2 or len(set(children)) < len(children):  # a block that runs twice is no stage's
+        return 0
+    return max(
+        _parameter_bytes(child for child in children if type(child) is kind)
+        for kind, count in counts.items()
+        if count == largest
+    )
+
+
+def _parameter_bytes(modules: Iterable[nn.Module]) -> int:
+    parameters = {p for child in modules for p in child.parameters()}
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _list_as_stack(name: str, blocks: nn.ModuleList | nn.Sequential) -> BlockStack:
+    prefix = f"{name}." if name else ""
+    # named_children() would leave out a block that is there twice instead of having it refused
+    table: dict[str, nn.Module | None] = dict(blocks._modules)  # noqa: SLF001
+    children = {prefix + key: child for key, child in table.items() if child is not None}
+    if not children:
+        raise ConfigurationError(
+            f"blocks=[{name!r}]: the list is empty. Name a list with blocks in it, "
+            "or leave blocks=None to have it found."
+        )
+    return BlockStack(name=name, blocks=tuple(children.values()), names=tuple(children))
+
+
+# --- naming ---------------------------------------------------------------------------------------
+
+
+def _child(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        existing = [n for n, _ in module.named_modules(remove_duplicate=False) if n]
+        raise ConfigurationError(_unknown(module, name, existing)) from None
+
+
+def _unknown(module: nn.Module, name: str, existing: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, existing, n=3, cutoff=0.5)
+    lists = [n for n, child in _lists(module) if n and _repeated_bytes(child)][:5]
+    hints = [f"The nearest names are {', '.join(map(repr, near))}."] if near else []
+    if lists:
+        hints.append(f"Its lists of blocks are {', '.join(map(repr, lists))}.")
+    return " ".join(
+        [
+            f"blocks={name!r}: {type(module).__name__} has no submodule of that name.",
+            *hints,
+            "Name one of those, or leave blocks=None to have the blocks found.",
+        ]
+    )
+
+
+def _check_blocks(names: Sequence[str], blocks: Sequence[nn.Module]) -> None:
+    for name, block in zip(names, blocks, strict=True):
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise ConfigurationError(
+                f"blocks={list(names)!r}: {name!r} is a {type(block).__name__}, which cannot be "
+                "called, among several names. Name one list alone, or single blocks only."
+            )
+        for other_name, other in zip(names, blocks, strict=True):
+            if other is not block and any(other is inner for inner in block.modules()):
+                raise ConfigurationError(
+                    f"blocks={list(names)!r}: {other_name!r} is inside of {name!r}. "
+                    "Name blocks that run one after the other; leave out one of the two."
+                )
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """The parent that all blocks share, else the first and the last block."""
+    parents = {name.rpartition(".")[0] for name in names}
+    if len(parents) == 1 and (parent := parents.pop()):
+        return parent
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
