@@ -1,0 +1,141 @@
+"""Estimates what the planner must know about a module from its parameters alone.
+
+Nothing runs and no values are read, so a model on the meta device has the same profile as a real
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile, fingerprint
+
+__all__ = ["module_fingerprint", "profile_module"]
+
+_OPERATIONS_PER_SECOND = 1e12  # of no device in particular: only ratios of durations matter
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def profile_module(
+    module: nn.Module,
+    stack: BlockStack | None,
+    *,
+    tokens_per_microbatch: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> ModelProfile:
+    """Estimate sizes in bytes, and durations in a unit of their own, of blocks and segments.
+
+    Durations are those of a device that does 10^12 operations per second, and count, per token and
+    parameter, two operations forward, as many backward for the gradient of the input, and as many
+    again for the gradient of the parameter if it gets one. Tables that are looked up
+    (`nn.Embedding`) cost nothing; of the experts of a mixture only as many count as a token meets,
+    where a `config` of the model says how many. Attention scores are left out: they depend on the
+    length of the sequences. Modules registered before the first block belong to the head segment,
+    others outside of the blocks to the tail segment. `boundary_bytes` is 0: parameters do not tell
+    it.
+
+    Args:
+        module: The user's module; on the meta device too.
+        stack: Its blocks. None: the whole module is the tail segment, which the fused stage runs.
+        tokens_per_microbatch: Tokens, or samples where a sample is one row. None: 1.
+        compute_dtype: What parameters are uploaded as. None: what they are.
+    """
+    tokens = 1 if tokens_per_microbatch is None else tokens_per_microbatch
+    shares = _expert_shares(module)
+
+    def profile(name: str, modules: Iterable[nn.Module]) -> BlockProfile:
+        owners = list(modules)
+        uses = [(p, _operations(owner, p, shares)) for owner, p in _parameters(owners)]
+        every_token = sum(count for _, count in uses)
+        trained = sum(count for p, count in uses if p.requires_grad)
+        parameters = {p for p, _ in uses}
+        return BlockProfile(
+            name=name,
+            forward_seconds=every_token * tokens / _OPERATIONS_PER_SECOND,
+            backward_seconds=(every_token + trained) * tokens / _OPERATIONS_PER_SECOND,
+            parameter_bytes=_num_bytes(parameters | _buffers(owners), compute_dtype),
+            trainable_bytes=_num_bytes({p for p in parameters if p.requires_grad}, compute_dtype),
+        )
+
+    head, tail = _segments(module, stack)
+    blocks = zip(stack.names, stack.blocks, strict=True) if stack is not None else ()
+    return ModelProfile(
+        blocks=tuple(profile(name, block.modules()) for name, block in blocks),
+        head=profile("head segment", head),
+        tail=profile("tail segment", tail),
+        fingerprint=module_fingerprint(module, stack),
+    )
+
+
+def module_fingerprint(module: nn.Module, stack: BlockStack | None) -> str:
+    """Return a digest of a module's structure, by which a plan for another model is refused.
+
+    It covers the blocks' names and all parameters' names and shapes, so tied parameters, which have
+    one name, differ from untied ones. Values, dtypes, devices and what is trained do not matter.
+    """
+    blocks = [f"block {name}" for name in stack.names] if stack is not None else []
+    shapes = (f"{name} {tuple(p.shape)}" for name, p in module.named_parameters())
+    return fingerprint([*blocks, *shapes])
+
+
+def _segments(
+    module: nn.Module, stack: BlockStack | None
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules outside of the blocks: before the first one, and after it."""
+    blocks = set(stack.blocks) if stack is not None else set()
+    inside = {inner for block in blocks for inner in block.modules()}
+    head: list[nn.Module] = []
+    tail: list[nn.Module] = []
+    segment = head if blocks else tail
+    for child in module.modules():
+        if child in blocks:
+            segment = tail
+        elif child not in inside:
+            segment.append(child)
+    return head, tail
+
+
+def _parameters(owners: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Every use of a parameter: a tied one once per module that has it."""
+    for owner in owners:
+        for parameter in owner._parameters.values():  # noqa: SLF001
+            if parameter is not None:
+                yield owner, parameter
+
+
+def _buffers(owners: Iterable[nn.Module]) -> set[Tensor]:
+    return {b for owner in owners for b in owner._buffers.values() if b is not None}  # noqa: SLF001
+
+
+def _operations(owner: nn.Module, parameter: nn.Parameter, shares: dict[int, float]) -> float:
+    """Operations that one token costs forward."""
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+        return 0.0
+    share = shares.get(parameter.shape[0], 1.0) if parameter.dim() >= 3 else 1.0
+    return 2.0 * parameter.numel() * share
+
+
+def _expert_shares(module: nn.Module) -> dict[int, float]:
+    """Per number of experts the share of them that a token meets, from the configurations."""
+    shares: dict[int, float] = {}
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        active = getattr(config, "num_experts_per_tok", None)
+        for name in _EXPERT_COUNTS:
+            count = getattr(config, name, None)
+            if isinstance(active, int) and isinstance(count, int) and 0 < active <= count:
+                shares[count] = active / count
+    return shares
+
+
+def _num_bytes(tensors: Iterable[Tensor], compute_dtype: torch.dtype | None) -> int:
+    """Bytes on a device, where floating-point tensors have the compute dtype."""
+
+    def dtype_of(tensor: Tensor) -> torch.dtype:
+        return compute_dtype if compute_dtype and tensor.is_floating_point() else tensor.dtype
+
+    return sum(tensor.numel() * dtype_of(tensor).itemsize for tensor in tensors)

@@ -1,0 +1,103 @@
+"""Profiles are read off the parameters, real or not."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.profile import module_fingerprint, profile_module
+from roundpipe_lightning.planning.profile import ModelProfile
+
+
+class Model(nn.Module):
+    def __init__(self, *, num_layers: int = 3, tied: bool = False, width: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10, bias=False)
+        self.register_buffer("positions", torch.zeros(6, dtype=torch.long))
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def _profile(module: nn.Module, **options: int) -> ModelProfile:
+    return profile_module(module, find_blocks(module, None), **options)  # type: ignore[arg-type]
+
+
+def test_blocks_and_segments() -> None:
+    profile = _profile(Model(), tokens_per_microbatch=100)
+    assert profile.block_names == ("layers.0", "layers.1", "layers.2")
+    block = profile.blocks[1]
+    assert block.parameter_bytes == block.trainable_bytes == 4 * 4 * 4
+    assert block.forward_seconds == 2 * 16 * 100 / 1e12
+    assert block.backward_seconds == 2 * block.forward_seconds
+    assert profile.head.parameter_bytes == 10 * 4 * 4 + 6 * 8
+    assert profile.head.trainable_bytes == 10 * 4 * 4
+    assert profile.head.forward_seconds == 0
+    assert profile.tail.parameter_bytes == (10 * 4 + 8) * 4
+    assert profile.tail.forward_seconds == 2 * 48 * 100 / 1e12
+
+
+def test_tied_parameters_are_placed_twice_and_multiplied_once() -> None:
+    tied, untied = _profile(Model(tied=True)), _profile(Model())
+    assert tied.head == untied.head
+    assert tied.tail == untied.tail
+    assert tied.fingerprint != untied.fingerprint
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    module = Model()
+    module.layers[0].requires_grad_(False)
+    frozen, trained, _ = _profile(module).blocks
+    assert frozen.trainable_bytes == 0
+    assert frozen.backward_seconds == frozen.forward_seconds == trained.forward_seconds
+
+
+def test_the_meta_device_makes_no_difference() -> None:
+    with torch.device("meta"):
+        unreal = Model()
+    assert _profile(unreal) == _profile(Model())
+
+
+def test_the_compute_dtype_is_what_is_uploaded() -> None:
+    module = Model()
+    profile = profile_module(module, find_blocks(module, None), compute_dtype=torch.bfloat16)
+    assert profile.blocks[0].parameter_bytes == 4 * 4 * 2
+    assert profile.head.parameter_bytes == 10 * 4 * 2 + 6 * 8
+
+
+def test_without_a_stack_all_is_tail() -> None:
+    module = nn.Linear(3, 2)
+    profile = profile_module(module, None)
+    assert profile.num_blocks == 0
+    assert profile.head.parameter_bytes == 0
+    assert profile.tail.parameter_bytes == (3 * 2 + 2) * 4
+    assert profile.tail.backward_seconds > 0
+
+
+def test_only_the_experts_that_see_a_token_count() -> None:
+    block = nn.Module()
+    block.experts = nn.Parameter(torch.zeros(8, 4, 4))
+    module = nn.Module()
+    module.layers = nn.ModuleList([block])
+    stack = find_blocks(module, ["layers"])
+    dense = profile_module(module, stack).blocks[0]
+    module.config = SimpleNamespace(num_experts=8, num_experts_per_tok=2)  # type: ignore[assignment]
+    sparse = profile_module(module, stack).blocks[0]
+    assert sparse.forward_seconds == dense.forward_seconds / 4
+    assert sparse.parameter_bytes == dense.parameter_bytes
+
+
+def test_the_fingerprint_is_of_the_structure() -> None:
+    def print_of(module: nn.Module) -> str:
+        return module_fingerprint(module, find_blocks(module, None))
+
+    same = print_of(Model())
+    assert print_of(Model()) == same
+    assert print_of(Model().to(torch.bfloat16).requires_grad_(False)) == same
+    assert print_of(Model(width=5)) != same
+    assert print_of(Model(num_layers=4)) != same
+    assert module_fingerprint(Model(), None) != same
+    assert print_of(nn.ModuleDict({"model": Model()})) != same
