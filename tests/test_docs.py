@@ -1,0 +1,40 @@
+"""What the documents show is what happens: their examples run, and print what they are said to."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _blocks(document: str, language: str) -> list[str]:
+    text = (REPOSITORY / "docs" / document).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _run(code: str, folder: Path) -> str:
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_quick_start_runs_from_top_to_bottom_and_learns(tmp_path: Path) -> None:
+    output = _run("\n".join(_blocks("quickstart.md", "python")), tmp_path)
+    loss = re.search(r"loss after 64 steps: (\S+)", output)
+    assert loss is not None, output
+    assert float(loss[1]) < 2.0  # the logarithm of 64 characters is 4.16
+    assert "num_workers: 2\nnum_microbatches: 4" in output
+
+
+def test_the_design_s_grid_is_the_planner_s(tmp_path: Path) -> None:
+    (example,) = _blocks("design.md", "python")
+    printed = _run(example, tmp_path).strip()
+    assert printed in [block.strip() for block in _blocks("design.md", "text")]
