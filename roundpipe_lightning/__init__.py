@@ -1,0 +1,30 @@
+"""Fine-tune models larger than your GPUs with PyTorch Lightning.
+
+Importing this package makes `lightning.pytorch.Trainer(strategy="roundpipe")` known, and does
+nothing else: no thread is started, no device is touched, no setting is changed.
+"""
+
+from roundpipe_lightning import errors
+from roundpipe_lightning._lightning.registry import register as _register
+from roundpipe_lightning.callbacks import PipelineTimeline
+from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import RoundPipeStrategy
+
+__all__ = [
+    "ModelProfile",
+    "PipelineTimeline",
+    "Plan",
+    "RoundPipeCheckpointIO",
+    "RoundPipePrecision",
+    "RoundPipeStrategy",
+    "errors",
+    "simulate",
+]
+
+__version__ = "0.1.0"
+
+_register()

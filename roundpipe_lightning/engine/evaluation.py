@@ -1,0 +1,161 @@
+"""Evaluation: user code on the whole batch, forward only, the stack streamed through the workers.
+
+Nothing is split, so values, logs and predictions are exactly those of one device. The calling thread
+runs everything; a stack may be called any number of times (generation with a cache does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from roundpipe_lightning.engine.capture import RUN_HERE, StackCapture, make_proxies
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.stack_run import StackRun
+from roundpipe_lightning.engine.user_code import UserCode
+from roundpipe_lightning.engine.view import ViewClasses
+from roundpipe_lightning.engine.worker import Worker
+from roundpipe_lightning.planning.schedule import ActionKey
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.stages import Stage, StageKind
+
+
+class Evaluation:
+    """One call of user code, forward only.
+
+    Args:
+        module: The user's module.
+        stack: Its blocks, or None.
+        plan: Says which blocks run where.
+        workers: The workers.
+        classes: The classes of views.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        stack: BlockStack | None,
+        plan: Plan,
+        workers: Sequence[Worker],
+        classes: ViewClasses,
+    ) -> None:
+        self._stack = stack
+        self._plan = plan
+        self._workers = workers
+        self._classes = classes
+        self._stages = [s for s in plan.partition.stages() if s.kind is not StageKind.BACKWARD]
+        self._position = 0
+        self._activation: AbstractContextManager[Any] | None = None
+        self._user = UserCode(
+            module=module,
+            worker=lambda: self.worker,
+            workers=workers,
+            stream=None,
+            classes=classes,
+        )
+        self._capture = None if stack is None else StackCapture(stack)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that runs at present."""
+        return self._stages[self._position]
+
+    @property
+    def worker(self) -> Worker:
+        """The worker that runs it."""
+        key = ActionKey(self.stage.kind, self.stage.index, 0)
+        return self._workers[self._plan.schedule.worker_of(key)]
+
+    def next_turn(self) -> None:
+        """Go on with the next stage; nobody has to be waited for."""
+        self._go_to(self._position + 1)
+
+    def _go_to(self, position: int) -> None:
+        self._deactivate()
+        self._position = position
+        self._activation = self.worker.device.activate()
+        self._activation.__enter__()
+
+    def _deactivate(self) -> None:
+        if self._activation is not None:
+            self._activation.__exit__(None, None, None)
+            self._activation = None
+
+    def run(
+        self,
+        call: Callable[[Any, Any], Any],
+        batch: Any,
+        *,
+        overrides: Mapping[str, Any],
+        stand_ins: Mapping[nn.Module, nn.Module],
+    ) -> Any:
+        """Run the user's code.
+
+        Args:
+            call: Takes the view of the module and the batch, where the code computes.
+            batch: On the host.
+            overrides: Attributes of the root view.
+            stand_ins: Modules that are something else in the view.
+
+        Returns:
+            What `call` returned, on the host.
+        """
+        user = self._user
+        try:
+            self._go_to(0)
+            with self.worker.device.thread_context(), user:
+                user.maker.add_stand_ins(stand_ins)
+                if self._stack is not None:
+                    user.maker.add_stand_ins(
+                        make_proxies(
+                            self._stack,
+                            maker=user.maker,
+                            classes=self._classes,
+                            called=self._block_called,
+                        )
+                    )
+                view = user.root_view(overrides)
+                here = pytree.tree_map_only(Tensor, self.worker.device.upload, batch)
+                with user.active():
+                    output = call(view, here)
+                user.write_buffers_back()
+                if self._capture is not None:
+                    self._capture.check_finished()
+                return pytree.tree_map_only(Tensor, self._to_host, output)
+        finally:
+            self._deactivate()
+            user.close()
+            for worker in self._workers:
+                worker.clear()
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        return self._user.owner_of(tensor).download(tensor)
+
+    def _block_called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._stack is not None, "a proxy stands for a block of a stack"
+        assert self._capture is not None, "made with the stack"
+        if torch.is_grad_enabled():
+            return RUN_HERE
+        with self._user.suspended():
+            noted = self._capture.note(index, args, kwargs)
+            if isinstance(noted, Tensor):
+                return noted
+            entry, calls = noted
+            self._user.write_buffers_back()
+            self._go_to(0)
+            run = StackRun(
+                self,
+                user=self._user,
+                stack=self._stack,
+                partition=self._plan.partition,
+                entry=entry,
+                calls=calls,
+                keep_boundaries=False,
+            )
+            return run.forward()

@@ -1,0 +1,321 @@
+"""A microbatch: one thread of control through the user's code and all stages of a step.
+
+```
+turn   F0                              F1            X0                          B1         B2
+       head segment    blocks 0-1      blocks 2-3    blocks 4-5, tail segment,   2-3        0-1, then
+       (user code) ── capture                        loss, backward to the cut              the head
+```
+
+The user's graph is cut at the stack: the stack's output belongs to the tail's graph, which begins at a
+leaf, and the head segment's graph ends at the stack's input. The backward of each part runs to its
+leaves and returns, so nothing ever waits inside an autograd node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from roundpipe_lightning.engine.capture import RUN_HERE, StackCapture, make_proxies
+from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.stack_run import StackRun
+from roundpipe_lightning.engine.turns import TurnGraph, Turns
+from roundpipe_lightning.engine.user_code import UserCode
+from roundpipe_lightning.engine.view import ViewClasses
+from roundpipe_lightning.engine.worker import Worker
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.schedule import Action
+from roundpipe_lightning.planning.stages import Stage, StageKind
+
+UserStep: TypeAlias = Callable[[Any, Any, int], Any]
+"""Calls the user's step: the view of the module, the microbatch and its index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """What the microbatches of one step share.
+
+    Attributes:
+        module: The user's module.
+        stack: Its blocks, or None.
+        plan: The plan that is run.
+        graph: The plan's gates.
+        turns: The step's gates.
+        workers: The workers.
+        classes: The classes of views.
+        ledger: Where gradients are summed.
+        random_lock: Guards the process-wide generators.
+        step_seed: The step's random number.
+        call: The user's step.
+        backward: Whether gradients are wanted.
+        thread_context: Entered in every thread: thread-local state such as autocast.
+        overrides: Attributes of the root view, per microbatch.
+        stand_ins: Modules that are something else in the view, per microbatch.
+        marks: When each action began and ended, in the workers' devices' time.
+    """
+
+    module: nn.Module
+    stack: BlockStack | None
+    plan: Plan
+    graph: TurnGraph
+    turns: Turns
+    workers: Sequence[Worker]
+    classes: ViewClasses
+    ledger: GradientLedger
+    random_lock: RandomLock
+    step_seed: int
+    call: UserStep
+    backward: bool
+    thread_context: Callable[[], AbstractContextManager[Any]]
+    overrides: Callable[[int], Mapping[str, Any]]
+    stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
+    marks: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
+
+
+class Microbatch:
+    """One microbatch's way through a step.
+
+    Args:
+        context: What it shares with the others.
+        index: Its number.
+        batch: Its part of the batch, on the host.
+        loss_scale: What its loss is multiplied by for the backward pass; 0 skips it.
+    """
+
+    def __init__(self, context: StepContext, *, index: int, batch: Any, loss_scale: float) -> None:
+        self.index = index
+        self.output: Any = None
+        self.loss: Tensor | None = None
+        self._context = context
+        self._batch = batch
+        self._loss_scale = loss_scale
+        self._path = context.graph.paths[index]
+        self._position = 0
+        self._activation: AbstractContextManager[Any] | None = None
+        self._begin_mark: Any = None
+        self._stack_run: StackRun | None = None
+        self._user = UserCode(
+            module=context.module,
+            worker=lambda: self.worker,
+            workers=context.workers,
+            stream=RandomStream(
+                context.random_lock,
+                step_seed=context.step_seed,
+                microbatch=index,
+                generators=lambda: self.worker.device.generators(),
+            ),
+            classes=context.classes,
+        )
+        self._capture = None if context.stack is None else StackCapture(context.stack)
+
+    # ------------------------------------------------------------------------------------ turns
+
+    @property
+    def _action(self) -> Action:
+        return self._path[self._position]
+
+    @property
+    def stage(self) -> Stage:
+        """The stage whose turn this microbatch has, or waits for."""
+        return self._context.plan.partition.stage(self._action.kind, self._action.stage)
+
+    @property
+    def worker(self) -> Worker:
+        """The worker that runs it."""
+        return self._context.workers[self._action.worker]
+
+    @property
+    def place(self) -> str:
+        """Where the microbatch stands, for people."""
+        blocks, names = self.stage.blocks, self._context.plan.block_names
+        covered = f"blocks {names[blocks[0]]} to {names[blocks[-1]]}" if blocks else "no blocks"
+        if self.stage.kind is StageKind.FUSED:
+            covered += " and the tail segment"
+        if self._position == 0:
+            covered = f"the head segment, {covered}"
+        return (
+            f"{self._action.kind.name} stage {self._action.stage} ({covered}), microbatch {self.index}, "
+            f"{self.worker}"
+        )
+
+    def _begin(self) -> None:
+        self._context.turns.begin(self._action)
+        self._activation = self.worker.device.activate()
+        self._activation.__enter__()
+        self._begin_mark = self.worker.device.mark()
+
+    def _end(self) -> None:
+        """End the turn; where it is the last of a round, the stage's gradients go home before."""
+        stage, ledger = self.stage, self._context.ledger
+        if stage.kind is not StageKind.FORWARD:
+            self.worker.end_backward(
+                stage,
+                microbatch=self.index,
+                ledger=ledger,
+                is_last=self._action.key in self._context.graph.ends_run,
+            )
+        self._context.marks[self._action] = (self._begin_mark, self.worker.device.mark())
+        self._deactivate()
+        self._context.turns.end(self._action)
+
+    def _deactivate(self) -> None:
+        if self._activation is not None:
+            self._activation.__exit__(None, None, None)
+            self._activation = None
+
+    def next_turn(self) -> None:
+        """End this turn and wait for the next."""
+        self._end()
+        self._position += 1
+        self._begin()
+
+    # -------------------------------------------------------------------------------------- run
+
+    def run(self) -> None:
+        """Run the user's step and all stages. The engine calls this in the microbatch's thread."""
+        device = self.worker.device
+        try:
+            self._begin()
+            with self._context.thread_context(), device.thread_context(), self._user:
+                self._run_step()
+        finally:
+            self._deactivate()
+            self._user.close()
+            self._stack_run = None
+
+    def _run_step(self) -> None:
+        context, user = self._context, self._user
+        with torch.set_grad_enabled(context.backward):
+            output = self._run_user_code()
+            while self.stage.kind is StageKind.FORWARD:  # the stack was not called
+                self.next_turn()
+            loss = loss_of(output)
+            # A scale of 0 means a microbatch with nothing to average over, whose mean is not a number.
+            if loss is not None and context.backward and self._loss_scale:
+                self._run_backward(loss)
+            with user.suspended():
+                self.output = pytree.tree_map_only(Tensor, self._to_host, output)
+                self.loss = None if loss is None else self._to_host(loss)
+        del output, loss
+        while self._position + 1 < len(self._path):  # nothing left to compute
+            self.next_turn()
+        context.ledger.close_microbatch(self.index)
+        self._end()
+
+    def _run_user_code(self) -> Any:
+        context, user = self._context, self._user
+        user.maker.add_stand_ins(context.stand_ins(self.index))
+        if context.stack is not None:
+            user.maker.add_stand_ins(
+                make_proxies(
+                    context.stack,
+                    maker=user.maker,
+                    classes=context.classes,
+                    called=self._block_called,
+                )
+            )
+        view = user.root_view(context.overrides(self.index))
+        batch = pytree.tree_map_only(Tensor, self.worker.device.upload, self._batch)
+        with user.active():
+            output = context.call(view, batch, self.index)
+        user.write_buffers_back()
+        if self._capture is not None:
+            self._capture.check_finished()
+        return output
+
+    def _block_called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a proxy: note the call; with the last one, run the stack."""
+        context, capture = self._context, self._capture
+        assert context.stack is not None, "a proxy stands for a block of a stack"
+        assert capture is not None, "made with the stack"
+        without_gradient = context.backward and not torch.is_grad_enabled()
+        if self._stack_run is not None or without_gradient:
+            return RUN_HERE
+        with self._user.suspended():
+            noted = capture.note(index, args, kwargs)
+            if isinstance(noted, Tensor):
+                return noted
+            entry, calls = noted
+            self._user.write_buffers_back()
+            self._stack_run = StackRun(
+                self,
+                user=self._user,
+                stack=context.stack,
+                partition=context.plan.partition,
+                entry=entry,
+                calls=calls,
+                keep_boundaries=context.backward,
+            )
+            return self._stack_run.forward()
+
+    def _run_backward(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                "training_step returned a loss that does not require a gradient: no trainable parameter took "
+                "part in it, or it was detached."
+            )
+        roots = [] if self._stack_run is None else self._stack_run.roots
+        with self._user.suspended():
+            scale = torch.full_like(loss, self._loss_scale, requires_grad=False)
+            with self._user.in_backward():
+                loss.backward(scale, retain_graph=share_a_graph(loss, roots))
+            self._collect()
+            if self._stack_run is not None:
+                self._stack_run.backward()
+                self._collect()
+
+    def _collect(self) -> None:
+        self._context.ledger.add_shared(self.index, self._user.take_gradients())
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        return self._user.owner_of(tensor).download(tensor)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what a training step returned: itself, or its entry `loss`.
+
+    Raises:
+        ConfigurationError: If there is none, and the output is not None.
+    """
+    if output is None or isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"training_step returned a {type(output).__name__} without a tensor 'loss': return the loss, a "
+            "dict with the key 'loss', or None to skip the batch."
+        )
+    return loss
+
+
+def share_a_graph(loss: Tensor, roots: Sequence[Tensor]) -> bool:
+    """Say whether the loss's graph reaches into the graph that made the roots.
+
+    It does where user code carries a tensor around the stack (a residual from the embedding, say). Both
+    graphs are then run backward, so the first run must not free what the second needs.
+    """
+    below = _nodes([root.grad_fn for root in roots])
+    return bool(below) and not below.isdisjoint(_nodes([loss.grad_fn]))
+
+
+def _nodes(starts: Sequence[Any]) -> set[Any]:
+    """All autograd nodes that can be reached, but for the leaves', which keep nothing."""
+    found: set[Any] = set()
+    pending = [node for node in starts if node is not None]
+    while pending:
+        node = pending.pop()
+        if node not in found and node.next_functions:
+            found.add(node)
+            pending.extend(
+                following for following, _ in node.next_functions if following is not None
+            )
+    return found

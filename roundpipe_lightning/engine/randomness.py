@@ -1,0 +1,181 @@
+"""Random numbers that a recompute draws again, whatever thread or worker it runs on.
+
+PyTorch's default generators are process-wide, but several microbatches run at once, so neither
+"save the state, restore it later" nor "whoever comes first" can work. Instead every operation that
+draws random numbers gets a seed of its own:
+
+    seed = hash(step seed, microbatch, place, number of the draw within the place)
+
+where the place is a block or a segment of user code. The forward pass of block 3 for microbatch 1 and
+its recompute therefore see the same dropout masks, on any number of workers. The step seed is one
+number drawn from the host's generator, so `seed_everything` governs it and a checkpoint of that
+generator's state carries it.
+
+The seeds follow the integer mixer SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+generators, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from roundpipe_lightning.errors import RandomnessError
+
+_MASK = (1 << 64) - 1
+
+#: Functions that draw from a default generator: what torch tags `nondeterministic_seeded`, by its
+#: Python names, and the functions of torch.nn.functional around them. A test holds it complete.
+RANDOM_FUNCTIONS = frozenset(
+    """
+    _fused_dropout _sample_dirichlet _standard_gamma alpha_dropout alpha_dropout_ bernoulli bernoulli_
+    binomial cauchy cauchy_ dropout dropout1d dropout2d dropout3d dropout_ exponential exponential_
+    feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_
+    fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+    fractional_max_pool3d_with_indices geometric geometric_ gru gumbel_softmax log_normal log_normal_
+    lstm multi_head_attention_forward multinomial native_dropout normal normal_ normal_functional
+    pca_lowrank poisson rand rand_like randint randint_like randn randn_like random random_ randperm
+    rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional
+    scaled_dot_product_attention svd_lowrank uniform uniform_
+    """.split()
+)
+
+#: Where the probability stands in functions that draw only if it is positive: position, keyword.
+_PROBABILITY = {
+    "dropout": (1, "p"),
+    "dropout1d": (1, "p"),
+    "dropout2d": (1, "p"),
+    "dropout3d": (1, "p"),
+    "scaled_dot_product_attention": (4, "dropout_p"),
+}
+
+
+def mix(*parts: int) -> int:
+    """Hash integers to one of 63 bits: SplitMix64 over a running sum."""
+    state = 0
+    for part in parts:
+        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Say whether a call may draw from a process-wide generator."""
+    name = getattr(func, "__name__", "")
+    if name not in RANDOM_FUNCTIONS or kwargs.get("generator") is not None:
+        return False
+    if name in _PROBABILITY:
+        position, keyword = _PROBABILITY[name]
+        default = 0.0 if name == "scaled_dot_product_attention" else 0.5
+        probability = args[position] if len(args) > position else kwargs.get(keyword, default)
+        return bool(probability != 0)
+    return True
+
+
+class RandomLock:
+    """Guards the process-wide generators: one draw at a time, and the host's state put back after it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def draw(
+        self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
+    ) -> Any:
+        """Run `call` with every generator seeded, then put the host's generator back."""
+        with self._lock:
+            host = torch.default_generator
+            state = host.get_state()
+            try:
+                for generator in generators:
+                    generator.manual_seed(seed)
+                return call()
+            finally:
+                host.set_state(state)
+
+    def host_state(self) -> torch.Tensor:
+        """The host generator's state between draws."""
+        with self._lock:
+            return torch.default_generator.get_state()
+
+
+class RandomStream:
+    """The random numbers of one microbatch, for blocks and user code alike.
+
+    Args:
+        lock: Shared by all threads of an engine.
+        step_seed: The step's number.
+        microbatch: The microbatch's index.
+        generators: Returns the generators of the worker in use.
+    """
+
+    def __init__(
+        self,
+        lock: RandomLock,
+        *,
+        step_seed: int,
+        microbatch: int,
+        generators: Callable[[], Sequence[torch.Generator]],
+    ) -> None:
+        self._lock = lock
+        self._seed = mix(step_seed, microbatch)
+        self._generators = generators
+        self._place = mix(self._seed, 0)
+        self._draws = 0
+        self._in_backward = False
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function, with a seed of its own if it may draw.
+
+        Raises:
+            RandomnessError: If it draws in the middle of a backward pass.
+        """
+        if not may_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        if self._in_backward:
+            raise RandomnessError(
+                f"{func.__name__} draws random numbers during the backward pass, where they cannot repeat the "
+                "forward's: activation checkpointing inside a block, probably. Turn it off (for transformers "
+                "models `gradient_checkpointing_disable()`): the engine recomputes blocks already."
+            )
+        self._draws += 1
+        seed = mix(self._place, self._draws)
+        return self._lock.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Refuse draws until the end of the context.
+
+        Raises:
+            RandomnessError: At a draw.
+        """
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[None]:
+        """Draw as block `index` until the end of the context, always the same numbers.
+
+        Raises:
+            RandomnessError: If the block drew from the host's generator behind this mode's back.
+        """
+        before, place, draws = self._lock.host_state(), self._place, self._draws
+        self._place, self._draws = mix(self._seed, 1, index), 0
+        try:
+            yield
+        finally:
+            self._place, self._draws = place, draws
+        if not torch.equal(before, self._lock.host_state()):
+            raise RandomnessError(
+                "An operation drew random numbers from torch's default generator where they cannot be "
+                "repeated by the recompute. Use torch's own random functions on tensors, or give the "
+                "operation a generator of its own."
+            )

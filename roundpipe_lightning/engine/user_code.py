@@ -1,0 +1,221 @@
+"""User code outside the blocks: run on a view, on whichever worker has the turn.
+
+The head segment runs on one worker and the tail segment on another, but the user's code is one function
+that was written for one device. `UserCode` makes this invisible:
+
+- Parameters and buffers of the view are placed where the code runs when the code asks for them.
+- A tensor made on an earlier worker (labels, masks) is brought to the present one by the operation that
+  uses it, differentiably. An in-place operation goes to where its target is instead.
+- A master parameter that reaches an operation past the view (kept in a list, say) is replaced by its leaf,
+  so that its gradient is not lost.
+- `self.device` is the present worker's.
+- Random numbers come from the microbatch's own stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from roundpipe_lightning.engine.device import CpuDevice, Device
+from roundpipe_lightning.engine.gradients import Gradients, fold
+from roundpipe_lightning.engine.randomness import RandomStream
+from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
+from roundpipe_lightning.engine.worker import PlacedBuffers, Worker
+
+#: Functions that ask about a tensor or move it themselves.
+_LEFT_ALONE = frozenset(
+    """
+    __get__ __hash__ __len__ __repr__ __format__ backward cpu cuda dim element_size is_contiguous
+    is_floating_point item ndimension nelement numel register_hook requires_grad_ retain_grad size stride
+    to tolist
+    """.split()
+)
+
+
+class RootView(View):
+    """A view of the whole module: it knows on which device its code runs at present."""
+
+    @property
+    def device(self) -> Any:
+        """The present worker's device."""
+        return self.__dict__["_present_device"]()
+
+
+class UserCode(TorchFunctionMode):
+    """Runs user code outside the blocks; a context for the thread that does.
+
+    Args:
+        module: The user's module.
+        worker: Returns the worker that has the turn.
+        workers: All workers.
+        stream: The microbatch's random numbers; None leaves the process's generators in use.
+        classes: The classes of views.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        worker: Callable[[], Worker],
+        workers: Sequence[Worker],
+        stream: RandomStream | None,
+        classes: ViewClasses,
+    ) -> None:
+        super().__init__()
+        self.stream = stream
+        self._module = module
+        self._worker = worker
+        self._devices = tuple(w.device for w in workers)
+        self._host = CpuDevice()
+        self._crosses = not all(device.shares_host_memory for device in self._devices)
+        self._active = False
+        self._masters = frozenset(module.parameters())
+        self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
+        self._buffers: dict[int, PlacedBuffers] = {}
+        self.maker = ViewMaker(parameter=self._leaf, buffer=self._buffer, classes=classes)
+
+    # ------------------------------------------------------------------------------------ views
+
+    def root_view(self, overrides: Mapping[str, Any]) -> nn.Module:
+        """Return the view of the module, with some attributes of its own."""
+        extra = (
+            (RootView,) if isinstance(getattr(type(self._module), "device", None), property) else ()
+        )
+        view = self.maker.view_of(self._module, *extra)
+        view.__dict__.update(overrides, _present_device=lambda: self._worker().device.torch_device)
+        return view
+
+    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        worker = self._worker()
+        key = (worker.index, parameter)
+        if key not in self._leaves:
+            with self.suspended():
+                values = worker.outside(parameter)
+                self._leaves[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        return self._leaves[key]
+
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        worker = self._worker()
+        if worker.index not in self._buffers:
+            self._buffers[worker.index] = PlacedBuffers(worker.device, keep_writes=True)
+        with self.suspended():
+            return self._buffers[worker.index].place(buffer)
+
+    def write_buffers_back(self) -> None:
+        """Bring to the host what user code has written into buffers. Called at the end of its turn."""
+        worker = self._worker()
+        placed = self._buffers.get(worker.index) or PlacedBuffers(worker.device, keep_writes=True)
+        placed.write_back(self.maker.made, owner_of=self.owner_of)
+
+    def take_gradients(self) -> Gradients:
+        """Download and clear the gradients of all leaves, summed over the workers they were used on."""
+        total: Gradients = {}
+        for (worker, parameter), leaf in self._leaves.items():
+            if leaf.grad is not None:
+                fold(total, {parameter: self._devices[worker].download(leaf.grad)})
+                leaf.grad = None
+        return total
+
+    def close(self) -> None:
+        """Break the circles between views and their maker, so that memory is free at once."""
+        self.maker.close()
+        self._leaves.clear()
+        self._buffers.clear()
+
+    # ----------------------------------------------------------------------------------- places
+
+    def owner_of(self, tensor: Tensor) -> Device:
+        """Return the device that holds a tensor, the present worker's if several do."""
+        for device in (self._worker().device, *self._devices):
+            if device.holds(tensor):
+                return device
+        return self._host
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch over the operations until the end of the context: user code runs."""
+        yield from self._switched(active=True)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let operations be until the end of the context: the engine or a block runs."""
+        yield from self._switched(active=False)
+
+    def in_block(self, index: int) -> AbstractContextManager[None]:
+        """Draw random numbers as block `index` until the end of the context."""
+        return nullcontext() if self.stream is None else self.stream.block(index)
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Refuse to draw random numbers until the end of the context."""
+        return nullcontext() if self.stream is None else self.stream.backward()
+
+    def _switched(self, *, active: bool) -> Iterator[None]:
+        before, self._active = self._active, active
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._active and getattr(func, "__name__", "") not in _LEFT_ALONE:
+            if self._crosses:
+                args, kwargs = self._brought_together(func, args, kwargs)
+            else:
+                args = tuple([self._leaf_for(x) for x in args])
+                if kwargs:
+                    kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
+        if self.stream is None:
+            return func(*args, **kwargs)
+        return self.stream.call(func, args, kwargs)
+
+    def _leaf_for(self, value: Any) -> Any:
+        """Return the leaf of a master that user code holds, also inside a list; all else as it is."""
+        if isinstance(value, nn.Parameter):
+            return self._leaf(value) if value in self._masters else value
+        if isinstance(value, (list, tuple)) and any(self._is_master(item) for item in value):
+            return [self._leaf_for(item) for item in value]
+        return value
+
+    def _is_master(self, value: Any) -> bool:
+        return isinstance(value, nn.Parameter) and value in self._masters
+
+    def _brought_together(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring the tensors among the arguments to one device, if they are on several."""
+        target = self._worker().device
+        name = getattr(func, "__name__", "")
+        written = kwargs.get("out", args[0] if args and _writes_first(name) else None)
+        if isinstance(written, Tensor) and not self._is_master(written):
+            target = self.owner_of(written)
+
+        def bring(value: Tensor) -> Tensor:
+            if self._is_master(value):
+                value = self._leaf(value)  # type: ignore[arg-type]  # a master is a parameter
+            on_other_worker = not target.holds(value) and self.owner_of(value) is not self._host
+            return target.move(value) if on_other_worker else value
+
+        moved: tuple[Any, Any] = pytree.tree_map_only(Tensor, bring, (args, kwargs))
+        return moved
+
+
+def _writes_first(name: str) -> bool:
+    """Say whether a function of this name writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+        )
+    return name.endswith("_")

@@ -1,0 +1,211 @@
+"""Views: shallow copies of a module tree in which parameters, buffers and children can differ.
+
+A microbatch runs the user's own code on a view of the user's module. The view has its own
+`_parameters`, `_buffers` and `_modules` tables; everything else is the original's, read and written
+live:
+
+```
+original  LightningModule ── model ── layers ── [Layer 0, Layer 1]      parameters on the host
+              ▲ attributes    ▲         ▲
+view 0    LightningModule ── model ── layers ── [proxy 0, proxy 1]      leaves on the worker
+view 1    LightningModule ── model ── layers ── [proxy 0, proxy 1]      leaves on another worker
+```
+
+A view's class is a subclass of the original's made on the fly, whose `__class__` is the original's, so
+that `isinstance`, `super()` and `type(self).__name__` mean what they always meant.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
+
+V = TypeVar("V")
+
+
+class LazyTable(dict[str, V], Generic[V]):
+    """A table of a view whose entries are made when the user's code first asks for them.
+
+    Args:
+        entries: The original's table; None entries stay None.
+        place: Called with an original entry, returns what stands for it *now*; it is asked every time,
+            because the worker that runs a view changes between segments.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], place: Callable[[Any], V]) -> None:
+        super().__init__(entries)
+        self._place = place
+        self._own: set[str] = set()  # entries that the user's code has put in: used as they are
+        self._fresh: set[str] = set()  # those of them that the original has not been told about
+
+    def __getitem__(self, key: str) -> V:
+        value = super().__getitem__(key)
+        return value if value is None or key in self._own else self._place(value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._own.add(key)
+        self._fresh.add(key)
+        super().__setitem__(key, value)
+
+    def __iter__(self) -> Iterator[str]:
+        # Overridden so that `dict(table)` goes through __getitem__ and not past it.
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self[key] if key in self else default
+
+    def items(self) -> Iterator[tuple[str, V]]:  # type: ignore[override]  # lazy, unlike a dict's
+        """Pairs, each placed when it is reached."""
+        return ((key, self[key]) for key in self)
+
+    def values(self) -> Iterator[V]:  # type: ignore[override]  # lazy, unlike a dict's
+        """Entries, each placed when it is reached."""
+        return (self[key] for key in self)
+
+    def take_assigned(self) -> dict[str, Any]:
+        """Return the entries that the user's code has put in since the last call."""
+        fresh = {key: super(LazyTable, self).__getitem__(key) for key in self._fresh}
+        self._fresh.clear()
+        return fresh
+
+
+class View:
+    """What every view is besides a module; see the file's docstring."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do not run the user class's own hook for classes: no user class is being defined."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only where the instance and its class have no such attribute.
+        own = self.__dict__
+        for table in _TABLES:
+            if name in own[table]:
+                return own[table][name]
+        return _rebound(getattr(own["_view_of"], name), own["_view_of"], self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        for table in _TABLES:
+            if name in own[table]:
+                own[table][name] = value
+                return
+        descriptor = getattr(type(self), name, None)
+        if hasattr(descriptor, "__set__"):
+            object.__setattr__(self, name, value)
+            return
+        if name in own:
+            own[name] = value
+        setattr(own["_view_of"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        own = self.__dict__
+        own.pop(name, None)
+        for table in _TABLES:
+            own[table].pop(name, None)
+        delattr(own["_view_of"], name)
+
+
+def _rebound(value: Any, original: object, view: object) -> Any:
+    """Return a method that was bound to the original (a patched `forward`, say) bound to the view."""
+    if isinstance(value, types.MethodType) and value.__self__ is original:
+        return types.MethodType(value.__func__, view)
+    return value
+
+
+class ViewClasses:
+    """Makes the classes of views, each once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[type, ...], type] = {}
+
+    def of(self, base: type, *extra: type) -> type:
+        """Return the class of a view of `base`, with `extra` classes before it."""
+        key = (*extra, base)
+        if key not in self._made:
+
+            def fill(namespace: dict[str, Any]) -> None:
+                namespace["__module__"] = base.__module__
+                namespace["__qualname__"] = base.__qualname__
+                namespace["__class__"] = property(lambda self: base)
+
+            bases = (*extra, base) if any(issubclass(c, View) for c in extra) else (View, base)
+            self._made[key] = types.new_class(base.__name__, bases, {}, fill)
+        return self._made[key]
+
+
+class ViewMaker:
+    """Makes the views of one tree, each when it is first asked for.
+
+    Args:
+        parameter: Stands a leaf in for a parameter.
+        buffer: Stands a tensor in for a buffer.
+        classes: The classes of the views.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameter: Callable[[nn.Parameter], Any],
+        buffer: Callable[[Any], Any],
+        classes: ViewClasses,
+    ) -> None:
+        self._parameter = parameter
+        self._buffer = buffer
+        self._classes = classes
+        # By identity: the hash of a metric changes with its state. The original is kept alive.
+        self._stand_ins: dict[int, tuple[nn.Module, nn.Module]] = {}
+        self._made: dict[nn.Module, nn.Module] = {}
+
+    @property
+    def made(self) -> Mapping[nn.Module, nn.Module]:
+        """Every original that has a view here, with it."""
+        return self._made
+
+    def add_stand_ins(self, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
+        """Let modules be something else in the view: block proxies, copies of metrics."""
+        self._stand_ins.update({id(module): (module, other) for module, other in stand_ins.items()})
+
+    def view_of(self, module: nn.Module, *extra: type) -> nn.Module:
+        """Return the view of a module; the same one every time, so shared modules stay shared.
+
+        Args:
+            module: The original.
+            extra: Classes for the view to have before the original's.
+        """
+        if id(module) in self._stand_ins:
+            return self._stand_ins[id(module)][1]
+        if module not in self._made:
+            view = object.__new__(self._classes.of(type(module), *extra))
+            self._made[module] = view
+            self.fill(view, module)
+        return self._made[module]
+
+    def close(self) -> None:
+        """Forget all views: they refer to their maker, and would live until the next collection."""
+        others = [stand_in for _, stand_in in self._stand_ins.values()]
+        for view in (*self._made.values(), *others):
+            if isinstance(view, View):
+                view.__dict__.clear()
+        self._made.clear()
+        self._stand_ins.clear()
+
+    def fill(self, view: Any, module: nn.Module) -> None:
+        """Give an empty object the tables and the shared attributes that make it a view of `module`."""
+        base, state = type(module), module.__dict__
+        own: dict[str, Any] = {"_view_of": module}
+        for name, value in state.items():
+            if name in _TABLES:
+                continue
+            if name in _MODULE_INTERNALS or hasattr(base, name):
+                own[name] = _rebound(value, module, view)
+        own["_parameters"] = LazyTable(state["_parameters"], self._parameter)
+        own["_buffers"] = LazyTable(state["_buffers"], self._buffer)
+        own["_modules"] = LazyTable(state["_modules"], self.view_of)
+        object.__setattr__(view, "__dict__", own)

@@ -1,0 +1,63 @@
+"""Every error this package raises on purpose.
+
+```
+RoundPipeError
+├── ConfigurationError        a setting, flag or combination that cannot work; names it and the way out
+│   ├── PlanError             a plan, schedule or partition that is malformed, deadlocks or is for another model
+│   └── HardwareError         a hardware description with missing, negative or unknown figures
+├── BatchError                a batch that cannot be split as asked
+├── CaptureError              user code that the block capture cannot follow
+│   ├── GlueError             code between two blocks changed the tensor that flows through them
+│   └── RandomnessError       random numbers drawn in a way that a recompute cannot repeat
+├── ModelSourceError          weights or an architecture that cannot be found or loaded
+├── CheckpointError           a checkpoint that cannot be written or read
+└── WatchdogError             a step that made no progress for `timeout_seconds`
+```
+
+An exception raised by *user* code (training_step, a block, an optimizer) keeps its own type: it leaves
+the engine unchanged, with a note that says where it happened.
+"""
+
+
+class RoundPipeError(Exception):
+    """Root of this package's errors: `except RoundPipeError` catches them all."""
+
+
+class ConfigurationError(RoundPipeError, ValueError):
+    """A setting or a combination of settings cannot work. The message names it and the way out."""
+
+
+class PlanError(ConfigurationError):
+    """A plan, schedule or partition is malformed, would deadlock, or belongs to another model."""
+
+
+class HardwareError(ConfigurationError):
+    """A hardware description has missing, negative or unknown figures."""
+
+
+class BatchError(RoundPipeError, ValueError):
+    """A batch cannot be split into the wanted number of microbatches."""
+
+
+class CaptureError(RoundPipeError, RuntimeError):
+    """User code calls a stack of blocks in a way that cannot be cut into stages."""
+
+
+class GlueError(CaptureError):
+    """Code between two blocks changed the tensor that flows from one to the next."""
+
+
+class RandomnessError(CaptureError):
+    """Random numbers were drawn outside the reproducible streams, so a recompute would differ."""
+
+
+class ModelSourceError(RoundPipeError, OSError):
+    """An architecture or its weights cannot be found or loaded."""
+
+
+class CheckpointError(RoundPipeError, OSError):
+    """A checkpoint cannot be written or read. A previous file of the same name is untouched."""
+
+
+class WatchdogError(RoundPipeError, RuntimeError):
+    """A step made no progress for `timeout_seconds`; the message shows where every worker stands."""
