@@ -1,0 +1,112 @@
+"""Every configuration that is shipped composes, builds and is documented."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from roundpipe_lightning.cli.configs import find_config_folder
+
+CONF = Path(__file__).parents[2] / "conf"
+FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+GROUPS = [path for path in FILES if len(path.parts) == 2]
+NEEDED = {"partition/saved": ["partition.plan=plan.json"]}
+"""Settings that an entry leaves to the user."""
+
+
+@pytest.fixture(autouse=True)
+def hydra() -> Iterator[None]:
+    """Hydra keeps itself in a global: clear it."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+    GlobalHydra.instance().clear()
+
+
+def compose_resolved(folder: Path, *overrides: str) -> dict[str, Any]:
+    """The configuration a run sees, without interpolations."""
+    config = compose("train", overrides=list(overrides), return_hydra_config=True)
+    OmegaConf.set_readonly(config.hydra, False)
+    config.hydra.runtime.output_dir = str(folder)
+    config.hydra.job.num = 0
+    HydraConfig.instance().set_config(config)
+    hydra_dir = str(config.hydra.run.dir)
+    with open_dict(config):
+        del config.hydra
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    return {"run_dir": hydra_dir, **{str(key): value for key, value in container.items()}}
+
+
+@pytest.mark.parametrize("file", GROUPS, ids=str)
+def test_every_entry_of_every_group_composes(file: Path, tmp_path: Path) -> None:
+    entry = file.with_suffix("").as_posix()
+    group, name = entry.split("/")
+    overrides = [f"{group}={name}", *NEEDED.get(entry, [])]
+    resolved = compose_resolved(tmp_path, *overrides)
+    assert "???" not in str(resolved)
+
+
+def test_the_default_configuration_has_every_group(tmp_path: Path) -> None:
+    resolved = compose_resolved(tmp_path)
+    groups = {file.parts[0] for file in GROUPS} - {"experiment", "debug", "hydra"}
+    assert groups <= set(resolved)
+
+
+@pytest.mark.parametrize("experiment", sorted((CONF / "experiment").glob("*.yaml")), ids=str)
+def test_experiments_work_with_debugging(experiment: Path, tmp_path: Path) -> None:
+    resolved = compose_resolved(tmp_path, f"experiment={experiment.stem}", "debug=default")
+    assert resolved["trainer"]["max_steps"] == 4
+    assert resolved["tags"] == [experiment.stem]
+
+
+def test_a_run_has_its_folder_under_logs(tmp_path: Path) -> None:
+    resolved = compose_resolved(tmp_path, "task_name=mine")
+    pattern = r"logs/mine/runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"
+    assert re.fullmatch(pattern, resolved["run_dir"])
+
+
+def test_the_seed_reaches_weights_and_data(tmp_path: Path) -> None:
+    resolved = compose_resolved(tmp_path, "seed=7")
+    assert resolved["model"]["seed"] == resolved["data"]["seed"] == 7
+
+
+def test_the_configuration_is_found() -> None:
+    assert find_config_folder().samefile(CONF)
+
+
+def test_the_composed_configuration_is_plain() -> None:
+    config = compose("train")
+    assert isinstance(config, DictConfig)
+    assert set(config) >= {"ckpt_path", "seed", "tags", "task_name", "train", "test", "validate"}
+
+
+KEY = re.compile(r"^(\s*)(- )?(?P<key>override /\w+|\w+):")
+ENTRY = re.compile(r"^\s*- (?!_self_$)\w+( #|$)")
+DEFAULT = re.compile(r"^\s*(- )?(override /\w+|\w+): (?P<value>.+?) # .*; default (?P<default>.+)$")
+TYPE = re.compile(r"# .*(str|int|float|bool|dict|list|file|path)")
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_every_key_says_its_type_and_its_default(file: Path) -> None:
+    lines = (CONF / file).read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("#"), "the first line says what the file is"
+    for number, line in enumerate(lines, start=1):
+        if KEY.match(line) or ENTRY.match(line):
+            place = f"{file}:{number}: {line}"
+            assert TYPE.search(line), f"no type in {place}"
+            assert re.search(r"(; default |; fixed$)", line), f"no default in {place}"
+        assert len(line) <= 100, f"{file}:{number} is too long"
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_the_default_in_the_comment_is_the_value(file: Path) -> None:
+    for line in (CONF / file).read_text(encoding="utf-8").splitlines():
+        match = DEFAULT.match(line)
+        if match and match["default"] not in ("as given", "none, must be given"):
+            assert match["default"] == match["value"], line

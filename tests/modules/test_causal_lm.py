@@ -1,0 +1,109 @@
+"""The LightningModule, on Lightning's own single device."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource, WarmupCosine
+from tests.modules.architectures import TINY
+
+
+def make_module(**options: Any) -> CausalLanguageModule:
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    return CausalLanguageModule(ModelSource(architecture=TINY), optimizer=optimizer, **options)
+
+
+def make_loader(num_batches: int = 4) -> DataLoader[Any]:
+    ids = torch.arange(8 * num_batches * 2).reshape(-1, 8) % 7
+    items = [{"input_ids": row, "labels": row} for row in ids]
+    return DataLoader(items, batch_size=2)  # type: ignore[arg-type]
+
+
+def make_trainer(folder: Path, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def test_training_lowers_the_loss(tmp_path: Path) -> None:
+    module, trainer = make_module(), make_trainer(tmp_path, max_epochs=4)
+    trainer.validate(module, make_loader(), verbose=False)
+    before = trainer.callback_metrics["val_loss"]
+    trainer.fit(module, make_loader(), make_loader())
+    assert trainer.callback_metrics["val_loss"] < before - 0.5
+    assert "train_loss" in trainer.callback_metrics
+
+
+def test_the_loss_is_the_models_own(tmp_path: Path) -> None:
+    module = make_module()
+    module.configure_model()
+    batch = next(iter(make_loader()))
+    assert module.model is not None
+    logits = module.model(input_ids=batch["input_ids"], use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
+    torch.testing.assert_close(module(batch).loss, expected)
+
+
+def test_the_model_is_built_once() -> None:
+    module = make_module()
+    assert list(module.parameters()) == []
+    module.configure_model()
+    model = module.model
+    module.configure_model()
+    assert module.model is model
+
+
+def test_test_and_predict(tmp_path: Path) -> None:
+    module, trainer = make_module(), make_trainer(tmp_path)
+    [metrics] = trainer.test(module, make_loader(), verbose=False)
+    assert metrics["test_loss"] == pytest.approx(5.6, abs=0.3)
+    predictions: Any = trainer.predict(module, make_loader(num_batches=1))
+    assert predictions[0]["next_tokens"].shape == (2, 8)
+    assert predictions[0]["loss"].ndim == 0
+
+
+def test_the_scheduler_steps_with_the_optimizer(tmp_path: Path) -> None:
+    module = make_module(scheduler=WarmupCosine(warmup_steps=1, final_share=0.5))
+    trainer = make_trainer(tmp_path, max_steps=3)
+    trainer.fit(module, make_loader(), make_loader())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_only_unfrozen_parameters_are_trained(tmp_path: Path) -> None:
+    module = make_module()
+    module.configure_model()
+    assert module.model is not None
+    module.model.model.embed_tokens.weight.requires_grad_(requires_grad=False)
+    make_trainer(tmp_path, max_steps=1).fit(module, make_loader(), make_loader())
+    optimizer = module.optimizers()
+    assert not isinstance(optimizer, list)
+    trained = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    assert id(module.model.model.embed_tokens.weight) not in trained
+
+
+def test_refuses_a_model_that_is_wholly_frozen() -> None:
+    module = make_module()
+    module.configure_model()
+    module.requires_grad_(requires_grad=False)
+    with pytest.raises(ConfigurationError, match="requires_grad=False"):
+        module.configure_optimizers()
+
+
+def test_says_that_the_model_is_not_built() -> None:
+    with pytest.raises(ConfigurationError, match="configure_model"):
+        make_module()(next(iter(make_loader())))

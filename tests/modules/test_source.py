@@ -1,0 +1,107 @@
+"""Models from an architecture, a folder, and a hub that cannot be reached."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.modules import ModelSource
+from tests.modules.architectures import TINY
+
+
+def test_random_weights_follow_the_seed_alone() -> None:
+    first = ModelSource(architecture=TINY, seed=1).build()
+    torch.rand(7)
+    second = ModelSource(architecture=TINY, seed=1).build()
+    other = ModelSource(architecture=TINY, seed=2).build()
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_building_leaves_the_global_random_state_alone() -> None:
+    before = torch.random.get_rng_state()
+    ModelSource(architecture=TINY).build()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_builds_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = ModelSource(architecture=TINY).build()
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_builds_in_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    model = ModelSource(architecture=TINY).build()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_takes_the_attention_implementation() -> None:
+    model = ModelSource(architecture=TINY, attention="eager").build()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_pretrained_weights_come_from_a_local_folder(tmp_path: Path) -> None:
+    saved = ModelSource(architecture=TINY, seed=3).build()
+    saved.save_pretrained(tmp_path)
+    source = ModelSource(architecture={}, hub_name=str(tmp_path), weights="pretrained")
+    loaded = source.build()
+    assert loaded.training
+    assert source.load_config().hidden_size == 16
+    expected = saved.state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in loaded.state_dict().items())
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    source = ModelSource(architecture=TINY, hub_name=str(tmp_path), weights="pretrained")
+    with pytest.raises(ModelSourceError, match="cannot be loaded from the local folder"):
+        source.build()
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_the_remedies(tmp_path: Path) -> None:
+    script = (
+        "from roundpipe_lightning.errors import ModelSourceError\n"
+        "from roundpipe_lightning.modules import ModelSource\n"
+        "source = ModelSource(architecture={}, hub_name='Qwen/Qwen3-0.6B', weights='pretrained')\n"
+        "try:\n"
+        "    source.build()\n"
+        "except ModelSourceError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    for wanted in ("'Qwen/Qwen3-0.6B'", "local folder", "model.weights=random", "HF_HOME"):
+        assert wanted in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "zero"}, "model.weights='zero' is not one of random, pretrained"),
+        ({"weights": "pretrained"}, "needs model.hub_name"),
+    ],
+)
+def test_refuses_unknown_weights(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelSource(architecture=TINY, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen33"}, "model_type='qwen33'"),
+        ({"model_type": None}, "model_type=None"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+    ],
+)
+def test_refuses_a_wrong_architecture(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelSource(architecture={**TINY, **change}).build()
