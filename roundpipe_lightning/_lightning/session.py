@@ -15,7 +15,7 @@ from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.profiles import profile_module
+from roundpipe_lightning.models.profile import profile_module
 from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.timeline import Timeline

@@ -1,0 +1,291 @@
+"""What is logged, returned and measured equals what one device logs, returns and measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import (
+    MeanAbsoluteError,
+    MeanMetric,
+    MeanSquaredError,
+    Metric,
+    MetricCollection,
+    PearsonCorrCoef,
+)
+from torchmetrics.aggregation import CatMetric
+from torchmetrics.wrappers import MinMaxMetric
+
+from roundpipe_lightning._lightning.logs import LogRecorder, replay_logs, weighted_mean
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    regression_data,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class _Outputs(Callback):
+    """Keeps what hooks are given and what is known of metrics after every batch."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.metrics: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        self.outputs.append(outputs)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.metrics.append({k: v.clone() for k, v in trainer.callback_metrics.items()})
+
+
+class _Logging(Regressor):
+    """Logs everything that can be logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mse = MeanSquaredError()
+        self.seen = CatMetric()
+        self.inner = nn.ModuleDict({"mae": MeanAbsoluteError()})
+        self.collection = MetricCollection(
+            {"mae": MeanAbsoluteError(), "mse": MeanSquaredError()}, prefix="all_"
+        )
+        self.val_mse = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        prediction = self(x)
+        loss = functional.mse_loss(prediction, y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss_with_size", loss, on_step=True, on_epoch=True, batch_size=len(x))
+        self.log_dict({"a": loss * 2, "b": loss.item()}, on_epoch=True, prog_bar=True)
+        self.log("summed_loss", loss, reduce_fx="sum", on_epoch=True)
+        self.log("samples", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("largest", prediction.max(), reduce_fx=torch.max, on_epoch=True)
+        self.log("smallest", prediction.min(), reduce_fx="min", on_step=True)
+        self.log("constant", 0.1)
+        for value in (1.0, float(batch_idx)):
+            self.log("twice", value, on_step=False, on_epoch=True)
+        self.mse(prediction, y)
+        self.log("mse", self.mse, on_step=True, on_epoch=True)
+        self.seen.update(prediction.detach().flatten())
+        self.inner["mae"](prediction, y)  # type: ignore[operator]
+        self.log("mae", self.inner["mae"], on_step=False, on_epoch=True)
+        self.collection(prediction, y)
+        self.log_dict(self.collection, on_step=True, on_epoch=True)  # type: ignore[arg-type]
+        return {"loss": loss, "prediction": prediction.detach(), "name": "kept"}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen_sum", self.seen.compute().sum())
+        self.seen.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        prediction = self(x)
+        self.val_mse(prediction, y)
+        self.val_mse.update(prediction, y)
+        self.log("val_mse", self.val_mse)
+        self.log("val_loss", functional.mse_loss(prediction, y))
+
+
+def test_values_of_every_kind(tmp_path: Path) -> None:
+    runs: list[_Outputs] = []
+    files = []
+    for strategy, devices in (("auto", 1), (RoundPipeStrategy(num_microbatches=3), 2)):
+        torch.manual_seed(3)
+        seen = _Outputs()
+        folder = tmp_path / str(devices)
+        trainer = make_trainer(
+            folder,
+            strategy=strategy,
+            devices=devices,
+            callbacks=[seen],
+            max_epochs=3,
+            logger=CSVLogger(folder, version=0, flush_logs_every_n_steps=1),
+        )
+        trainer.fit(_Logging(), regression_data(31), regression_data(9))
+        runs.append(seen)
+        files.append((folder / "lightning_logs/version_0/metrics.csv").read_text())
+    one, many = runs
+    assert len(many.metrics) == len(one.metrics) == 3
+    for expected, metrics in zip(one.metrics, many.metrics, strict=True):
+        assert list(metrics) == list(expected)
+        for key, value in expected.items():
+            torch.testing.assert_close(metrics[key], value, rtol=1e-5, atol=1e-6)
+    assert files[1].splitlines()[0] == files[0].splitlines()[0]
+    assert len(files[1].splitlines()) == len(files[0].splitlines())
+    for expected, output in zip(one.outputs, many.outputs, strict=True):
+        torch.testing.assert_close(output["loss"], expected["loss"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output["prediction"], expected["prediction"])
+
+
+class _WithMetric(Regressor):
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prediction = self(batch[0])
+        self.metric.update(prediction.flatten(), batch[1].flatten())
+        return functional.mse_loss(prediction, batch[1])
+
+
+class _MeanState(Metric):
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, prediction: Tensor, target: Tensor) -> None:
+        self.value = (prediction - target).mean()
+
+    def compute(self) -> Tensor:
+        return torch.as_tensor(self.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "reason"),
+    [
+        (PearsonCorrCoef, "full_state_update=True"),
+        (_MeanState, "its state 'value' is reduced by dim_zero_mean"),
+        (lambda: MinMaxMetric(MeanSquaredError()), "keeps no state of its own"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_metrics_that_cannot_be_merged_are_refused_with_the_reason(
+    tmp_path: Path, metric: Any, reason: str
+) -> None:
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(), max_epochs=1)
+    with pytest.raises(ConfigurationError, match=reason) as error:
+        trainer.fit(_WithMetric(metric()), regression_data())
+    assert "'metric'" in str(error.value)
+    assert "num_microbatches=1" in str(error.value)
+
+
+def test_metrics_that_cannot_be_merged_work_with_one_microbatch(tmp_path: Path) -> None:
+    values = []
+    for strategy in ("auto", RoundPipeStrategy(num_microbatches=1)):
+        torch.manual_seed(3)
+        module = _WithMetric(PearsonCorrCoef())
+        make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(module, regression_data())
+        values.append(module.metric.compute())
+    assert torch.equal(values[1], values[0])
+
+
+def test_metric_that_is_never_updated_in_training_is_left_alone(tmp_path: Path) -> None:
+    class Validating(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.correlation = PearsonCorrCoef()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.correlation(self(batch[0]).flatten(), batch[1].flatten())
+            self.log("correlation", self.correlation)
+
+    values = []
+    for strategy in ("auto", RoundPipeStrategy()):
+        torch.manual_seed(3)
+        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+        trainer.fit(Validating(), regression_data(), regression_data(20))
+        values.append(trainer.callback_metrics["correlation"])
+    torch.testing.assert_close(values[1], values[0])
+
+
+def test_some_microbatches_may_log_what_others_do_not(tmp_path: Path) -> None:
+    def log_large(module: Any, batch: Any, batch_idx: int) -> None:
+        if float(batch[0].max()) > 2.0:
+            module.log("large", float(batch[0].max()), reduce_fx="max", on_epoch=True)
+
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=4), max_epochs=1)
+    data = regression_data()
+    trainer.fit(Regressor(on_step=log_large), data)
+    largest = max(float(batch[0].max()) for batch in data)
+    assert float(trainer.callback_metrics["large_epoch"]) == pytest.approx(largest)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_batches_that_return_none_are_skipped(tmp_path: Path) -> None:
+    class Skipping(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    runs = []
+    for strategy in ("auto", RoundPipeStrategy()):
+        torch.manual_seed(3)
+        module = Skipping()
+        make_trainer(tmp_path, strategy=strategy, max_epochs=2).fit(module, regression_data())
+        runs.append([parameter.detach().clone() for parameter in module.parameters()])
+    for parameter, expected in zip(runs[1], runs[0], strict=True):
+        torch.testing.assert_close(parameter, expected)
+
+
+def test_dictionary_without_loss_is_lightnings_own_error(tmp_path: Path) -> None:
+    class Forgetful(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"prediction": self(batch[0])}
+
+    for strategy in ("auto", RoundPipeStrategy()):
+        with pytest.raises(Exception, match="the 'loss' key needs to be present"):
+            make_trainer(tmp_path, strategy=strategy).fit(Forgetful(), regression_data())
+
+
+def test_wrong_arguments_of_log_are_lightnings_own_errors(tmp_path: Path) -> None:
+    def log_twice(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("x", 1.0)
+        module.log("x", 1.0, prog_bar=True)
+
+    with pytest.raises(Exception, match="twice in `training_step` with different arguments"):
+        make_trainer(tmp_path, strategy=RoundPipeStrategy()).fit(
+            Regressor(on_step=log_twice), regression_data()
+        )
+    with pytest.raises(Exception, match="reduce_fx"):
+        make_trainer(tmp_path, strategy=RoundPipeStrategy()).fit(
+            Regressor(on_step=lambda m, *_: m.log("x", 1.0, reduce_fx="median")), regression_data()
+        )
+
+
+# Merging by itself -------------------------------------------------------------------------------
+
+
+def test_weighted_mean_of_equal_values_is_that_value() -> None:
+    value = torch.tensor(0.1)
+    assert weighted_mean([value, value.clone(), value.clone()], weights=[0.2, 0.5, 0.3]) is value
+    assert weighted_mean([0.1, 0.1], weights=[1, 2]) == 0.1
+
+
+def test_weighted_mean_keeps_kind_and_precision() -> None:
+    assert weighted_mean([1.0, 2.0], weights=[1, 3]) == 1.75
+    half = [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)]
+    assert weighted_mean(half, weights=[1, 3]).dtype is torch.float32
+    wide = weighted_mean([x.double() for x in half], weights=[0, 0])
+    assert wide.dtype is torch.float64
+    assert float(wide) == 1.5
+
+
+def test_value_that_is_the_loss_follows_the_loss_whatever_its_batch_size() -> None:
+    losses = [torch.tensor(1.0), torch.tensor(3.0)]
+    recorders = [LogRecorder(), LogRecorder()]
+    for recorder, loss in zip(recorders, losses, strict=True):
+        recorder("loss", loss, batch_size=5)
+        recorder("other", loss + 1, True, batch_size=5)
+    calls: dict[str, Any] = {}
+
+    def log(name: str, value: Any, **arguments: Any) -> None:
+        calls[name] = (float(value), arguments)
+
+    replay_logs(recorders, shares=[0.25, 0.75], losses=losses, log=log, metric_of=MeanMetric)
+    assert calls["loss"] == (2.5, {"batch_size": 10})
+    assert calls["other"] == (3.0, {"prog_bar": True, "batch_size": 10})

@@ -1,0 +1,180 @@
+"""Small modules, data and Trainers that the Lightning tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+WIDTH = 8
+VOCABULARY = 20
+
+# What Lightning says about small tests; everything else is an error.
+QUIET = [
+    "ignore:The '.*_dataloader' does not have many workers",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
+    "ignore:Checkpoint directory .* exists and is not empty",
+]
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.gelu(self.inner(self.norm(x)))
+        out: Tensor = x + self.dropout(self.outer(hidden))
+        return out
+
+
+class Regressor(LightningModule):
+    """Vectors to numbers, a mean over samples.
+
+    Args:
+        optimizer: `"sgd"` or `"adamw"`.
+        dropout: Of every block.
+        on_step: Called in training_step with the view, the batch and its index.
+    """
+
+    def __init__(
+        self,
+        optimizer: str = "sgd",
+        *,
+        num_blocks: int = 4,
+        dropout: float = 0.0,
+        on_step: Callable[[Any, Any, int], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, 1)
+        self.on_step = on_step
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        prediction: Tensor = self.head(x)
+        return prediction
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = functional.mse_loss(self(x), y)
+        if self.on_step is not None:
+            self.on_step(self, batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", functional.mse_loss(self(x), y))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_loss", functional.mse_loss(self(x), y))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class LanguageModel(LightningModule):
+    """Tokens to tokens, a mean over the targets of padded sequences."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch["input_ids"])
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)[:, :-1].reshape(-1, VOCABULARY)
+        loss = functional.cross_entropy(logits, batch["labels"][:, 1:].reshape(-1))
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["labels"]))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[self.optimizer]
+        return kind(self.parameters(), lr={"sgd": 0.1, "adamw": 0.01}[self.optimizer])
+
+
+class PaddedSequences(Dataset[dict[str, Tensor]]):
+    """Sequences of random lengths, padded to the longest."""
+
+    def __init__(self, num_samples: int, length: int = 12) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(1, VOCABULARY, (num_samples, length), generator=generator)
+        self.labels = self.tokens.clone()
+        for row in range(num_samples):
+            used = int(torch.randint(2, length + 1, (), generator=generator))
+            self.tokens[row, used:], self.labels[row, used:] = 0, -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
+
+
+def regression_data(
+    num_samples: int = 32, *, batch_size: int = 8, shuffle: bool = False
+) -> DataLoader[Any]:
+    """Random vectors with targets."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(num_samples, WIDTH, generator=generator)
+    y = x[:, :1] * 0.5 + torch.randn(num_samples, 1, generator=generator) * 0.1
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
+
+
+def make_trainer(folder: Path, **flags: Any) -> Trainer:
+    """A silent Trainer on CPU workers that writes nothing by itself."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "log_every_n_steps": 1,
+        "max_epochs": 5,
+    }
+    return Trainer(**{**defaults, **flags})
+
+
+def parameter_error(module: nn.Module, reference: nn.Module) -> float:
+    """Largest relative error of a parameter tensor."""
+    return max(_errors(module, reference))
+
+
+def _errors(module: nn.Module, reference: nn.Module) -> Iterator[float]:
+    pairs = zip(module.parameters(), reference.parameters(), strict=True)
+    for parameter, expected in pairs:
+        difference = (parameter - expected).detach().norm()
+        yield float(difference / expected.detach().norm().clamp_min(1e-12))
+
+
+def same_bits(module: nn.Module, reference: nn.Module) -> bool:
+    """Whether all parameters are equal to the bit."""
+    pairs = zip(module.parameters(), reference.parameters(), strict=True)
+    return all(torch.equal(parameter, expected) for parameter, expected in pairs)
