@@ -2,10 +2,10 @@
 
 ```
 RoundPipeError
-├── ConfigurationError        a setting, flag or combination that cannot work; names it and the way out
-│   ├── PlanError             a plan, schedule or partition that is malformed, deadlocks or is for another model
-│   └── HardwareError         a hardware description with missing, negative or unknown figures
-├── BatchError                a batch that cannot be split as asked
+├── ConfigurationError        a setting, flag or combination that cannot work; names it and the way
+out │   ├── PlanError             a plan, schedule or partition that is malformed, deadlocks or is
+for another model │   └── HardwareError         a hardware description with missing, negative or
+unknown figures ├── BatchError                a batch that cannot be split as asked
 ├── CaptureError              user code that the block capture cannot follow
 │   ├── GlueError             code between two blocks changed the tensor that flows through them
 │   └── RandomnessError       random numbers drawn in a way that a recompute cannot repeat
@@ -14,8 +14,8 @@ RoundPipeError
 └── WatchdogError             a step that made no progress for `timeout_seconds`
 ```
 
-An exception raised by *user* code (training_step, a block, an optimizer) keeps its own type: it leaves
-the engine unchanged, with a note that says where it happened.
+An exception raised by *user* code (training_step, a block, an optimizer) keeps its own type: it
+leaves the engine unchanged, with a note that says where it happened.
 """
 
 
@@ -60,4 +60,5 @@ class CheckpointError(RoundPipeError, OSError):
 
 
 class WatchdogError(RoundPipeError, RuntimeError):
-    """A step made no progress for `timeout_seconds`; the message shows where every worker stands."""
+    """A step made no progress for `timeout_seconds`; the message shows where every worker "
+    "stands."""

@@ -1,15 +1,15 @@
 """Capture: how user code, unchanged, hands a stack of blocks to the engine.
 
-In a view every block is a proxy. Proxies 0..n-2 note their arguments and hand a phantom on; the last one
-passes the whole list of calls to the engine and returns what the real blocks make of it:
+In a view every block is a proxy. Proxies 0..n-2 note their arguments and hand a phantom on; the
+last one passes the whole list of calls to the engine and returns what the real blocks make of it:
 
 ```
-user code          h = embed(ids)     h = layer0(h, m)    h = layer1(h, m)           logits = head(h)
-in the view        h ────────────────▶ note ── phantom ──▶ note, run 0 and 1 ── h ──▶
+user code      h = embed(ids)     h = layer0(h, m)    h = layer1(h, m)         head(h)
+in the view    h ────────────────▶ note ── phantom ──▶ note, run 0 and 1 ── h ──▶
 ```
 
-A phantom has the shape, the dtype and the device of the tensor it stands for, but no values: any use of
-it between two blocks is glue, and raises an error that names the blocks and the operation.
+A phantom has the shape, the dtype and the device of the tensor it stands for, but no values: any
+use of it between two blocks is glue, and raises an error that names the blocks and the operation.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _METADATA = frozenset(
 )
 _METADATA_ATTRIBUTES = frozenset(
     """
-    device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize layout
-    name names nbytes ndim requires_grad shape
+    device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize
+    layout name names nbytes ndim requires_grad shape
     """.split()
 )
 
@@ -45,7 +45,7 @@ _METADATA_ATTRIBUTES = frozenset(
 class Phantom(Tensor):
     """Stands for the output of a block that has not run yet."""
 
-    _block_name: str
+    block_name: str
 
     @staticmethod
     def of(tensor: Tensor, block_name: str) -> Phantom:
@@ -55,7 +55,7 @@ class Phantom(Tensor):
             tensor: Gives shape, strides, dtype and device.
             block_name: The block whose output it stands for.
         """
-        phantom: Phantom = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        phantom: Phantom = torch.Tensor._make_wrapper_subclass(
             Phantom,
             tensor.shape,
             strides=tensor.stride(),
@@ -63,7 +63,7 @@ class Phantom(Tensor):
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
-        phantom._block_name = block_name
+        phantom.block_name = block_name
         return phantom
 
     @classmethod
@@ -76,20 +76,21 @@ class Phantom(Tensor):
     ) -> Any:
         name, allowed = getattr(func, "__name__", str(func)), _METADATA
         if name == "__get__":
-            name, allowed = func.__self__.__name__, _METADATA_ATTRIBUTES  # type: ignore[attr-defined]
+            getter: Any = func
+            name, allowed = getter.__self__.__name__, _METADATA_ATTRIBUTES
         if name in allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Phantom)]
         raise GlueError(
-            f"`{name}` uses the output of block {found[0]._block_name!r} before it has been computed: there is "
-            "glue between this block and the next, or code that keeps the outputs of single blocks. The "
-            "engine runs the blocks of a stack as one chain. Move the operation into a block, or name "
-            "other blocks with RoundPipeStrategy(blocks=[...])."
+            f"`{name}` uses the output of block {found[0].block_name!r} before it has been "
+            "computed: there is glue between this block and the next, or code that keeps the "
+            "outputs of single blocks. The engine runs the blocks of a stack as one chain. Move "
+            "the operation into a block, or name other blocks with RoundPipeStrategy(blocks=[...])."
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # the stub lacks `cls`
         cls,
         func: Any,
         types: Any,
@@ -98,9 +99,9 @@ class Phantom(Tensor):
     ) -> Any:
         return cls.__torch_function__(func, types, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name of the block."""
-        return f"<output of {self._block_name}, not computed yet>"
+        return f"<output of {self.block_name}, not computed yet>"
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,15 @@ class BlockCall:
     def split(
         cls, args: tuple[Any, ...], kwargs: dict[str, Any], *, block_name: str
     ) -> tuple[BlockCall, Tensor]:
-        """Take the flowing tensor out: the first positional argument, else the first tensor keyword."""
+        """Take the flowing tensor out: the first argument, else the first tensor keyword."""
         if args and isinstance(args[0], Tensor):
             return cls((None, *args[1:]), kwargs, 0), args[0]
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
                 return cls(args, {**kwargs, key: None}, key), value
         raise CaptureError(
-            f"Block {block_name!r} was called without a tensor as its first argument: the engine does not "
-            "know what flows through the stack."
+            f"Block {block_name!r} was called without a tensor as its first argument: the engine "
+            "does not know what flows through the stack."
         )
 
     def tensors(self) -> list[Tensor]:
@@ -155,7 +156,7 @@ class RunHere(Enum):
     """What a proxy is told."""
 
     RUN_HERE = "run here"
-    """The call is not part of the pipelined pass: run the block as any other module of the segment."""
+    """The call is not part of the pipelined pass: run the block as part of the segment."""
 
 
 RUN_HERE = RunHere.RUN_HERE
@@ -165,10 +166,11 @@ class BlockProxy(View):
     """Stands for a block in a view: the call goes to the microbatch, all else is as in any view."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask whether the call is part of a pass through the stack; if not, run as any view does."""
+        """Ask whether the call is part of a pass through the stack; else run as any view does."""
         own = self.__dict__
         answer = own["_called"](own["_block_index"], args, kwargs)
-        return super().__call__(*args, **kwargs) if answer is RUN_HERE else answer  # type: ignore[misc]
+        plain: Any = super()
+        return plain.__call__(*args, **kwargs) if answer is RUN_HERE else answer
 
 
 def make_proxies(
@@ -184,12 +186,12 @@ def make_proxies(
         stack: The blocks.
         maker: Fills the proxies as views, for user code that looks inside a block.
         classes: The classes of views.
-        called: What the proxies call: index, positional and keyword arguments. It returns the block's
-            output, or RUN_HERE.
+        called: What the proxies call: index, positional and keyword arguments. It returns the
+            block's output, or RUN_HERE.
     """
     proxies: dict[nn.Module, nn.Module] = {}
     for index, block in enumerate(stack.blocks):
-        proxy = object.__new__(classes.of(type(block), BlockProxy))
+        proxy: Any = object.__new__(classes.of(type(block), BlockProxy))
         maker.fill(proxy, block)
         proxy.__dict__.update(_called=called, _block_index=index)
         proxies[block] = proxy
@@ -219,7 +221,8 @@ class StackCapture:
         """Note one block's call.
 
         Returns:
-            The phantom to hand on; after the last block, the stack's input and the calls of all blocks.
+            The phantom to hand on; after the last block, the stack's input and the calls of all
+            blocks.
 
         Raises:
             GlueError: If the block is not fed by the block before.
@@ -232,23 +235,24 @@ class StackCapture:
                 due += f" after {names[expected - 1]!r}"
             self.reset()
             raise CaptureError(
-                f"Block {names[index]!r} was called where {due}. Every block of a stack must be called once, in "
-                "order. Name the blocks that are with RoundPipeStrategy(blocks=[...])."
+                f"Block {names[index]!r} was called where {due}. Every block of a stack must be "
+                "called once, in order. Name the blocks that are with "
+                "RoundPipeStrategy(blocks=[...])."
             )
         call, flowing = BlockCall.split(args, kwargs, block_name=names[index])
         if index == 0:
             self._entry = flowing
         elif flowing is not self._passed:
             raise GlueError(
-                f"Block {names[index]!r} is not fed by the output of block {names[index - 1]!r}: there is glue "
-                "between them. Move it into a block, or name other blocks with "
+                f"Block {names[index]!r} is not fed by the output of block {names[index - 1]!r}: "
+                "there is glue between them. Move it into a block, or name other blocks with "
                 "RoundPipeStrategy(blocks=[...])."
             )
         for tensor in call.tensors():
             if isinstance(tensor, Phantom):
                 raise GlueError(
-                    f"Block {names[index]!r} takes the output of block {tensor._block_name!r} as a second input: "
-                    "only one tensor can flow through a stack."
+                    f"Block {names[index]!r} takes the output of block {tensor.block_name!r} as a "
+                    "second input: only one tensor can flow through a stack."
                 )
         self._calls.append(call)
         if index + 1 < len(names):
@@ -269,7 +273,7 @@ class StackCapture:
         if self._calls:
             names, num = self._stack.names, len(self._calls)
             raise CaptureError(
-                f"Blocks {names[0]!r} to {names[num - 1]!r} were called, but {names[num]!r} and what follows "
-                f"were not: they would be skipped in silence. Name the {num} blocks in use with "
-                "RoundPipeStrategy(blocks=[...])."
+                f"Blocks {names[0]!r} to {names[num - 1]!r} were called, but {names[num]!r} and "
+                f"what follows were not: they would be skipped in silence. Name the {num} blocks "
+                "in use with RoundPipeStrategy(blocks=[...])."
             )

@@ -5,7 +5,8 @@ processor, a GPU or an emulated server is decided here. Three backends stand beh
 
 - `CpuDevice`: computes where the model lives, so nothing is copied. Real results, the default.
 - `AcceleratorDevice`: CUDA or ROCm through `torch.accelerator`. All its work is on the device's
-  current stream, which every thread shares, so that the order of launches is the order of execution.
+  current stream, which every thread shares, so that the order of launches is the order of
+  execution.
 - `EmulatedDevice` (`engine/emulated.py`): CPU tensors that carry a device's tag and refuse to mix.
 
 A worker owns one device; several workers may share the hardware behind it.
@@ -30,8 +31,8 @@ class Device(ABC):
     Attributes:
         name: What errors and timelines call it, e.g. `cuda:1`.
         torch_device: What `self.device` says inside a view of the user's module.
-        shares_host_memory: Whether host tensors can be used in place. Then uploads and downloads are
-            the identity, and gradients are collected per microbatch, in order.
+        shares_host_memory: Whether host tensors can be used in place. Then uploads and downloads
+            are the identity, and gradients are collected per microbatch, in order.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Device(ABC):
 
     @abstractmethod
     def download(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor of this device on the host, without a graph; waits for them."""
+        """Return a tensor's values on the host, without a graph; waits for them."""
 
     @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
@@ -59,7 +60,7 @@ class Device(ABC):
         return contextlib.nullcontext()
 
     def thread_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Prepare a thread for work on this device and others of its kind, for as long as it lives."""
+        """Prepare a thread for work on this device and others of its kind."""
         return contextlib.nullcontext()
 
     def generators(self) -> tuple[torch.Generator, ...]:
@@ -195,8 +196,9 @@ class AcceleratorDevice(Device):
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             warnings.warn(
-                f"Page-locking {buffer.nbytes / 2**30:.2f} GiB of host memory failed (code {code}); copies to "
-                f"{self.name} will be slower. Raise the limit of locked memory (`ulimit -l`).",
+                f"Page-locking {buffer.nbytes / 2**30:.2f} GiB of host memory failed (code "
+                f"{code}); copies to {self.name} will be slower. Raise the limit of locked memory "
+                "(`ulimit -l`).",
                 stacklevel=2,
             )
             return
@@ -240,7 +242,8 @@ def divided_intra_op_threads(devices: Sequence[Device]) -> Iterator[int]:
     """Share the process's intra-op threads among the CPU workers.
 
     Yields:
-        The number of intra-op threads per worker; a thread that computes for one sets it for itself.
+        The number of intra-op threads per worker; a thread that computes for one sets it for
+        itself.
     """
     total = torch.get_num_threads()
     num_cpu_workers = sum(device.shares_host_memory for device in devices)

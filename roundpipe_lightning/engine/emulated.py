@@ -1,7 +1,7 @@
-"""The emulated device: tensors that carry a device's tag, so that misplaced ones are found without a GPU.
+"""The emulated device: tensors with a device's tag, to find misplaced ones without a GPU.
 
-It computes on the CPU and gives the CPU's bits. An operation on tensors of two devices raises, as on
-hardware, forward and backward; see `engine/tagged.py`.
+It computes on the CPU and gives the CPU's bits. An operation on tensors of two devices raises, as
+on hardware, forward and backward; see `engine/tagged.py`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class StepResult:
     """What a step gives.
 
     Attributes:
-        outputs: What the user's step returned for every microbatch; its tensors detached, on the host.
+        outputs: What the user's step returned for every microbatch; its tensors detached, on the
+            host.
         losses: Every microbatch's loss, before scaling; None where it returned none.
         gradients: Sum over the microbatches of the gradients of their scaled losses, on the host. A
             parameter that no loss depends on is missing.
@@ -58,11 +59,12 @@ class Engine:
     """Runs a module's training steps and evaluations on the workers. A context manager.
 
     Args:
-        module: The user's module. While the engine is open its parameters lie in flat buffers; they stay
-            ordinary parameters.
+        module: The user's module. While the engine is open its parameters lie in flat buffers; they
+            stay ordinary parameters.
         stack: The blocks to pipeline; None runs the module as one stage.
         devices: One per worker.
-        plan: The stages and the schedule; further plans of the same partition can be given per step.
+        plan: The stages and the schedule; further plans of the same partition can be given per
+            step.
         timeout_seconds: A step in which no action begins or ends for so long is given up.
 
     Raises:
@@ -96,13 +98,13 @@ class Engine:
         num_blocks = 0 if self._stack is None else len(self._stack.blocks)
         if plan.partition.num_blocks != num_blocks:
             raise PlanError(
-                f"The plan is for {plan.partition.num_blocks} blocks, the module has {num_blocks}. Make a new "
-                "plan (plan='auto')."
+                f"The plan is for {plan.partition.num_blocks} blocks, the module has {num_blocks}. "
+                "Make a new plan (plan='auto')."
             )
         if plan.num_workers != len(self._devices):
             raise PlanError(
-                f"The plan is for {plan.num_workers} workers, there are {len(self._devices)}. Make a new plan "
-                "(plan='auto'), or set Trainer(devices=...) to the plan's number."
+                f"The plan is for {plan.num_workers} workers, there are {len(self._devices)}. Make "
+                "a new plan (plan='auto'), or set Trainer(devices=...) to the plan's number."
             )
 
     # ------------------------------------------------------------------------------- life cycle
@@ -178,7 +180,8 @@ class Engine:
 
         Args:
             microbatches: The batch's parts, on the host.
-            call: Runs the user's step for one microbatch, in a thread of its own, on a view of the module.
+            call: Runs the user's step for one microbatch, in a thread of its own, on a view of the
+                module.
             loss_scales: What each microbatch's loss is multiplied by for the backward pass.
             plan: Another plan than the engine's, for another number of microbatches.
             backward: Whether gradients are wanted.
@@ -194,8 +197,8 @@ class Engine:
         plan = self._plan if plan is None else plan
         if not len(microbatches) == len(loss_scales) == plan.num_microbatches:
             raise BatchError(
-                f"{len(microbatches)} microbatches and {len(loss_scales)} loss scales for a plan of "
-                f"{plan.num_microbatches} microbatches."
+                f"{len(microbatches)} microbatches and {len(loss_scales)} loss scales for a plan "
+                f"of {plan.num_microbatches} microbatches."
             )
         context = self._context(
             plan,
@@ -279,7 +282,7 @@ class Engine:
 
     @contextmanager
     def _preserved_generators(self) -> Iterator[None]:
-        """Put the devices' generators back after a step: its draws do not depend on them, nor they on it."""
+        """Put the devices' generators back after a step, as if it had not drawn."""
         generators = {g for device in self._devices for g in device.generators()}
         states = [(generator, generator.get_state()) for generator in generators]
         try:
@@ -326,8 +329,8 @@ class Engine:
             elif time.monotonic() - since > self._timeout_seconds:
                 standing = "\n".join(f"  {r.place}" for r in runs)
                 raise WatchdogError(
-                    f"No action began or ended for {self._timeout_seconds:g} s (timeout_seconds). The schedule, "
-                    f"running actions in > <:\n{context.turns.report(context.plan)}\n"
+                    f"No action began or ended for {self._timeout_seconds:g} s (timeout_seconds). "
+                    f"The schedule, running actions in > <:\n{context.turns.report(context.plan)}\n"
                     f"Every microbatch stands at, or waits for:\n{standing}\n"
                     "Raise RoundPipeStrategy(timeout_seconds=...) if a stage may take so long."
                 )

@@ -1,7 +1,7 @@
 """Evaluation: user code on the whole batch, forward only, the stack streamed through the workers.
 
-Nothing is split, so values, logs and predictions are exactly those of one device. The calling thread
-runs everything; a stack may be called any number of times (generation with a cache does).
+Nothing is split, so values, logs and predictions are exactly those of one device. The calling
+thread runs everything; a stack may be called any number of times (generation with a cache does).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.engine.user_code import UserCode
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
-from roundpipe_lightning.planning.schedule import ActionKey
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.schedule import ActionKey
 from roundpipe_lightning.planning.stages import Stage, StageKind
 
 

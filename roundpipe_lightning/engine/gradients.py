@@ -1,7 +1,7 @@
 """The gradient ledger: sums gradients on the host in the order of the microbatches.
 
-Floating-point addition is not associative, so a sum that depends on who finished first would make the
-result depend on the number of workers. Contributions that arrive early wait for their turn:
+Floating-point addition is not associative, so a sum that depends on who finished first would make
+the result depend on the number of workers. Contributions that arrive early wait for their turn:
 
     arrives   m=0   m=2 (waits)   m=1          sum  ((g0 + g1) + g2)
 

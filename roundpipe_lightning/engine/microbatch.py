@@ -1,14 +1,14 @@
 """A microbatch: one thread of control through the user's code and all stages of a step.
 
 ```
-turn   F0                              F1            X0                          B1         B2
-       head segment    blocks 0-1      blocks 2-3    blocks 4-5, tail segment,   2-3        0-1, then
-       (user code) ── capture                        loss, backward to the cut              the head
+turn   F0                      F1           X0                           B1     B2
+       head segment, blocks    blocks       blocks 4-5, tail segment,    2-3    0-1, then
+       (user code)   0-1       2-3          loss, backward to the cut           the head
 ```
 
-The user's graph is cut at the stack: the stack's output belongs to the tail's graph, which begins at a
-leaf, and the head segment's graph ends at the stack's input. The backward of each part runs to its
-leaves and returns, so nothing ever waits inside an autograd node.
+The user's graph is cut at the stack: the stack's output belongs to the tail's graph, which begins
+at a leaf, and the head segment's graph ends at the stack's input. The backward of each part runs to
+its leaves and returns, so nothing ever waits inside an autograd node.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Microbatch:
                 context.random_lock,
                 step_seed=context.step_seed,
                 microbatch=index,
-                generators=lambda: self.worker.device.generators(),
+                generators=self._generators,
             ),
             classes=context.classes,
         )
@@ -143,9 +143,12 @@ class Microbatch:
         if self._position == 0:
             covered = f"the head segment, {covered}"
         return (
-            f"{self._action.kind.name} stage {self._action.stage} ({covered}), microbatch {self.index}, "
-            f"{self.worker}"
+            f"{self._action.kind.name} stage {self._action.stage} ({covered}), microbatch "
+            f"{self.index}, {self.worker}"
         )
+
+    def _generators(self) -> Sequence[torch.Generator]:
+        return self.worker.device.generators()
 
     def _begin(self) -> None:
         self._context.turns.begin(self._action)
@@ -199,7 +202,8 @@ class Microbatch:
             while self.stage.kind is StageKind.FORWARD:  # the stack was not called
                 self.next_turn()
             loss = loss_of(output)
-            # A scale of 0 means a microbatch with nothing to average over, whose mean is not a number.
+            # A scale of 0 means a microbatch with nothing to average over, whose mean is not a
+            # number.
             if loss is not None and context.backward and self._loss_scale:
                 self._run_backward(loss)
             with user.suspended():
@@ -260,8 +264,8 @@ class Microbatch:
     def _run_backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:
             raise ConfigurationError(
-                "training_step returned a loss that does not require a gradient: no trainable parameter took "
-                "part in it, or it was detached."
+                "training_step returned a loss that does not require a gradient: no trainable "
+                "parameter took part in it, or it was detached."
             )
         roots = [] if self._stack_run is None else self._stack_run.roots
         with self._user.suspended():
@@ -291,8 +295,8 @@ def loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
-            f"training_step returned a {type(output).__name__} without a tensor 'loss': return the loss, a "
-            "dict with the key 'loss', or None to skip the batch."
+            f"training_step returned a {type(output).__name__} without a tensor 'loss': return the "
+            "loss, a dict with the key 'loss', or None to skip the batch."
         )
     return loss
 
@@ -300,8 +304,8 @@ def loss_of(output: Any) -> Tensor | None:
 def share_a_graph(loss: Tensor, roots: Sequence[Tensor]) -> bool:
     """Say whether the loss's graph reaches into the graph that made the roots.
 
-    It does where user code carries a tensor around the stack (a residual from the embedding, say). Both
-    graphs are then run backward, so the first run must not free what the second needs.
+    It does where user code carries a tensor around the stack (a residual from the embedding, say).
+    Both graphs are then run backward, so the first run must not free what the second needs.
     """
     below = _nodes([root.grad_fn for root in roots])
     return bool(below) and not below.isdisjoint(_nodes([loss.grad_fn]))

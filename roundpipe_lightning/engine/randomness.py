@@ -6,13 +6,13 @@ draws random numbers gets a seed of its own:
 
     seed = hash(step seed, microbatch, place, number of the draw within the place)
 
-where the place is a block or a segment of user code. The forward pass of block 3 for microbatch 1 and
-its recompute therefore see the same dropout masks, on any number of workers. The step seed is one
-number drawn from the host's generator, so `seed_everything` governs it and a checkpoint of that
+where the place is a block or a segment of user code. The forward pass of block 3 for microbatch 1
+and its recompute therefore see the same dropout masks, on any number of workers. The step seed is
+one number drawn from the host's generator, so `seed_everything` governs it and a checkpoint of that
 generator's state carries it.
 
-The seeds follow the integer mixer SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-generators, OOPSLA 2014).
+The seeds follow the integer mixer SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+number generators, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MASK = (1 << 64) - 1
 #: Python names, and the functions of torch.nn.functional around them. A test holds it complete.
 RANDOM_FUNCTIONS = frozenset(
     """
-    _fused_dropout _sample_dirichlet _standard_gamma alpha_dropout alpha_dropout_ bernoulli bernoulli_
-    binomial cauchy cauchy_ dropout dropout1d dropout2d dropout3d dropout_ exponential exponential_
-    feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_
+    _fused_dropout _sample_dirichlet _standard_gamma alpha_dropout alpha_dropout_ bernoulli
+    bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d dropout3d dropout_ exponential
+    exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_
     fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-    fractional_max_pool3d_with_indices geometric geometric_ gru gumbel_softmax log_normal log_normal_
-    lstm multi_head_attention_forward multinomial native_dropout normal normal_ normal_functional
-    pca_lowrank poisson rand rand_like randint randint_like randn randn_like random random_ randperm
-    rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional
-    scaled_dot_product_attention svd_lowrank uniform uniform_
+    fractional_max_pool3d_with_indices geometric geometric_ gru gumbel_softmax log_normal
+    log_normal_ lstm multi_head_attention_forward multinomial native_dropout normal normal_
+    normal_functional pca_lowrank poisson rand rand_like randint randint_like randn randn_like
+    random random_ randperm rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
+    rrelu_with_noise_functional scaled_dot_product_attention svd_lowrank uniform uniform_
     """.split()
 )
 
@@ -79,7 +79,7 @@ def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 class RandomLock:
-    """Guards the process-wide generators: one draw at a time, and the host's state put back after it."""
+    """Guards the process-wide generators: one draw at a time, the host's state put back after."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,9 +139,10 @@ class RandomStream:
             return func(*args, **kwargs)
         if self._in_backward:
             raise RandomnessError(
-                f"{func.__name__} draws random numbers during the backward pass, where they cannot repeat the "
-                "forward's: activation checkpointing inside a block, probably. Turn it off (for transformers "
-                "models `gradient_checkpointing_disable()`): the engine recomputes blocks already."
+                f"{func.__name__} draws random numbers during the backward pass, where they cannot "
+                "repeat the forward's: activation checkpointing inside a block, probably. Turn it "
+                "off (for transformers models `gradient_checkpointing_disable()`): the engine "
+                "recomputes blocks already."
             )
         self._draws += 1
         seed = mix(self._place, self._draws)
@@ -175,7 +176,7 @@ class RandomStream:
             self._place, self._draws = place, draws
         if not torch.equal(before, self._lock.host_state()):
             raise RandomnessError(
-                "An operation drew random numbers from torch's default generator where they cannot be "
-                "repeated by the recompute. Use torch's own random functions on tensors, or give the "
-                "operation a generator of its own."
+                "An operation drew random numbers from torch's default generator where they cannot "
+                "be repeated by the recompute. Use torch's own random functions on tensors, or "
+                "give the operation a generator of its own."
             )

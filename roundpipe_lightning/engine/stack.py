@@ -32,5 +32,6 @@ class BlockStack:
             )
         if len(set(self.blocks)) != len(self.blocks):
             raise ConfigurationError(
-                f"A block occurs twice in {self.name!r}. Name a list of distinct blocks with blocks=."
+                f"A block occurs twice in {self.name!r}. Name a list of distinct blocks with "
+                "blocks=."
             )

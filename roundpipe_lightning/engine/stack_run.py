@@ -1,8 +1,8 @@
 """One pass of one microbatch through the stages of a stack, forward and backward.
 
 ```
-entry ─▶ [F0] ─ boundary ─▶ [F1] ─ boundary ─▶ cut ─▶ [X0: last blocks] ─▶ output, to the user's code
-            keeps the inputs of blocks that start a BACKWARD stage
+entry ─▶ [F0] ─ boundary ─▶ [F1] ─ boundary ─▶ cut ─▶ [X0: last blocks] ─▶ output, to the user's
+            code keeps the inputs of blocks that start a BACKWARD stage
 head ◀─ gradient ◀─ [B2: recompute, backward] ◀─ gradient ◀─ [B1] ◀─ cut.grad ◀─ the user's loss
 ```
 
@@ -89,7 +89,7 @@ class StackRun:
         return [tensor for tensor in dict.fromkeys(tensors) if tensor.requires_grad]
 
     def _lowest_block_with_gradient(self) -> int:
-        """Return the first block that has something to differentiate; below it no backward is needed."""
+        """Return the first block with something to differentiate; below it there is no backward."""
         if self._entry.requires_grad:
             return -1
         for index, block in enumerate(self._stack.blocks):
@@ -126,7 +126,8 @@ class StackRun:
             output = self._run_blocks(stage, cut, self._argument_leaf)
         else:
             output = self._run_blocks(stage, cut, self._argument)
-        # A leaf would refuse in-place operations, which the user's code may apply to a block's output.
+        # A leaf would refuse in-place operations, which the user's code may apply to a block's
+        # output.
         return output if stage.blocks else output.clone()
 
     def _run_blocks(
@@ -144,9 +145,9 @@ class StackRun:
                 result = self._calls[index].run(resident.block(index), flowing, argument)
             if not isinstance(result, Tensor):
                 raise CaptureError(
-                    f"Block {self._stack.names[index]!r} returned a {type(result).__name__}, not a tensor: only "
-                    "one tensor can flow through a stack. Return the tensor alone, or name other blocks "
-                    "with RoundPipeStrategy(blocks=[...])."
+                    f"Block {self._stack.names[index]!r} returned a {type(result).__name__}, not a "
+                    "tensor: only one tensor can flow through a stack. Return the tensor alone, or "
+                    "name other blocks with RoundPipeStrategy(blocks=[...])."
                 )
             flowing = result
         worker.count_bytes(self._boundary_bytes())
@@ -172,7 +173,7 @@ class StackRun:
     # --------------------------------------------------------------------------------- backward
 
     def backward(self) -> None:
-        """Run the BACKWARD stages and the head segment's backward, the loss's having reached the cut."""
+        """Run the BACKWARD stages and the head's backward; the loss's has reached the cut."""
         gradient = self._end_stage(self._cut)
         while self._boundaries:
             self._taker.next_turn()

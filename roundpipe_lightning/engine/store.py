@@ -1,8 +1,8 @@
 """The host store: where the model lives.
 
-The user's own parameters are the masters. The store lays each block's parameters out in flat buffers
-in host memory, one per dtype, and points the parameters into them, so that a block travels in one
-copy, whatever the number of its tensors:
+The user's own parameters are the masters. The store lays each block's parameters out in flat
+buffers in host memory, one per dtype, and points the parameters into them, so that a block travels
+in one copy, whatever the number of its tensors:
 
 ```
 block 3   flat float32 [ q.weight | k.weight | v.weight | ... | norm.weight ]     page-locked
@@ -94,7 +94,8 @@ class ParameterGroup:
 
     def _uploaded(self, parameter: nn.Parameter, flats: Sequence[Tensor], device: Device) -> Tensor:
         slot = self._slots.get(parameter)
-        # A callback may have swapped `.data` (weight averaging does): then the buffer is not the truth.
+        # A callback may have swapped `.data` (weight averaging does): then the buffer is not the
+        # truth.
         if slot is None or parameter.data_ptr() != self._address(slot):
             return device.upload(parameter)
         return _like(flats[slot.buffer], slot.offset, parameter)
@@ -119,8 +120,8 @@ class HostStore:
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 raise ConfigurationError(
-                    f"Parameter {name!r} is on the meta device: it has a shape but no values. Load or "
-                    "initialise the weights in `configure_model`."
+                    f"Parameter {name!r} is on the meta device: it has a shape but no values. Load "
+                    "or initialise the weights in `configure_model`."
                 )
         owners: dict[nn.Parameter, int] = {}
         for block in blocks:
@@ -202,7 +203,7 @@ def _overlapping(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
 
 
 def _like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A view of a flat buffer with a parameter's shape, and its strides where these leave no gaps."""
+    """A view of a flat buffer, shaped as a parameter; with its strides if they leave no gaps."""
     strides = parameter.stride()
     dense = torch.empty_strided(parameter.shape, strides, device="meta")
     if parameter.numel() and not _fills_its_memory(dense):

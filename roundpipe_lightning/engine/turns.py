@@ -1,7 +1,8 @@
 """Turns: the schedule as gates that host threads pass.
 
-Every action of a step has a gate. It opens when the action before it on the same worker and everything
-in `dependencies()` have ended; whoever waits in `begin` then owns the worker until `end`:
+Every action of a step has a gate. It opens when the action before it on the same worker and
+everything in `dependencies()` have ended; whoever waits in `begin` then owns the worker until
+`end`:
 
 ```
 thread of microbatch 0     begin(F0.0) ... end        begin(F1.0) ... end
@@ -154,7 +155,7 @@ class Turns:
             return tuple(self._graph.actions[key] for key in self._begun - self._ended)
 
     def report(self, plan: Plan) -> str:
-        """Return the schedule, one line per worker, with `>` before a running action and `.` for done ones."""
+        """Return what is left of the schedule, a line per worker, running actions in > <."""
         rows = []
         with self._mutex:
             for worker, actions in enumerate(plan.schedule.workers):
@@ -164,6 +165,7 @@ class Turns:
                     for action in actions[done:]
                 ]
                 rows.append(
-                    f"worker {worker}: {done} of {len(actions)} done, then {' '.join(words) or 'none'}"
+                    f"worker {worker}: {done} of {len(actions)} done, then "
+                    f"{' '.join(words) or 'none'}"
                 )
         return "\n".join(rows)

@@ -1,13 +1,13 @@
 """User code outside the blocks: run on a view, on whichever worker has the turn.
 
-The head segment runs on one worker and the tail segment on another, but the user's code is one function
-that was written for one device. `UserCode` makes this invisible:
+The head segment runs on one worker and the tail segment on another, but the user's code is one
+function that was written for one device. `UserCode` makes this invisible:
 
 - Parameters and buffers of the view are placed where the code runs when the code asks for them.
-- A tensor made on an earlier worker (labels, masks) is brought to the present one by the operation that
-  uses it, differentiably. An in-place operation goes to where its target is instead.
-- A master parameter that reaches an operation past the view (kept in a list, say) is replaced by its leaf,
-  so that its gradient is not lost.
+- A tensor made on an earlier worker (labels, masks) is brought to the present one by the operation
+  that uses it, differentiably. An in-place operation goes to where its target is instead.
+- A master parameter that reaches an operation past the view (kept in a list, say) is replaced by
+  its leaf, so that its gradient is not lost.
 - `self.device` is the present worker's.
 - Random numbers come from the microbatch's own stream.
 """
@@ -32,8 +32,8 @@ from roundpipe_lightning.engine.worker import PlacedBuffers, Worker
 _LEFT_ALONE = frozenset(
     """
     __get__ __hash__ __len__ __repr__ __format__ backward cpu cuda dim element_size is_contiguous
-    is_floating_point item ndimension nelement numel register_hook requires_grad_ retain_grad size stride
-    to tolist
+    is_floating_point item ndimension nelement numel register_hook requires_grad_ retain_grad size
+    stride to tolist
     """.split()
 )
 
@@ -108,13 +108,13 @@ class UserCode(TorchFunctionMode):
             return self._buffers[worker.index].place(buffer)
 
     def write_buffers_back(self) -> None:
-        """Bring to the host what user code has written into buffers. Called at the end of its turn."""
+        """Bring to the host what user code wrote into buffers; called at the end of its turn."""
         worker = self._worker()
         placed = self._buffers.get(worker.index) or PlacedBuffers(worker.device, keep_writes=True)
         placed.write_back(self.maker.made, owner_of=self.owner_of)
 
     def take_gradients(self) -> Gradients:
-        """Download and clear the gradients of all leaves, summed over the workers they were used on."""
+        """Download and clear the gradients of all leaves, summed over the workers."""
         total: Gradients = {}
         for (worker, parameter), leaf in self._leaves.items():
             if leaf.grad is not None:
@@ -182,7 +182,7 @@ class UserCode(TorchFunctionMode):
         return self.stream.call(func, args, kwargs)
 
     def _leaf_for(self, value: Any) -> Any:
-        """Return the leaf of a master that user code holds, also inside a list; all else as it is."""
+        """Return the leaf of a master, also inside a list; all else as it is."""
         if isinstance(value, nn.Parameter):
             return self._leaf(value) if value in self._masters else value
         if isinstance(value, (list, tuple)) and any(self._is_master(item) for item in value):

@@ -11,8 +11,8 @@ view 0    LightningModule ── model ── layers ── [proxy 0, proxy 1]  
 view 1    LightningModule ── model ── layers ── [proxy 0, proxy 1]      leaves on another worker
 ```
 
-A view's class is a subclass of the original's made on the fly, whose `__class__` is the original's, so
-that `isinstance`, `super()` and `type(self).__name__` mean what they always meant.
+A view's class is a subclass of the original's made on the fly, whose `__class__` is the original's,
+so that `isinstance`, `super()` and `type(self).__name__` mean what they always meant.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LazyTable(dict[str, V], Generic[V]):
 
     Args:
         entries: The original's table; None entries stay None.
-        place: Called with an original entry, returns what stands for it *now*; it is asked every time,
-            because the worker that runs a view changes between segments.
+        place: Called with an original entry, returns what stands for it *now*; it is asked every
+            time, because the worker that runs a view changes between segments.
     """
 
     def __init__(self, entries: Mapping[str, Any], place: Callable[[Any], V]) -> None:
@@ -59,7 +59,7 @@ class LazyTable(dict[str, V], Generic[V]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """As of a dict."""
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401 - `get` is what is defined
 
     def items(self) -> Iterator[tuple[str, V]]:  # type: ignore[override]  # lazy, unlike a dict's
         """Pairs, each placed when it is reached."""
@@ -113,7 +113,7 @@ class View:
 
 
 def _rebound(value: Any, original: object, view: object) -> Any:
-    """Return a method that was bound to the original (a patched `forward`, say) bound to the view."""
+    """Return a method of the original (a patched `forward`, say) bound to the view."""
     if isinstance(value, types.MethodType) and value.__self__ is original:
         return types.MethodType(value.__func__, view)
     return value
@@ -182,7 +182,7 @@ class ViewMaker:
         if id(module) in self._stand_ins:
             return self._stand_ins[id(module)][1]
         if module not in self._made:
-            view = object.__new__(self._classes.of(type(module), *extra))
+            view: Any = object.__new__(self._classes.of(type(module), *extra))
             self._made[module] = view
             self.fill(view, module)
         return self._made[module]
@@ -197,7 +197,7 @@ class ViewMaker:
         self._stand_ins.clear()
 
     def fill(self, view: Any, module: nn.Module) -> None:
-        """Give an empty object the tables and the shared attributes that make it a view of `module`."""
+        """Give an empty object what makes it a view: tables and shared attributes."""
         base, state = type(module), module.__dict__
         own: dict[str, Any] = {"_view_of": module}
         for name, value in state.items():

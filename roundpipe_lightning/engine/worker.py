@@ -1,7 +1,7 @@
 """A worker: one device, stateless between stages.
 
-While a worker runs consecutive actions of one stage, the stage's blocks are *resident*: uploaded once,
-used by every microbatch of the round, their gradients downloaded at the end of it.
+While a worker runs consecutive actions of one stage, the stage's blocks are *resident*: uploaded
+once, used by every microbatch of the round, their gradients downloaded at the end of it.
 
 ```
 schedule of a worker    F2.0 F2.1 F2.2 | B3.0 B3.1 B3.2 | ...
@@ -71,7 +71,8 @@ class PlacedBuffers:
             table: LazyTable[Tensor] = view.__dict__["_buffers"]
             for name, value in table.take_assigned().items():
                 owner = self._device if owner_of is None or value is None else owner_of(value)
-                original._buffers[name] = None if value is None else owner.download(value)
+                host = None if value is None else owner.download(value)
+                original.__dict__["_buffers"][name] = host
 
 
 class ResidentStage:
@@ -235,7 +236,7 @@ class Worker:
         self._peak_bytes = max(self._peak_bytes, resident + self._outside_bytes + num_bytes)
 
     def peak_bytes(self) -> int:
-        """Most bytes in use here: the allocator's figure, else weights and boundaries as counted."""
+        """Most bytes in use: the allocator's figure, else weights and boundaries as counted."""
         measured = self.device.peak_bytes()
         return self._peak_bytes if measured is None else measured
 
