@@ -60,5 +60,4 @@ class CheckpointError(RoundPipeError, OSError):
 
 
 class WatchdogError(RoundPipeError, RuntimeError):
-    """A step made no progress for `timeout_seconds`; the message shows where every worker "
-    "stands."""
+    """A step made no progress for `timeout_seconds`; the message shows where workers stand."""
