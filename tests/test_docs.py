@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hydra
+
+from roundpipe_lightning.cli.configs import find_config_folder
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -38,3 +42,14 @@ def test_the_design_s_grid_is_the_planner_s(tmp_path: Path) -> None:
     (example,) = _blocks("design.md", "python")
     printed = _run(example, tmp_path).strip()
     assert printed in [block.strip() for block in _blocks("design.md", "text")]
+
+
+def test_the_quick_start_s_commands_compose() -> None:
+    """Every override that the document shows exists; flags and what needs a run are left out."""
+    lines = "".join(_blocks("quickstart.md", "bash")).splitlines()
+    commands = [line.partition("#")[0] for line in lines if line.startswith("python train.py")]
+    assert len(commands) >= 5
+    with hydra.initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+        for command in commands:
+            overrides = [word for word in command.split()[2:] if "=" in word and "," not in word]
+            hydra.compose("train", overrides=overrides)
