@@ -307,8 +307,9 @@ class Engine:
         except BaseException:
             # Ctrl-C, or the watchdog: release every waiter and let running code come to its end.
             context.turns.abort()
-            if not run.wait(_grace_seconds(self._timeout_seconds)):
-                self._team = None  # its threads are stuck in user code; they are daemons
+            if not run.wait(_grace_seconds(self._timeout_seconds)) and self._team is not None:
+                self._team.close(timeout_seconds=0.0)  # stuck in user code: end when that ends
+                self._team = None
             self._clear_workers()
             raise
         self._clear_workers()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import (
     MeanAbsoluteError,
-    MeanMetric,
     MeanSquaredError,
     Metric,
     MetricCollection,
@@ -81,10 +80,12 @@ class _Logging(Regressor):
         self.mse(prediction, y)
         self.log("mse", self.mse, on_step=True, on_epoch=True)
         self.seen.update(prediction.detach().flatten())
-        self.inner["mae"](prediction, y)  # type: ignore[operator]
-        self.log("mae", self.inner["mae"], on_step=False, on_epoch=True)
+        mae = self.inner["mae"]
+        assert isinstance(mae, MeanAbsoluteError)
+        mae(prediction, y)
+        self.log("mae", mae, on_step=False, on_epoch=True)
         self.collection(prediction, y)
-        self.log_dict(self.collection, on_step=True, on_epoch=True)  # type: ignore[arg-type]
+        self.log_dict(self.collection, on_step=True, on_epoch=True)
         return {"loss": loss, "prediction": prediction.detach(), "name": "kept"}
 
     def on_train_epoch_end(self) -> None:
@@ -161,7 +162,7 @@ class _MeanState(Metric):
     [
         (PearsonCorrCoef, "full_state_update=True"),
         (_MeanState, "its state 'value' is reduced by dim_zero_mean"),
-        (lambda: MinMaxMetric(MeanSquaredError()), "keeps no state of its own"),
+        (lambda: MinMaxMetric(MeanSquaredError()), "full_state_update=True"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
@@ -286,6 +287,8 @@ def test_value_that_is_the_loss_follows_the_loss_whatever_its_batch_size() -> No
     def log(name: str, value: Any, **arguments: Any) -> None:
         calls[name] = (float(value), arguments)
 
-    replay_logs(recorders, shares=[0.25, 0.75], losses=losses, log=log, metric_of=MeanMetric)
+    replay_logs(
+        recorders, shares=[0.25, 0.75], losses=losses, log=log, metric_of=lambda metric: metric
+    )
     assert calls["loss"] == (2.5, {"batch_size": 10})
     assert calls["other"] == (3.0, {"prog_bar": True, "batch_size": 10})

@@ -1,0 +1,256 @@
+"""Checkpoint files are whole or not there, and every strategy reads every other's."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning.errors import CheckpointError
+from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+@contextmanager
+def full_disk(after_bytes: int) -> Iterator[None]:
+    """Let every write into a file fail once the file has grown to so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def large() -> dict[str, Any]:
+    return {"state_dict": {"a": torch.ones(50_000), "b": torch.zeros(50_000)}}
+
+
+def test_saves_and_loads(tmp_path: Path) -> None:
+    io = RoundPipeCheckpointIO()
+    path = tmp_path / "new folder" / "x.ckpt"
+    io.save_checkpoint(large(), path)
+    loaded = io.load_checkpoint(path, weights_only=True)
+    assert torch.equal(loaded["state_dict"]["a"], torch.ones(50_000))
+    assert os.listdir(path.parent) == ["x.ckpt"]  # noqa: PTH208 - hidden files count
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
+    io.remove_checkpoint(path)
+    assert not path.exists()
+
+
+def test_full_disk_leaves_the_previous_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    io = RoundPipeCheckpointIO()
+    path = tmp_path / "last.ckpt"
+    io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, path)
+    before = path.read_bytes()
+    with full_disk(after_bytes=100_000), pytest.raises(CheckpointError) as error:
+        io.save_checkpoint(large(), path)
+    assert str(path) in str(error.value)
+    assert "untouched" in str(error.value)
+    assert "Free some space" in str(error.value)
+    assert isinstance(error.value.__cause__, OSError)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["last.ckpt"]  # noqa: PTH208 - hidden files count
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        RoundPipeCheckpointIO().save_checkpoint(large(), tmp_path / "file" / "x.ckpt")
+
+
+def test_object_that_cannot_be_saved_is_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
+        RoundPipeCheckpointIO().save_checkpoint({"x": lambda: None}, tmp_path / "x.ckpt")
+    assert os.listdir(tmp_path) == []  # noqa: PTH208 - hidden files count
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 200_000, 401_000])
+def test_truncated_file(tmp_path: Path, kept: int) -> None:
+    io = RoundPipeCheckpointIO()
+    path = tmp_path / "x.ckpt"
+    io.save_checkpoint(large(), path)
+    path.write_bytes(path.read_bytes()[:kept])
+    for weights_only in (True, False):
+        with pytest.raises(CheckpointError, match="truncated or damaged") as error:
+            io.load_checkpoint(path, weights_only=weights_only)
+        assert str(path) in str(error.value)
+
+
+def test_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    path.write_text("hello, this is no checkpoint")
+    with pytest.raises(CheckpointError, match="not in torch's format"):
+        RoundPipeCheckpointIO().load_checkpoint(path)
+
+
+def test_missing_file_is_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        RoundPipeCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_remote_path_goes_lightnings_way() -> None:
+    io = RoundPipeCheckpointIO()
+    path = "memory://roundpipe/x.ckpt"
+    io.save_checkpoint({"a": torch.ones(2)}, path)
+    assert torch.equal(io.load_checkpoint(path)["a"], torch.ones(2))
+    io.remove_checkpoint(path)
+
+
+# With the Trainer --------------------------------------------------------------------------------
+
+
+def _fit(folder: Path, strategy: Any, **flags: Any) -> tuple[Regressor, Trainer]:
+    torch.manual_seed(3)
+    module = Regressor("adamw")
+    callback = ModelCheckpoint(folder, monitor="val_loss", save_last=True)
+    trainer = make_trainer(
+        folder,
+        strategy=strategy,
+        callbacks=[callback],
+        enable_checkpointing=True,
+        **{"max_epochs": 2, **flags},
+    )
+    trainer.fit(module, regression_data(), regression_data(8))
+    return module, trainer
+
+
+def test_full_disk_while_training(tmp_path: Path) -> None:
+    class FillDisk(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                self.disk = full_disk(after_bytes=2_000)
+                self.disk.__enter__()
+
+        def on_exception(self, *_: Any) -> None:
+            self.disk.__exit__(None, None, None)
+
+    path = tmp_path / "last.ckpt"
+    trainer = make_trainer(
+        tmp_path,
+        strategy="roundpipe",
+        devices=2,
+        callbacks=[FillDisk(), ModelCheckpoint(tmp_path, filename="last")],
+        enable_checkpointing=True,
+    )
+    with pytest.raises(CheckpointError, match=r"last.*\.ckpt"):
+        trainer.fit(Regressor(), regression_data())
+    assert torch.load(path)["epoch"] == 0
+    assert os.listdir(tmp_path) == ["last.ckpt"]  # noqa: PTH208 - hidden files count
+
+
+def test_the_same_checkpoints_are_chosen_and_hold_the_same(tmp_path: Path) -> None:
+    saved = []
+    for name, strategy in (("one", "auto"), ("many", RoundPipeStrategy(num_microbatches=1))):
+        _, trainer = _fit(tmp_path / name, strategy)
+        assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+        best = Path(trainer.checkpoint_callback.best_model_path)
+        saved.append((best.name, torch.load(best, weights_only=True)))
+    (expected_name, expected), (name, checkpoint) = saved
+    assert name == expected_name
+    assert list(checkpoint["state_dict"]) == list(expected["state_dict"])
+    assert set(checkpoint) - set(expected) == {"roundpipe"}
+    for key, value in expected["state_dict"].items():
+        assert torch.equal(checkpoint["state_dict"][key], value)
+    states, expected_states = checkpoint["optimizer_states"][0], expected["optimizer_states"][0]
+    assert states["param_groups"] == expected_states["param_groups"]
+    assert states["state"].keys() == expected_states["state"].keys()
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+@pytest.mark.parametrize(("first", "then"), [("roundpipe", "auto"), ("auto", "roundpipe")])
+def test_another_strategy_goes_on_from_the_checkpoint(
+    tmp_path: Path, first: str, then: str
+) -> None:
+    expected, _ = _fit(tmp_path / "expected", "auto", max_epochs=4)
+    _fit(tmp_path / "run", first, devices=1 if first == "auto" else 2)
+    module = Regressor("adamw")
+    trainer = make_trainer(
+        tmp_path, strategy=then, devices=1 if then == "auto" else 2, max_epochs=4
+    )
+    trainer.fit(
+        module, regression_data(), regression_data(8), ckpt_path=tmp_path / "run" / "last.ckpt"
+    )
+    assert trainer.global_step == 16
+    assert parameter_error(module, expected) < 1e-3
+
+
+def test_loss_scale_moves_between_strategies(tmp_path: Path) -> None:
+    def plugin(ours: bool, scale: float) -> Any:
+        scaler = torch.amp.GradScaler(device="cpu", init_scale=scale)
+        if ours:
+            return RoundPipePrecision("16-mixed", scaler=scaler)
+        return MixedPrecision("16-mixed", "cpu", scaler)
+
+    for ours in (True, False):
+        trainer = make_trainer(
+            tmp_path,
+            strategy="roundpipe" if ours else "auto",
+            plugins=[plugin(ours, 128.0)],
+            max_epochs=1,
+        )
+        trainer.fit(Regressor(), regression_data())
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        other = make_trainer(
+            tmp_path,
+            strategy="auto" if ours else "roundpipe",
+            plugins=[plugin(not ours, 2.0)],
+            max_epochs=1,
+        )
+        other.fit(Regressor(), regression_data(), ckpt_path=tmp_path / "x.ckpt")
+        restored = other.precision_plugin
+        assert isinstance(restored, (RoundPipePrecision, MixedPrecision))
+        assert restored.scaler is not None
+        assert restored.scaler.get_scale() == 128.0
+
+
+def test_weights_only_checkpoint_has_no_random_state(tmp_path: Path) -> None:
+    _, trainer = _fit(tmp_path, "roundpipe")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "roundpipe" not in torch.load(tmp_path / "weights.ckpt")
+    module = Regressor()
+    make_trainer(tmp_path, strategy="roundpipe").validate(
+        module, regression_data(8), ckpt_path=tmp_path / "weights.ckpt"
+    )
+    assert trainer.model is not None
+    assert same_bits(module, trainer.model)
+
+
+def test_asynchronous_checkpoints_are_written_by_ours(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, strategy="roundpipe", plugins=[AsyncCheckpointIO()])
+    wrapper = trainer.strategy.checkpoint_io
+    assert isinstance(wrapper, AsyncCheckpointIO)
+    assert isinstance(wrapper.checkpoint_io, RoundPipeCheckpointIO)
+
+
+def test_damaged_checkpoint_stops_before_training(tmp_path: Path) -> None:
+    _fit(tmp_path, "roundpipe")
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"last\.ckpt cannot be read"):
+        make_trainer(tmp_path, strategy="roundpipe").fit(
+            Regressor("adamw"), regression_data(), ckpt_path=path
+        )

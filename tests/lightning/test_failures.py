@@ -1,0 +1,249 @@
+"""An error comes out of `trainer.fit` as what it is, and the same module trains again."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from roundpipe_lightning.errors import WatchdogError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    Block,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+NUM_MICROBATCHES = 4
+
+
+class UserError(Exception):
+    """What user code raises here."""
+
+
+class _Fuse:
+    """Blows at the third microbatch of the second step, told apart by the microbatch's data."""
+
+    def __init__(self) -> None:
+        self.marker: float | None = None
+        self.blown = False
+
+    def blow_for(self, x: Tensor) -> None:
+        if self.marker is not None and float(x.detach().flatten()[0]) == self.marker:
+            self.marker = None
+            self.blown = True
+            raise UserError("the fuse has blown")
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: _Fuse) -> Tensor:
+        ctx.fuse, ctx.first = fuse, x.flatten()[:1].clone()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.fuse.blow_for(ctx.first)
+        return gradients[0], None
+
+
+class _FailingBlock(Block):
+    """Passes a sample's first number on, by which a microbatch is known, and fails for one."""
+
+    def __init__(self, fuse: _Fuse, place: str) -> None:
+        super().__init__()
+        self.fuse = [fuse]  # in a list: no module may deep-copy it apart
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        fuse = self.fuse[0]
+        if self.place == "block forward":
+            fuse.blow_for(x)
+        y = super().forward(x)
+        if self.place == "block backward":
+            y = torch.cat([x[..., :1], y[..., 1:]], dim=-1)
+            y = _FailingBackward.apply(y, fuse)  # type: ignore[no-untyped-call]
+        return torch.cat([x[..., :1], y[..., 1:]], dim=-1)
+
+
+class _Failing(Regressor):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.fuse = [_Fuse()]
+        self.place = place
+        self.layers = nn.ModuleList(_FailingBlock(self.fuse[0], place) for _ in range(4))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        third = batch[0].tensor_split(NUM_MICROBATCHES)[2]
+        first_run = not self.fuse[0].blown
+        self.fuse[0].marker = float(third[0, 0]) if batch_idx == 1 and first_run else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.place == "training_step":
+            self.fuse[0].blow_for(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        module = self
+
+        class Optimizer(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                loss = closure()
+                if module.place == "optimizer" and module.fuse[0].marker is not None:
+                    module.fuse[0].marker, module.fuse[0].blown = None, True
+                    raise UserError("the fuse has blown")
+                super().step()
+                return loss
+
+        return Optimizer(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("place", ["training_step", "block forward", "block backward", "optimizer"])
+def test_error_in_user_code_and_training_again(tmp_path: Path, place: str, devices: int) -> None:
+    def fit(module: LightningModule) -> None:
+        strategy = RoundPipeStrategy(num_microbatches=NUM_MICROBATCHES)
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, max_epochs=2)
+        trainer.fit(module, regression_data())
+
+    torch.manual_seed(3)
+    module = _Failing(place)
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(UserError, match="the fuse has blown") as error:
+        fit(module)
+    assert type(error.value) is UserError
+    assert module.fuse[0].blown
+    lines = "".join(traceback.format_tb(error.tb))
+    assert "blow_for" in lines or "in backward" in lines or "in step" in lines
+    notes = " ".join(getattr(error.value, "__notes__", []))
+    assert place == "optimizer" or "microbatch 2" in notes
+    assert not [thread for thread in threading.enumerate() if "roundpipe" in thread.name]
+
+    module.load_state_dict(start)
+    fit(module)
+    torch.manual_seed(3)
+    unharmed = _Failing("nowhere")
+    fit(unharmed)
+    assert same_bits(module, unharmed)
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
+def test_error_in_validation_and_training_again(tmp_path: Path) -> None:
+    class Invalid(Regressor):
+        fails = True
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.fails:
+                raise UserError("not valid")
+            super().validation_step(batch, batch_idx)
+
+    module = Invalid()
+    with pytest.raises(UserError, match="not valid"):
+        make_trainer(tmp_path, strategy="roundpipe").fit(
+            module, regression_data(), regression_data(8)
+        )
+    module.fails = False
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer.fit(module, regression_data(), regression_data(8))
+    assert trainer.global_step == 4
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Put the handler of Ctrl-C back, which Lightning takes away for its shutdown."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_in_a_step_and_training_again(tmp_path: Path) -> None:
+    class Save(Callback):
+        def on_exception(
+            self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+        ) -> None:
+            assert isinstance(exception, KeyboardInterrupt)
+            trainer.save_checkpoint(tmp_path / "interrupted.ckpt")
+
+    pressed: list[int] = []
+
+    def press(module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and not pressed:
+            pressed.append(batch_idx)
+            _thread.interrupt_main()
+
+    module = Regressor(on_step=press)
+    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=2, callbacks=[Save()])
+    with pytest.raises(SystemExit):
+        trainer.fit(module, regression_data())
+    assert trainer.interrupted
+    assert trainer.global_step == 1
+    assert torch.load(tmp_path / "interrupted.ckpt")["global_step"] == 1
+    assert not [thread for thread in threading.enumerate() if "roundpipe" in thread.name]
+
+    again = make_trainer(tmp_path, strategy="roundpipe", devices=2)
+    again.fit(module, regression_data())
+    assert again.global_step == 20
+
+
+def test_step_without_progress_is_given_up_with_the_schedule(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    def hang(module: Any, batch: Any, batch_idx: int) -> None:
+        released.wait(10)
+
+    class Release(Callback):
+        def on_exception(self, *_: Any) -> None:
+            released.set()
+
+    strategy = RoundPipeStrategy(timeout_seconds=0.5)
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, callbacks=[Release()])
+    with pytest.raises(WatchdogError, match="worker 0: ") as error:
+        trainer.fit(Regressor(on_step=hang), regression_data())
+    assert "timeout_seconds" in str(error.value)
+
+
+def test_trainer_and_strategy_can_be_used_again_and_again(tmp_path: Path) -> None:
+    module = Regressor()
+    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=1)
+    data, other = regression_data(), regression_data(8)
+    trainer.fit(module, data, other)
+    first = trainer.validate(module, other)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data, other)
+    second = trainer.validate(module, other)
+    assert trainer.global_step == 8
+    assert second[0]["val_loss"] < first[0]["val_loss"]
+    assert trainer.test(module, other)[0]["test_loss"] == second[0]["val_loss"]
+    predictions = trainer.predict(module, other)
+    assert predictions is not None
+    assert isinstance(trainer.strategy, RoundPipeStrategy)
+    assert trainer.strategy.last_timeline is not None
+    assert trainer.strategy.peak_device_bytes is not None
+
+
+def test_two_trainers_in_turn_on_one_module(tmp_path: Path) -> None:
+    runs: list[Callable[[], Trainer]] = [
+        lambda: make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=1),
+        lambda: make_trainer(tmp_path, max_epochs=1),
+        lambda: make_trainer(tmp_path, strategy="roundpipe", devices=3, max_epochs=1),
+    ]
+    module = Regressor()
+    for make in runs:
+        trainer = make()
+        trainer.fit(module, regression_data())
+        assert trainer.global_step == 4

@@ -1,0 +1,237 @@
+"""What cannot work is refused before training starts, by the flag's name and with the way out."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+
+import roundpipe_lightning
+from roundpipe_lightning._lightning import checks
+from roundpipe_lightning._lightning.registry import register
+from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    regression_data,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class _Steps(Regressor):
+    """Fails if a step is run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pytest.fail("training has begun")
+
+
+# Registration ------------------------------------------------------------------------------------
+
+
+def test_name_is_registered_once(tmp_path: Path) -> None:
+    assert roundpipe_lightning.RoundPipeStrategy is RoundPipeStrategy
+    before = dict(StrategyRegistry["roundpipe"])
+    register()
+    assert StrategyRegistry["roundpipe"] == before
+    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=3)
+    assert isinstance(trainer.strategy, RoundPipeStrategy)
+    assert trainer.strategy.num_workers == 3
+    assert trainer.strategy.num_microbatches == 6
+    assert trainer.world_size == 1
+    assert trainer.strategy.launcher is None
+    assert not trainer._accelerator_connector.is_distributed
+
+
+def test_pytorch_lightning_is_told_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = type(StrategyRegistry)()
+    foreign = types.ModuleType("pytorch_lightning.strategies")
+    foreign.StrategyRegistry = registry  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pytorch_lightning.strategies", foreign)
+    register()
+    register()
+    with pytest.raises(ConfigurationError, match=r"import lightning\.pytorch as pl"):
+        registry.get("roundpipe")
+
+
+# Flags of the Trainer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2: .* Set Trainer\(num_nodes=1\)"),
+        ({"sync_batchnorm": True}, ConfigurationError, r"Set Trainer\(sync_batchnorm=False\)"),
+        ({"devices": 0}, MisconfigurationException, r"Trainer\(devices=0\)"),
+        ({"precision": "7-true"}, ValueError, r"Precision '7-true' is invalid.*32-true"),
+    ],
+)
+def test_flags_of_the_trainer(tmp_path: Path, flags: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(tmp_path, strategy="roundpipe", **flags)
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    class Launched(LightningEnvironment):
+        def world_size(self) -> int:
+            return 4
+
+    with pytest.raises(ConfigurationError, match=r"4 processes were launched.*Trainer\(devices=N"):
+        make_trainer(tmp_path, strategy="roundpipe", plugins=[Launched()])
+
+
+def test_other_accelerators() -> None:
+    with pytest.raises(ConfigurationError, match=r"accelerator=mps: .*accelerator='cpu'"):
+        checks.check_trainer_flags(
+            num_nodes=1, syncs_batchnorm=False, environment=None, devices=[torch.device("mps")]
+        )
+
+
+# The strategy's own settings ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches=0: give a whole number of 1 or more"),
+        ({"num_microbatches": 2.5}, r"num_microbatches=2\.5"),
+        ({"workers_per_device": 0}, "workers_per_device=0"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0: .* more than 0"),
+        ({"plan": 3}, "plan=3: give a Plan, the path"),
+        ({"plan": "/does/not/exist.json"}, r"plan='/does/not/exist\.json' cannot be read"),
+        ({"update": "async"}, "update='async' is not part of this version.*update='exact'"),
+        ({"update": "never"}, "update='never'"),
+        ({"recompute": "none"}, "recompute='none' is not part of this version.*'full'"),
+        ({"recompute": "selective"}, "recompute='selective' is not part of this version"),
+        ({"recompute": "some"}, "recompute='some': set 'auto' or 'full'"),
+        ({"hardware": "8x4090"}, "hardware='8x4090': .*hardware='auto'"),
+        ({"microbatch_weight": "pixels"}, "microbatch_weight='pixels': set 'auto', 'tokens'"),
+    ],
+)
+def test_settings_of_the_strategy(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RoundPipeStrategy(**settings)
+
+
+def test_settings_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        RoundPipeStrategy(4)  # type: ignore[call-arg]
+
+
+def test_blocks_that_do_not_exist(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(blocks="model.layers"))
+    with pytest.raises(ConfigurationError, match=r"model\.layers"):
+        trainer.fit(_Steps(), regression_data())
+
+
+# Modules -----------------------------------------------------------------------------------------
+
+
+class _Manual(_Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize("num_microbatches", ["auto", 2])
+def test_manual_optimization_with_several_microbatches(
+    tmp_path: Path, num_microbatches: Any
+) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=num_microbatches)
+    with pytest.raises(ConfigurationError, match=r"num_microbatches=1.*automatic optimization"):
+        make_trainer(tmp_path, strategy=strategy).fit(_Manual(), regression_data())
+
+
+def test_manual_optimization_on_accelerators() -> None:
+    with pytest.raises(ConfigurationError, match=r"CPU workers only\. Set Trainer\(accelerator="):
+        checks.check_module(_Manual(), splits_batches=False, computes_on_host=False)
+
+
+def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
+    class Fetching(Regressor):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            pytest.fail("training has begun")
+
+    with (
+        pytest.raises(ConfigurationError, match=r"Write training_step\(batch, batch_idx\)"),
+        pytest.warns(UserWarning, match="dataloader_iter"),
+    ):
+        make_trainer(tmp_path, strategy="roundpipe").fit(Fetching(), regression_data())
+
+
+def test_optimizers_that_evaluate_the_loss_again_and_again(tmp_path: Path) -> None:
+    class Searching(_Steps):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ConfigurationError, match=r"LBFGS evaluates the loss several times.*AdamW"):
+        make_trainer(tmp_path, strategy="roundpipe").fit(Searching(), regression_data())
+
+
+# Plans -------------------------------------------------------------------------------------------
+
+
+def _saved_plan(folder: Path, **flags: Any) -> Path:
+    trainer = make_trainer(folder, strategy="roundpipe", max_steps=1, **flags)
+    trainer.fit(Regressor(), regression_data())
+    assert isinstance(trainer.strategy, RoundPipeStrategy)
+    assert trainer.strategy.plan is not None
+    path = folder / "plan.json"
+    trainer.strategy.plan.save(path)
+    return path
+
+
+def test_plan_from_a_file_is_run(tmp_path: Path) -> None:
+    path = _saved_plan(tmp_path, devices=2)
+    strategy = RoundPipeStrategy(plan=path)
+    make_trainer(tmp_path, strategy=strategy, devices=2).fit(Regressor(), regression_data())
+    assert strategy.plan is not None
+    assert strategy.plan.to_json() == path.read_text()
+    assert strategy.num_microbatches == 4
+
+
+def test_plan_for_other_workers_models_or_microbatches(tmp_path: Path) -> None:
+    path = _saved_plan(tmp_path, devices=2)
+    with pytest.raises(PlanError, match=r"for 2 workers, but Trainer\(devices"):
+        make_trainer(tmp_path, strategy=RoundPipeStrategy(plan=path), devices=3).fit(
+            _Steps(), regression_data()
+        )
+    with pytest.raises(PlanError, match="plan is for 4 blocks, the model has 3"):
+        make_trainer(tmp_path, strategy=RoundPipeStrategy(plan=path), devices=2).fit(
+            _Steps(num_blocks=3), regression_data()
+        )
+    with pytest.raises(ConfigurationError, match="num_microbatches=3, but the plan is for 4"):
+        RoundPipeStrategy(plan=path, num_microbatches=3)
+
+
+# Batches -----------------------------------------------------------------------------------------
+
+
+def test_batch_that_cannot_be_split(tmp_path: Path) -> None:
+    def collate(samples: Any) -> Any:
+        x, y = (torch.stack(part) for part in zip(*samples, strict=True))
+        return x, y[:-1]
+
+    data = regression_data()
+    data.collate_fn = collate
+    with pytest.raises(BatchError, match="differ in their first dimension"):
+        make_trainer(tmp_path, strategy="roundpipe").fit(_Steps(), data)
+
+
+def test_every_refusal_leaves_a_trainer_that_can_be_made_again(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError):
+        make_trainer(tmp_path, strategy="roundpipe", num_nodes=2)
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    assert isinstance(trainer, Trainer)
+    trainer.fit(Regressor(), regression_data())
+    assert trainer.global_step == 4
