@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.errors import CaptureError, GlueError
 
@@ -81,7 +81,7 @@ class Phantom(Tensor):
         if name in allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Phantom)]
+        found = [x for x in tensors_in((args, kwargs)) if isinstance(x, Phantom)]
         raise GlueError(
             f"`{name}` uses the output of block {found[0].block_name!r} before it has been "
             "computed: there is glue between this block and the next, or code that keeps the "
@@ -135,8 +135,7 @@ class BlockCall:
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return list(tensors_in((self.args, self.kwargs)))
 
     def run(self, block: nn.Module, flowing: Tensor, swap: Callable[[Tensor], Tensor]) -> Any:
         """Call a block with these arguments.
@@ -146,7 +145,7 @@ class BlockCall:
             flowing: The tensor that flows through the stack.
             swap: Brings every other tensor argument to where the block computes.
         """
-        args, kwargs = pytree.tree_map_only(Tensor, swap, (self.args, self.kwargs))
+        args, kwargs = map_tensors(swap, (self.args, self.kwargs))
         if isinstance(self.place, int):
             return block(flowing, *args[1:], **kwargs)
         return block(*args, **{**kwargs, self.place: flowing})

@@ -182,7 +182,9 @@ class AcceleratorDevice(Device):
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
         """Make this the thread's current device."""
-        return torch.accelerator.device_index(self.torch_device.index)
+        backend = torch.get_device_module(self.torch_device)
+        context: contextlib.AbstractContextManager[Any] = backend.device(self.torch_device.index)
+        return context
 
     def generators(self) -> tuple[torch.Generator, ...]:
         """Return the host's generator and this device's."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from roundpipe_lightning.engine.capture import RUN_HERE, StackCapture, make_proxies
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.stack_run import StackRun
+from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.user_code import UserCode
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
@@ -121,13 +121,13 @@ class Evaluation:
                         )
                     )
                 view = user.root_view(overrides)
-                here = pytree.tree_map_only(Tensor, self.worker.device.upload, batch)
+                here = map_tensors(self.worker.device.upload, batch)
                 with user.active():
                     output = call(view, here)
                 user.write_buffers_back()
                 if self._capture is not None:
                     self._capture.check_finished()
-                return pytree.tree_map_only(Tensor, self._to_host, output)
+                return map_tensors(self._to_host, output)
         finally:
             self._deactivate()
             user.close()

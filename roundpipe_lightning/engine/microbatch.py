@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from roundpipe_lightning.engine.capture import RUN_HERE, StackCapture, make_proxies
 from roundpipe_lightning.engine.gradients import GradientLedger
 from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.stack_run import StackRun
+from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.turns import TurnGraph, Turns
 from roundpipe_lightning.engine.user_code import UserCode
 from roundpipe_lightning.engine.view import ViewClasses
@@ -207,7 +207,7 @@ class Microbatch:
             if loss is not None and context.backward and self._loss_scale:
                 self._run_backward(loss)
             with user.suspended():
-                self.output = pytree.tree_map_only(Tensor, self._to_host, output)
+                self.output = map_tensors(self._to_host, output)
                 self.loss = None if loss is None else self._to_host(loss)
         del output, loss
         while self._position + 1 < len(self._path):  # nothing left to compute
@@ -228,7 +228,7 @@ class Microbatch:
                 )
             )
         view = user.root_view(context.overrides(self.index))
-        batch = pytree.tree_map_only(Tensor, self.worker.device.upload, self._batch)
+        batch = map_tensors(self.worker.device.upload, self._batch)
         with user.active():
             output = context.call(view, batch, self.index)
         user.write_buffers_back()

@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.engine.gradients import Gradients, fold
 from roundpipe_lightning.engine.randomness import RandomStream
+from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.worker import PlacedBuffers, Worker
 
@@ -208,7 +208,7 @@ class UserCode(TorchFunctionMode):
             on_other_worker = not target.holds(value) and self.owner_of(value) is not self._host
             return target.move(value) if on_other_worker else value
 
-        moved: tuple[Any, Any] = pytree.tree_map_only(Tensor, bring, (args, kwargs))
+        moved: tuple[Any, Any] = map_tensors(bring, (args, kwargs))
         return moved
 
 

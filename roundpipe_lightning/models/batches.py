@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from roundpipe_lightning.engine.trees import children_of, with_children
 from roundpipe_lightning.errors import BatchError
 
 __all__ = ["batch_size_of", "merge_outputs", "split_batch"]
@@ -134,14 +134,9 @@ def _is_texts(node: Any) -> bool:
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
     """What a container holds, each with the text that leads to it."""
-    if isinstance(node, Mapping):
-        yield from ((f"[{key!r}]", node[key]) for key in node)
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        yield from ((f".{f.name}", getattr(node, f.name)) for f in dataclasses.fields(node))
-    elif isinstance(node, tuple) and hasattr(node, "_fields"):
-        yield from ((f".{name}", getattr(node, name)) for name in node._fields)
-    elif isinstance(node, list | tuple):
-        yield from ((f"[{i}]", child) for i, child in enumerate(node))
+    named = dataclasses.is_dataclass(node) and not isinstance(node, Mapping)
+    for key, child in children_of(node):
+        yield (f".{key}" if named else f"[{key!r}]"), child
 
 
 # --- splitting ------------------------------------------------------------------------------------
@@ -154,31 +149,12 @@ def _part(node: Any, *, size: int, samples: slice, outermost: bool = False) -> A
     if isinstance(node, list) and (not outermost or _is_texts(node)) and _is_samples(node, size):
         return node[samples]
 
-    def part(child: Any) -> Any:
-        return _part(child, size=size, samples=samples)
-
-    if isinstance(node, Mapping):
-        return _same_mapping(node, {key: part(node[key]) for key in node})
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        twin = copy.copy(node)
-        for field in dataclasses.fields(node):
-            object.__setattr__(twin, field.name, part(getattr(node, field.name)))
-        return twin
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(part(child) for child in node))
-    if isinstance(node, list | tuple):
-        return type(node)(part(child) for child in node)
-    return node
-
-
-def _same_mapping(node: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
-    """A mapping of the type of `node`, its attributes kept, with other values."""
-    if not isinstance(node, MutableMapping):
-        return type(node)(parts)  # type: ignore[call-arg]
-    twin = copy.copy(node)
-    for key, value in parts.items():
-        twin[key] = value
-    return twin
+    children = dict(children_of(node))
+    if not children:
+        return node
+    return with_children(
+        node, {key: _part(child, size=size, samples=samples) for key, child in children.items()}
+    )
 
 
 def _is_samples(node: list[Any], size: int) -> bool:

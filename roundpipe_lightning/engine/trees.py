@@ -1,0 +1,72 @@
+"""Walks through what user code hands around: containers with tensors somewhere inside."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Return what a container holds, each with its key, field name or index; nothing for a leaf.
+
+    Containers are mappings (a transformers `BatchEncoding`, too), lists, tuples, named tuples and
+    dataclass instances.
+    """
+    if isinstance(node, Mapping):
+        yield from ((key, node[key]) for key in node)
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+        yield from ((f.name, getattr(node, f.name)) for f in dataclasses.fields(node))
+    elif isinstance(node, list | tuple):
+        yield from enumerate(node)
+
+
+def with_children(node: Any, children: Mapping[Any, Any]) -> Any:
+    """Return a container like `node` that holds other children, under the same keys.
+
+    Args:
+        node: A container; it is not changed.
+        children: By what `children_of` calls them; all of them.
+    """
+    if isinstance(node, MutableMapping):
+        twin = copy.copy(node)
+        for key, child in children.items():
+            twin[key] = child
+        return twin
+    if dataclasses.is_dataclass(node):
+        like = copy.copy(node)
+        for name, child in children.items():
+            object.__setattr__(like, name, child)  # frozen ones, too
+        return like
+    if isinstance(node, Mapping):
+        return type(node)(children)  # type: ignore[call-arg]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*children.values())
+    return type(node)(children.values())
+
+
+def map_tensors(function: Callable[[Tensor], Any], node: Any) -> Any:
+    """Replace every tensor in nested containers; what holds none is returned as it is.
+
+    Args:
+        function: Called with each tensor.
+        node: A tensor, a container or anything else. It is not changed.
+    """
+    if isinstance(node, Tensor):
+        return function(node)
+    before = dict(children_of(node))
+    after = {key: map_tensors(function, child) for key, child in before.items()}
+    if all(after[key] is child for key, child in before.items()):
+        return node
+    return with_children(node, after)
+
+
+def tensors_in(node: Any) -> Iterator[Tensor]:
+    """Return all tensors in nested containers."""
+    if isinstance(node, Tensor):
+        yield node
+    for _, child in children_of(node):
+        yield from tensors_in(child)
