@@ -92,6 +92,9 @@ class Device(ABC):
         """Return the most memory that was in use since the start; None where nobody counts."""
         return None
 
+    def reset_peak_bytes(self) -> None:
+        """Begin to count `peak_bytes` anew."""
+
     def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Download several tensors of this device, in one copy per dtype.
 
@@ -237,6 +240,10 @@ class AcceleratorDevice(Device):
     def peak_bytes(self) -> int | None:
         """Return the allocator's high-water mark."""
         return int(torch.accelerator.max_memory_allocated(self.torch_device))
+
+    def reset_peak_bytes(self) -> None:
+        """Set the allocator's high-water mark to what is in use."""
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
 
 @contextlib.contextmanager

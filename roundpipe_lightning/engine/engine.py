@@ -113,6 +113,8 @@ class Engine:
         blocks = () if self._stack is None else self._stack.blocks
         self._store = HostStore(self._module, blocks)
         self._resources.callback(self._store.close)
+        for device in self._devices:
+            device.reset_peak_bytes()
         accelerator = next((d for d in self._devices if not d.shares_host_memory), None)
         if accelerator is not None:
             self._store.pin(accelerator)

@@ -212,8 +212,8 @@ class Microbatch:
         del output, loss
         while self._position + 1 < len(self._path):  # nothing left to compute
             self.next_turn()
+        self._end()  # brings the last stage's gradients of shared parameters
         context.ledger.close_microbatch(self.index)
-        self._end()
 
     def _run_user_code(self) -> Any:
         context, user = self._context, self._user
