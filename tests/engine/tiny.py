@@ -1,0 +1,252 @@
+"""Tiny models, plans and the plain loop that the engine's tests compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe_lightning.engine.device import CpuDevice, Device
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.engine import Engine, StepResult
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.stages import Partition
+
+WIDTH = 8
+VOCABULARY = 64
+TIMEOUT_SECONDS = 30.0
+"""For steps that must not hang: a test then fails with the schedule on the screen."""
+
+Step = Callable[[Any, Any, int], Any]
+
+
+class Block(nn.Module):
+    """A residual block.
+
+    Args:
+        dropout: Its probability.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.outer(functional.gelu(self.inner(self.norm(x)))))
+
+
+class Regressor(nn.Module):
+    """Head, blocks, tail; the loss is a mean over samples.
+
+    Args:
+        num_blocks: How many blocks.
+        make_block: Makes one of them.
+    """
+
+    def __init__(self, num_blocks: int = 4, *, make_block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(make_block() for _ in range(num_blocks))
+        self.tail = nn.Linear(WIDTH, 1)
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        """Run the stack."""
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.run_blocks(self.head(x))).squeeze(-1)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss."""
+        x, y = batch
+        return functional.mse_loss(self(x), y)
+
+
+def regression_batches(
+    num_microbatches: int, *, samples_each: int = 3
+) -> list[tuple[Tensor, Tensor]]:
+    """Return microbatches of vectors and numbers."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(samples_each, WIDTH, generator=generator),
+            torch.randn(samples_each, generator=generator),
+        )
+        for _ in range(num_microbatches)
+    ]
+
+
+def stack_of(blocks: Sequence[nn.Module], *, name: str = "layers") -> BlockStack:
+    """Name a list of blocks."""
+    return BlockStack(
+        name=name, blocks=tuple(blocks), names=tuple(f"{name}.{i}" for i in range(len(blocks)))
+    )
+
+
+def layers_of(module: Any) -> BlockStack:
+    """Return the stack of a module that has `layers`."""
+    return stack_of(tuple(module.layers))
+
+
+def auto_plan(stack: BlockStack | None, *, num_workers: int, num_microbatches: int) -> Plan:
+    """Return the planner's own choice for equal blocks."""
+    names = () if stack is None else stack.names
+    blocks = tuple(BlockProfile(name=n, forward_seconds=1, backward_seconds=2) for n in names)
+    profile = ModelProfile(blocks=blocks, fingerprint="tiny")
+    return default_plan(profile, num_workers=num_workers, num_microbatches=num_microbatches)
+
+
+def plan_of(
+    stack: BlockStack | None,
+    *,
+    num_workers: int = 2,
+    num_microbatches: int = 3,
+    round_size: int | None = None,
+    team_size: int = 1,
+    partition: Partition | None = None,
+) -> Plan:
+    """Return a round-robin plan; by default one block per stage, none fused, and one round."""
+    names = () if stack is None else stack.names
+    if partition is None:
+        partition = Partition(forward=(1,) * len(names), backward=(0,) + (1,) * len(names))
+    size = num_microbatches if round_size is None else round_size
+    return Plan(
+        model="tiny",
+        partition=partition,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        round_size=size,
+        team_size=team_size,
+        schedule=round_robin_schedule(
+            partition,
+            num_workers=num_workers,
+            num_microbatches=num_microbatches,
+            round_size=size,
+            team_size=team_size,
+        ),
+        block_names=names,
+    )
+
+
+def cpu_workers(num: int) -> list[Device]:
+    """Return workers on the processor."""
+    return [CpuDevice(i) for i in range(num)]
+
+
+def emulated_workers(num: int) -> list[Device]:
+    """Return workers on emulated devices, one each."""
+    return [EmulatedDevice(i) for i in range(num)]
+
+
+def training_step(view: Any, batch: Any, index: int) -> Any:
+    """Call the user's step, as a strategy does."""
+    return view.training_step(batch, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """What a plain loop over the microbatches gives.
+
+    Attributes:
+        losses: One per microbatch, unscaled.
+        gradients: By the parameter's name; None where there is none.
+    """
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def plain_step(module: nn.Module, batches: Sequence[Any], *, call: Step = training_step) -> Plain:
+    """Run the same microbatches without the engine; the parameters' gradients are left empty."""
+    module.zero_grad()
+    losses = []
+    for index, batch in enumerate(batches):
+        loss = call(module, batch, index)
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    return Plain(losses=losses, gradients=gradients)
+
+
+def engine_of(
+    module: nn.Module,
+    stack: BlockStack | None,
+    plan: Plan,
+    *,
+    devices: Sequence[Device] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Engine:
+    """Return an engine; on the processor where no devices are given."""
+    return Engine(
+        module,
+        stack=stack,
+        devices=cpu_workers(plan.num_workers) if devices is None else devices,
+        plan=plan,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def mean_step(engine: Engine, batches: Sequence[Any], *, call: Step = training_step) -> StepResult:
+    """Run a step whose loss is the mean of the microbatches' losses."""
+    scales = [1 / len(batches)] * len(batches)
+    return engine.step(batches, call, loss_scales=scales)
+
+
+def engine_step(
+    module: nn.Module,
+    stack: BlockStack | None,
+    plan: Plan,
+    batches: Sequence[Any],
+    *,
+    call: Step = training_step,
+    devices: Sequence[Device] | None = None,
+) -> StepResult:
+    """Run one step on an engine of its own."""
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        return mean_step(engine, batches, call=call)
+
+
+def differences(
+    module: nn.Module, result: StepResult, plain: Plain, *, tolerance: float = 0.0
+) -> list[str]:
+    """Say what differs between the engine and the plain loop; nothing if all is equal.
+
+    Args:
+        module: Names the parameters.
+        result: The engine's.
+        plain: The plain loop's.
+        tolerance: 0 for equality to the bit, else relative to the largest entry of a tensor.
+    """
+    found = []
+    for index, (got, want) in enumerate(zip(result.losses, plain.losses, strict=True)):
+        if got is None or not _same(got, want, tolerance):
+            found.append(f"loss {index}: {got} instead of {want}")
+    for name, parameter in module.named_parameters():
+        got, wanted = result.gradients.get(parameter), plain.gradients[name]
+        if (got is None) != (wanted is None):
+            found.append(f"{name}: {'no' if got is None else 'a'} gradient")
+        elif got is not None and wanted is not None and not _same(got, wanted, tolerance):
+            found.append(f"{name}: differs by {(got - wanted).abs().max().item():.3g}")
+    return found
+
+
+def _same(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    if not tolerance:
+        return torch.equal(got, want)
+    scale = max(1.0, float(want.abs().max()))
+    return got.shape == want.shape and float((got - want).abs().max()) <= tolerance * scale
