@@ -303,13 +303,14 @@ class Engine:
                 failures.append(failure)
             context.turns.abort()
 
-        run = self._team_of(len(runs)).start([r.run for r in runs], on_failure=on_failure)
+        team, run = self._team_of(len(runs)), None
         try:
+            run = team.start([r.run for r in runs], on_failure=on_failure)
             self._watch(run, runs, context)
         except BaseException:
             # Ctrl-C, or the watchdog: release every waiter and let running code come to its end.
             context.turns.abort()
-            if not run.wait(_grace_seconds(self._timeout_seconds)) and self._team is not None:
+            if run is None or not run.wait(_grace_seconds(self._timeout_seconds)) and self._team is not None:
                 self._team.close(timeout_seconds=0.0)  # stuck in user code: end when that ends
                 self._team = None
             self._clear_workers()
