@@ -282,8 +282,8 @@ def test_weights_shared_between_blocks_and_with_the_tail() -> None:
 
     def call(view: Any, batch: Any, index: int) -> Tensor:
         x, y = batch
-        hidden = view.shared(view.run_blocks(view.head(x)))
-        return functional.mse_loss(view.tail(hidden).squeeze(-1), y)
+        output: Tensor = view.tail(view.shared(view.run_blocks(view.head(x))))
+        return functional.mse_loss(output.squeeze(-1), y)
 
     stack = layers_of(module)
     batches = regression_batches(4)

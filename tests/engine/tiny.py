@@ -43,7 +43,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.outer(functional.gelu(self.inner(self.norm(x)))))
+        hidden: Tensor = self.outer(functional.gelu(self.inner(self.norm(x))))
+        return x + self.dropout(hidden)  # type: ignore[no-any-return]
 
 
 class Regressor(nn.Module):
