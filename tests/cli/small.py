@@ -1,0 +1,119 @@
+"""The main job made small enough for a test: same parts, same path, fewer and smaller numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.train import train
+
+REPOSITORY = Path(__file__).parents[2]
+
+SMALL = (
+    "model.architecture.num_hidden_layers=4",
+    "model.architecture.hidden_size=16",
+    "model.architecture.intermediate_size=32",
+    "data.seq_len=16",
+    "data.batch_size=4",
+    "data.text.train_bytes=20000",
+    "data.text.validation_bytes=200",
+    "hardware=cpu",
+    "partition.num_microbatches=4",
+    "scheduler.warmup_steps=1",
+    "trainer.max_steps=3",
+)
+"""Overrides."""
+
+SUMMARY_KEYS = {
+    "tokens_per_second",
+    "loss_first",
+    "loss_last",
+    "val_loss",
+    "bubble_predicted",
+    "bubble_measured",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "num_workers",
+    "num_microbatches",
+    "num_steps",
+}
+
+RUN_FILES = {
+    "config.yaml",
+    "metrics.csv",
+    "plan.json",
+    "checkpoints/last.ckpt",
+    "timeline.json",
+    "timeline.svg",
+    "summary.json",
+    "train.log",
+    ".hydra/config.yaml",
+    ".hydra/hydra.yaml",
+    ".hydra/overrides.yaml",
+}
+
+
+def compose_small(folder: Path, *overrides: str) -> DictConfig:
+    """The configuration of a small run in `folder`, for `train` in this process."""
+    everything = [*SMALL, f"paths.output_dir={folder}", *overrides]
+    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+        return compose("train", overrides=everything)
+
+
+def train_small(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Run in this process and return the figures."""
+    train(compose_small(folder, *overrides))
+    return summary(folder)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a command: one thread per worker, our warnings are errors."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "error::UserWarning,error::DeprecationWarning:roundpipe_lightning",
+        **variables,
+    }
+
+
+def command(*overrides: str, options: tuple[str, ...] = ()) -> list[str]:
+    """The command line of a small run."""
+    return [sys.executable, str(REPOSITORY / "train.py"), *options, *SMALL, *overrides]
+
+
+def run(
+    folder: Path,
+    *overrides: str,
+    options: tuple[str, ...] = (),
+    status: int = 0,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in `folder` and check its exit status."""
+    done = subprocess.run(
+        command(*overrides, options=options),
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def files(folder: Path) -> set[str]:
+    """All files below a folder, by their paths in it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The figures of a run."""
+    figures: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return figures

@@ -1,0 +1,118 @@
+"""`python train.py` as a user runs it: in a process of its own, in an empty folder."""
+
+import csv
+import json
+import signal
+import subprocess
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from roundpipe_lightning import Plan
+from tests.cli.small import RUN_FILES, SUMMARY_KEYS, command, environment, files, run, summary
+
+
+def test_the_main_job_leaves_a_complete_folder(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    [folder] = (tmp_path / "logs" / "train" / "runs").iterdir()
+    assert files(folder) == RUN_FILES
+
+    figures = summary(folder)
+    assert set(figures) == SUMMARY_KEYS
+    assert (figures["num_workers"], figures["num_microbatches"], figures["num_steps"]) == (4, 4, 3)
+    assert 4.5 < figures["loss_first"] < 6.5
+    assert figures["loss_last"] < figures["loss_first"]
+    assert 0 < figures["bubble_predicted"] < 1
+    assert 0 < figures["bubble_measured"] < 1
+    assert figures["tokens_per_second"] > 0
+    assert figures["peak_host_bytes"] > 2**20
+
+    plan = Plan.load(folder / "plan.json")
+    assert (plan.num_workers, len(plan.block_names)) == (4, 4)
+    config = OmegaConf.load(folder / "config.yaml")
+    assert config.trainer.devices == 4
+    assert json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    ET.parse(folder / "timeline.svg")
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[0]["train_loss"]) == pytest.approx(figures["loss_first"])
+    assert "Training loss" in done.stdout
+    assert str(folder) in done.stdout
+
+
+def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
+    done = run(tmp_path, "experiment=long_windows", options=("--cfg", "job"))
+    assert OmegaConf.create(done.stdout).tags == ["long_windows"]
+    assert files(tmp_path) == set()
+
+
+def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
+    run(tmp_path, "optimizer.lr=0.001,0.01", "hydra.sweep.dir=sweep", options=("-m",))
+    losses = {summary(tmp_path / "sweep" / number)["val_loss"] for number in ("0", "1")}
+    assert len(losses) == 2
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_message(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "model=qwen3_0_6b",
+        "model.weights=pretrained",
+        "hydra.run.dir=run",
+        status=1,
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path / "empty"),
+    )
+    assert "Error: 'Qwen/Qwen3-0.6B' cannot be loaded" in done.stderr
+    assert "model.weights=random" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert files(tmp_path / "run") <= {name for name in RUN_FILES if "hydra" in name} | {
+        "train.log"
+    }
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(
+            "trainer.max_steps=100000",
+            "trainer.enable_progress_bar=false",
+            "~callbacks.progress_bar",
+            "hydra.run.dir=run",
+            "logger.csv.flush_every_n_steps=1",
+        ),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(tmp_path / "run" / "metrics.csv", process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, errors
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert last.is_file()
+    assert f"ckpt_path={last}" in errors
+    assert "Traceback" not in errors
+    run(
+        tmp_path,
+        "hydra.run.dir=more",
+        "trainer.max_steps=-1",
+        "trainer.max_epochs=1",
+        f"ckpt_path={last}",
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a file is there; fail if the process ends first."""
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, "ended before it trained"
+        assert time.monotonic() < deadline, f"{path} was not written"
+        time.sleep(0.1)

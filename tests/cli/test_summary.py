@@ -1,0 +1,66 @@
+"""The figures in words."""
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from roundpipe_lightning.cli.summary import RunSummary, peak_host_bytes
+from tests.cli.small import SUMMARY_KEYS
+
+WHOLE = RunSummary(
+    tokens_per_second=12345.6,
+    loss_first=5.5512,
+    loss_last=2.0049,
+    val_loss=2.1,
+    bubble_predicted=0.1,
+    bubble_measured=0.156,
+    peak_device_bytes=3 * 2**20,
+    peak_host_bytes=5 * 2**29,
+    num_workers=4,
+    num_microbatches=8,
+    num_steps=1,
+)
+
+
+def test_the_file_has_exactly_the_agreed_keys(tmp_path: Path) -> None:
+    WHOLE.save(tmp_path / "run" / "summary.json")
+    figures = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(figures) == SUMMARY_KEYS
+    assert figures == asdict(WHOLE)
+
+
+def test_the_table_reads_well() -> None:
+    assert WHOLE.lines() == [
+        ("Training", "1 step of 8 microbatches on 4 workers"),
+        ("Training loss", "from 5.55 to 2.00 nats per token"),
+        ("Validation loss", "2.10 nats per token"),
+        ("Speed", "12,346 tokens a second"),
+        ("Workers waited", "16% of the time (10% expected)"),
+        ("Most memory on a device", "3.0 MiB"),
+        ("Most memory of the process", "2.50 GiB"),
+    ]
+
+
+def test_figures_that_a_run_did_not_have_are_left_out() -> None:
+    names = [f for f in asdict(WHOLE) if f not in ("peak_host_bytes", "num_workers")]
+    empty = {**asdict(WHOLE), **dict.fromkeys(names), "num_steps": 0, "num_microbatches": 1}
+    lines = RunSummary(**empty).lines()
+    assert lines == [
+        ("Training", "0 steps of 1 microbatch on 4 workers"),
+        ("Most memory of the process", "2.50 GiB"),
+    ]
+
+
+def test_prints_the_table_and_the_folder() -> None:
+    text = io.StringIO()
+    WHOLE.print(Path("runs") / "mine", console=Console(file=text, width=80))
+    assert "Validation loss" in text.getvalue()
+    assert text.getvalue().endswith(f"Everything is in {Path('runs') / 'mine'}\n")
+
+
+def test_measures_the_process() -> None:
+    assert peak_host_bytes() == pytest.approx(2**29, rel=7)  # between a few MiB and 4 GiB

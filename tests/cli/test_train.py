@@ -1,0 +1,115 @@
+"""Runs in this process: what a configuration does, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+from hydra.errors import MissingConfigException
+
+from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
+from tests.cli.small import SUMMARY_KEYS, compose_small, files, train_small
+
+
+def test_the_same_seed_gives_the_same_run_on_any_number_of_workers(tmp_path: Path) -> None:
+    four = train_small(tmp_path / "four")
+    one = train_small(tmp_path / "one", "trainer.devices=1")
+    assert (four["num_workers"], one["num_workers"]) == (4, 1)
+    assert four["loss_last"] == one["loss_last"]
+    assert four["val_loss"] == one["val_loss"]
+
+
+def test_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path) -> None:
+    fixed = "scheduler.total_steps=4"
+    whole = train_small(tmp_path / "whole", "trainer.max_steps=4", fixed)
+    train_small(tmp_path / "half", "trainer.max_steps=2", fixed)
+    last = tmp_path / "half" / "checkpoints" / "last.ckpt"
+    rest = train_small(tmp_path / "rest", "trainer.max_steps=4", fixed, f"ckpt_path={last}")
+    assert rest["num_steps"] == 2
+    assert rest["loss_last"] == whole["loss_last"]
+    assert rest["val_loss"] == whole["val_loss"]
+
+
+def test_evaluates_a_checkpoint_without_training(tmp_path: Path) -> None:
+    trained = train_small(tmp_path / "trained")
+    last = tmp_path / "trained" / "checkpoints" / "last.ckpt"
+    again = train_small(tmp_path / "again", "train=false", "test=true", f"ckpt_path={last}")
+    assert set(again) == SUMMARY_KEYS
+    assert again["val_loss"] == trained["val_loss"]
+    assert again["loss_first"] is None
+
+
+def test_trains_on_an_ordinary_device_to_compare_with(tmp_path: Path) -> None:
+    pipeline = train_small(tmp_path / "pipeline")
+    single = train_small(tmp_path / "single", "experiment=single_device")
+    assert single["bubble_measured"] is None
+    assert single["loss_last"] == pytest.approx(pipeline["loss_last"], rel=1e-3)
+    assert "plan.json" not in files(tmp_path / "single")
+
+
+def test_a_saved_plan_is_used_again(tmp_path: Path) -> None:
+    first = train_small(tmp_path / "first")
+    plan = f"partition.plan={tmp_path / 'first' / 'plan.json'}"
+    again = train_small(tmp_path / "again", "partition=saved", plan)
+    assert again["loss_last"] == first["loss_last"]
+
+
+@pytest.mark.parametrize("debug", ["default", "fast_dev_run", "limit", "overfit", "profiler"])
+def test_debugging_presets_run(tmp_path: Path, debug: str) -> None:
+    if debug in ("overfit", "profiler"):
+        train_small(tmp_path, f"debug={debug}", "trainer.max_steps=3")
+    else:
+        train(compose_small(tmp_path, f"debug={debug}"))
+    assert ("checkpoints/last.ckpt" in files(tmp_path)) == (debug != "fast_dev_run")
+
+
+@pytest.mark.parametrize("callbacks", ["best", "minimal"])
+def test_callbacks_can_be_chosen(tmp_path: Path, callbacks: str) -> None:
+    train_small(tmp_path, f"callbacks={callbacks}", "trainer.val_check_interval=2")
+    assert ("checkpoints/best.ckpt" in files(tmp_path)) == (callbacks == "best")
+    assert "checkpoints/last.ckpt" in files(tmp_path)
+
+
+def test_needs_no_logger(tmp_path: Path) -> None:
+    train_small(tmp_path, "logger=none")
+    assert "metrics.csv" not in files(tmp_path)
+
+
+def test_returns_the_metric_for_a_sweeper(tmp_path: Path) -> None:
+    value = train(compose_small(tmp_path, "optimized_metric=train_loss"))
+    assert value is not None
+    assert 4 < value < 6
+    assert train(compose_small(tmp_path, "optimized_metric=null")) is None
+
+
+REFUSED = {
+    "ckpt_path": (["ckpt_path=none.ckpt"], CheckpointError, "none.ckpt"),
+    "weights": (["model.weights=zero"], ConfigurationError, "random, pretrained"),
+    "no name": (["model.weights=pretrained"], ConfigurationError, "model.hub_name"),
+    "seq_len": (["data.seq_len=2048"], ConfigurationError, "1024 positions"),
+    "vocabulary": (["model.architecture.vocab_size=256"], ConfigurationError, "at least 257"),
+    "architecture": (["model.architecture.model_type=x"], ConfigurationError, "model_type='x'"),
+    "microbatches": (["partition.num_microbatches=0"], ConfigurationError, "num_microbatches"),
+    "folder": (["model.weights=pretrained", "model.hub_name=."], ModelSourceError, "local folder"),
+    "steps": (["scheduler.warmup_steps=-1"], ConfigurationError, "warmup_steps"),
+    "text": (["data.text.train_bytes=0"], ConfigurationError, "train_bytes"),
+}
+"""Overrides, the error, and what its message names."""
+
+
+@pytest.mark.parametrize(("overrides", "error", "named"), REFUSED.values(), ids=list(REFUSED))
+def test_refuses_before_anything_is_written(
+    tmp_path: Path, overrides: list[str], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        train(compose_small(tmp_path, *overrides))
+    assert files(tmp_path) == set()
+
+
+def test_an_unknown_experiment_lists_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(MissingConfigException, match="single_device"):
+        compose_small(tmp_path, "experiment=nonesuch")
+
+
+def test_a_metric_that_was_not_measured_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"optimized_metric='test_loss'.*val_loss"):
+        train(compose_small(tmp_path, "optimized_metric=test_loss"))
