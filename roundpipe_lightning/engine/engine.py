@@ -310,7 +310,8 @@ class Engine:
         except BaseException:
             # Ctrl-C, or the watchdog: release every waiter and let running code come to its end.
             context.turns.abort()
-            if run is None or not run.wait(_grace_seconds(self._timeout_seconds)) and self._team is not None:
+            ended = run is not None and run.wait(_grace_seconds(self._timeout_seconds))
+            if not ended and self._team is not None:
                 self._team.close(timeout_seconds=0.0)  # stuck in user code: end when that ends
                 self._team = None
             self._clear_workers()
