@@ -1,0 +1,327 @@
+"""Searches for the partition with the shortest step: stages of uneven size, a fused stage to match.
+
+Even stages are not the best: while the pipeline fills, every worker waits for all stages before its
+first, and while it drains, for all after its last. So good partitions have short FORWARD stages
+first that grow, and BACKWARD stages that shrink towards the end. The search is an evolution of such
+partitions (forward counts ascending, backward counts descending): on several islands, each from its
+own random start, the best of a generation are varied by moving a block, splitting or dissolving a
+stage, changing the fused stage, or taking the other half of another one, and `Evaluator` measures
+all children at once. The last island starts from the best of all others and also tries orders that
+are not sorted, which matter where blocks differ. Same arguments, same result: the random numbers
+are seeded.
+
+Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per second and core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
+from roundpipe_lightning.planning.partition import balanced_cuts
+from roundpipe_lightning.planning.stages import Partition
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """How many blocks a stage may have at most, for memory's or the user's sake.
+
+    Attributes:
+        forward: Blocks of a FORWARD stage.
+        backward: Blocks of a BACKWARD stage.
+        fused: Blocks of the FUSED stage; 0 allows only the tail segment.
+
+    Raises:
+        PlanError: If a limit leaves no stage possible.
+    """
+
+    forward: int
+    backward: int
+    fused: int
+
+    def __post_init__(self) -> None:
+        """Refuse limits that no partition can keep."""
+        for name in ("forward", "backward"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"limit {name}={getattr(self, name)} must be 1 or more.")
+        if self.fused < 0:
+            raise PlanError(f"limit fused={self.fused} must be 0 or more.")
+
+    def allow(self, partition: Partition) -> bool:
+        """Say whether a partition keeps the limits."""
+        return (
+            max(partition.forward, default=0) <= self.forward
+            and max(partition.backward[1:], default=0) <= self.backward
+            and partition.backward[0] <= self.fused
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to search.
+
+    Attributes:
+        num_actions: Actions to simulate, at most, in all generations together.
+        num_children: Partitions per generation.
+        num_parents: Partitions that survive a generation.
+        num_generations: Generations per island, at most.
+        seed: Seed of the random numbers.
+    """
+
+    num_actions: int = 40_000_000
+    num_children: int = 256
+    num_parents: int = 48
+    num_generations: int = 24
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A partition that the search found.
+
+    Attributes:
+        partition: The stages.
+        makespan_seconds: Its makespan according to the `Evaluator`.
+    """
+
+    partition: Partition
+    makespan_seconds: float
+
+
+def search_partitions(
+    evaluator: Evaluator,
+    *,
+    limits: StageLimits,
+    effort: Effort,
+    num_results: int = 8,
+) -> tuple[Found, ...]:
+    """Return the best partitions found, the best first.
+
+    Args:
+        evaluator: Knows the model and the workers.
+        limits: What every partition must keep.
+        effort: How long to search.
+        num_results: How many to return, at most.
+    """
+    num_blocks = evaluator.profile.num_blocks
+    if num_blocks == 0:
+        only = Partition(forward=(), backward=(0,))
+        return (Found(partition=only, makespan_seconds=_makespan(evaluator, only)),)
+    random = Random(effort.seed)
+    even = _even_candidates(evaluator, limits)
+    best = _Island(evaluator, limits, effort, random, in_order=True)
+    best.add(even)
+    stages = sum(len(c.forward) + len(c.backward) + 1 for c in even) // len(even)
+    generation = effort.num_children * stages * sum(evaluator.rounds)
+    num_generations = max(4, effort.num_actions // generation)
+    num_islands = max(1, round(num_generations / effort.num_generations) - 1)
+    for _ in range(num_islands):
+        island = _Island(evaluator, limits, effort, random, in_order=True)
+        island.add(random.sample(even, min(len(even), 24)))
+        island.add(
+            [_random_candidate(num_blocks, limits, random) for _ in range(effort.num_children)]
+        )
+        island.evolve(min(effort.num_generations, num_generations // (num_islands + 1)))
+        best.adopt(island)
+    last = _Island(evaluator, limits, effort, random, in_order=False)
+    last.adopt(best)
+    last.evolve(min(effort.num_generations, num_generations // (num_islands + 1)))
+    return last.results(num_results)
+
+
+def _makespan(evaluator: Evaluator, partition: Partition) -> float:
+    table = PartitionTable.of([(partition.forward, partition.backward)], pad=1)
+    return float(evaluator.makespans(table)[0])
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    forward: Counts
+    fused: int
+    backward: Counts
+
+
+class _Island:
+    """Partitions with their makespans, of which the best have children."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        limits: StageLimits,
+        effort: Effort,
+        random: Random,
+        *,
+        in_order: bool,
+    ) -> None:
+        self._evaluator = evaluator
+        self._limits = limits
+        self._effort = effort
+        self._random = random
+        self._in_order = in_order
+        self._makespans: dict[_Candidate, float] = {}
+
+    def add(self, candidates: Sequence[_Candidate]) -> None:
+        new = [c for c in dict.fromkeys(candidates) if c not in self._makespans]
+        if not new:
+            return
+        table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in new])
+        for candidate, makespan in zip(new, self._evaluator.makespans(table), strict=True):
+            self._makespans[candidate] = float(makespan)
+
+    def adopt(self, other: _Island) -> None:
+        for candidate in other._parents():
+            self._makespans[candidate] = other._makespans[candidate]
+
+    def evolve(self, num_generations: int) -> None:
+        for _ in range(num_generations):
+            parents = self._parents()
+            self._makespans = {parent: self._makespans[parent] for parent in parents}
+            self.add([self._child(parents) for _ in range(self._effort.num_children)])
+
+    def results(self, count: int) -> tuple[Found, ...]:
+        found = []
+        for candidate in self._parents()[:count]:
+            partition = Partition(
+                forward=candidate.forward, backward=(candidate.fused, *candidate.backward)
+            )
+            found.append(Found(partition=partition, makespan_seconds=self._makespans[candidate]))
+        return tuple(found)
+
+    def _parents(self) -> list[_Candidate]:
+        ranked = sorted(self._makespans, key=lambda candidate: self._makespans[candidate])
+        return ranked[: self._effort.num_parents]
+
+    def _child(self, parents: list[_Candidate]) -> _Candidate:
+        """Vary a parent, a good one more often than a bad one."""
+        random, limits = self._random, self._limits
+        parent = parents[int(len(parents) * random.random() ** 2)]
+        fused, forward, backward = parent.fused, list(parent.forward), list(parent.backward)
+        if random.random() < 0.2:
+            other = random.choice(parents)
+            if other.fused == fused:
+                backward = list(other.backward)
+        if random.random() < 0.16:
+            fused = _change_fused(fused, forward, backward, limits=limits, random=random)
+        for _ in range(random.choice((1, 1, 2, 3, 4))):
+            if random.random() < 0.5:
+                _change_counts(forward, limit=limits.forward, random=random)
+            else:
+                _change_counts(backward, limit=limits.backward, random=random)
+        if self._in_order:
+            forward.sort()
+            backward.sort(reverse=True)
+        return _Candidate(tuple(forward), fused, tuple(backward))
+
+
+def _change_counts(counts: list[int], *, limit: int, random: Random) -> None:
+    """Move one block, split a stage, or dissolve one into the others."""
+    if not counts:
+        return
+    choice = random.random()
+    place = random.randrange(len(counts))
+    if choice < 0.5:
+        other = random.randrange(len(counts))
+        if place != other and counts[other] < limit:
+            counts[other] += 1
+            _take_one(counts, place)
+    elif choice < 0.75:
+        if counts[place] > 1:
+            part = random.randrange(1, counts[place])
+            counts[place] -= part
+            counts.insert(place, part)
+    elif sum(limit - count for count in counts) - limit >= 0:
+        for _ in range(counts.pop(place)):
+            room = [i for i, count in enumerate(counts) if count < limit]
+            counts[random.choice(room)] += 1
+
+
+def _change_fused(
+    fused: int, forward: list[int], backward: list[int], *, limits: StageLimits, random: Random
+) -> int:
+    """Give the fused stage one block more or one less; return its new number."""
+    if random.random() < 0.5:
+        if fused < limits.fused and forward and backward:
+            _take_one(forward, random.randrange(len(forward)))
+            _take_one(backward, random.randrange(len(backward)))
+            return fused + 1
+    elif fused > 0:
+        for counts, limit in ((forward, limits.forward), (backward, limits.backward)):
+            room = [i for i, count in enumerate(counts) if count < limit]
+            if room:
+                counts[random.choice(room)] += 1
+            else:
+                counts.append(1)
+        return fused - 1
+    return fused
+
+
+def _take_one(counts: list[int], place: int) -> None:
+    counts[place] -= 1
+    if counts[place] == 0:
+        counts.pop(place)
+
+
+def _even_candidates(evaluator: Evaluator, limits: StageLimits) -> list[_Candidate]:
+    """Return partitions into any reasonable number of stages of about equal duration."""
+    profile = evaluator.profile
+    candidates = []
+    for fused in range(min(limits.fused, profile.num_blocks) + 1):
+        blocks = profile.blocks[: profile.num_blocks - fused]
+        if not blocks:
+            candidates.append(_Candidate((), fused, ()))
+            continue
+        forward_seconds = [block.forward_seconds for block in blocks]
+        backward_seconds = [
+            block.recompute_seconds + block.backward_seconds for block in reversed(blocks)
+        ]
+        share = sum(forward_seconds) / (sum(backward_seconds) or 1.0)
+        for num_backward in _spread(-(-len(blocks) // limits.backward), len(blocks)):
+            backward = _cuts(backward_seconds, num_backward, limits.backward)
+            for extra in (0, 1, 3):
+                fewest = -(-len(blocks) // limits.forward)
+                num_forward = min(len(blocks), max(fewest, 1, round(num_backward * share) + extra))
+                forward = _cuts(forward_seconds, num_forward, limits.forward)
+                candidates.append(_Candidate(forward, fused, backward))
+    return list(dict.fromkeys(candidates))
+
+
+def _cuts(weights: Sequence[float], num_parts: int, limit: int) -> Counts:
+    """Balance by weight; by number of blocks where that would break the limit."""
+    counts = balanced_cuts(weights, num_parts=num_parts)
+    if max(counts) > limit:
+        counts = balanced_cuts([1.0] * len(weights), num_parts=num_parts)
+    return counts
+
+
+def _spread(first: int, last: int, *, count: int = 12) -> list[int]:
+    step = max(1, (last - first) // count)
+    return sorted({*range(first, last, step), last})
+
+
+def _random_candidate(num_blocks: int, limits: StageLimits, random: Random) -> _Candidate:
+    fused = random.randint(0, min(limits.fused, num_blocks))
+    rest = num_blocks - fused
+    forward = _random_counts(rest, limit=limits.forward, random=random)
+    backward = _random_counts(rest, limit=limits.backward, random=random)
+    return _Candidate(tuple(sorted(forward)), fused, tuple(sorted(backward, reverse=True)))
+
+
+def _random_counts(total: int, *, limit: int, random: Random) -> list[int]:
+    """Start even and make large parts larger at the expense of small ones."""
+    if total == 0:
+        return []
+    limit = min(limit, total)
+    num_parts = max(-(-total // limit), round(total / random.uniform(1, limit)))
+    quotient, remainder = divmod(total, num_parts)
+    counts = [quotient + 1] * remainder + [quotient] * (num_parts - remainder)
+    for _ in range(random.randrange(2 * num_parts)):
+        small, large = random.randrange(num_parts), random.randrange(num_parts)
+        if 1 < counts[small] <= counts[large] < limit and small != large:
+            counts[small] -= 1
+            counts[large] += 1
+    return counts

@@ -1,0 +1,128 @@
+"""The fast evaluator agrees with the simulator; the search keeps limits and beats even stages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
+from roundpipe_lightning.planning.partition import balanced_partition
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.search import Effort, StageLimits, search_partitions
+from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.stages import Partition
+from tests.planning.profiles import random_profiles, uniform_profile
+
+QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
+
+
+def simulated(evaluator: Evaluator, partition: Partition) -> float:
+    schedule = round_robin_schedule(
+        partition,
+        num_workers=evaluator.num_workers,
+        num_microbatches=sum(evaluator.rounds),
+        round_size=evaluator.rounds[0],
+    )
+    costs = stage_costs(
+        evaluator.profile,
+        partition=partition,
+        hop_seconds=evaluator.hop_seconds,
+        recompute_start=evaluator.recompute_start,
+    )
+    return simulate(schedule, partition=partition, costs=costs).makespan_seconds
+
+
+def random_counts(data: st.DataObject, total: int) -> tuple[int, ...]:
+    counts = []
+    while total:
+        counts.append(data.draw(st.integers(1, total)))
+        total -= counts[-1]
+    return tuple(counts)
+
+
+@given(
+    random_profiles(max_blocks=9),
+    st.integers(1, 4),
+    st.sampled_from([(1,), (4,), (3, 3), (4, 2)]),
+    st.sampled_from(RecomputeStart),
+    st.data(),
+)
+def test_evaluator_agrees_with_the_simulator(
+    profile: ModelProfile,
+    workers: int,
+    rounds: tuple[int, ...],
+    recompute_start: RecomputeStart,
+    data: st.DataObject,
+) -> None:
+    evaluator = Evaluator(
+        profile=profile,
+        num_workers=workers,
+        rounds=rounds,
+        hop_seconds=0.25,
+        recompute_start=recompute_start,
+    )
+    pairs = []
+    for _ in range(3):
+        fused = data.draw(st.integers(0, profile.num_blocks))
+        rest = profile.num_blocks - fused
+        pairs.append((random_counts(data, rest), (fused, *random_counts(data, rest))))
+    table = PartitionTable.of(pairs)
+    for row, makespan in enumerate(evaluator.makespans(table)):
+        partition = table.partition(row)
+        assert (partition.forward, partition.backward) == pairs[row]
+        exact = simulated(evaluator, partition)
+        # An early recompute may also have to wait for its stored boundary, which is left out.
+        if recompute_start is RecomputeStart.WITH_GRADIENT or workers == 1:
+            assert makespan == pytest.approx(exact, abs=1e-9)
+        else:
+            assert makespan <= exact + 1e-9
+
+
+@settings(max_examples=20)
+@given(random_profiles(), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2))
+def test_found_partitions_keep_the_limits(
+    profile: ModelProfile, workers: int, limit: int, fused: int
+) -> None:
+    evaluator = Evaluator(profile=profile, num_workers=workers, rounds=(4,), hop_seconds=0.1)
+    limits = StageLimits(forward=limit + 1, backward=limit, fused=fused)
+    found = search_partitions(evaluator, limits=limits, effort=QUICK)
+    assert found
+    assert all(limits.allow(result.partition) for result in found)
+    assert [r.makespan_seconds for r in found] == sorted(r.makespan_seconds for r in found)
+    assert all(r.partition.num_blocks == profile.num_blocks for r in found)
+
+
+def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
+    profile = uniform_profile(28, tail=3.0)
+    evaluator = Evaluator(profile=profile, num_workers=8, rounds=(16,), hop_seconds=0.2)
+    limits = StageLimits(forward=28, backward=4, fused=4)
+    best = search_partitions(evaluator, limits=limits, effort=Effort(num_actions=2_000_000))
+    even = [
+        balanced_partition(profile, num_fused=fused, num_forward=forward, num_backward=backward)
+        for fused in range(4)
+        for forward in range(1, 25, 2)
+        for backward in range(7, 29, 2)
+    ]
+    table = PartitionTable.of([(p.forward, p.backward) for p in even])
+    assert simulated(evaluator, best[0].partition) < 0.98 * min(evaluator.makespans(table))
+    again = search_partitions(evaluator, limits=limits, effort=Effort(num_actions=2_000_000))
+    assert again == best
+
+
+def test_a_model_without_blocks_has_one_partition() -> None:
+    evaluator = Evaluator(profile=uniform_profile(0), num_workers=2, rounds=(3,), hop_seconds=0.0)
+    limits = StageLimits(forward=1, backward=1, fused=0)
+    (found,) = search_partitions(evaluator, limits=limits, effort=QUICK)
+    assert found.partition == Partition(forward=(), backward=(0,))
+    assert found.makespan_seconds == 6.0
+
+
+def test_impossible_limits_are_refused() -> None:
+    with pytest.raises(PlanError, match="limit backward=0 must be 1 or more"):
+        StageLimits(forward=1, backward=0, fused=0)
+    with pytest.raises(PlanError, match="limit fused=-1"):
+        StageLimits(forward=1, backward=1, fused=-1)
