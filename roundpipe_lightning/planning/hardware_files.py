@@ -1,9 +1,9 @@
 """Reads machines from files of the `hardware` configuration group, without Hydra.
 
-A file has the fields of `HardwareSpec`; those of the device may stand in a file of their own, which
-`defaults: [device@device: NAME]` takes from the folder `device` beside it, as Hydra does. Settings of
-a run in the same file (`accelerator`, `devices`, `cpu_workers`, `workers_per_device`) are no figures
-of the machine and are passed over.
+A file has the fields of `HardwareSpec`; those of the device may stand in a file of their own,
+which `defaults: [device@device: NAME]` takes from the folder `device` beside it, as Hydra does.
+Settings of a run in the same file (`accelerator`, `devices`, `cpu_workers`, `workers_per_device`)
+are no figures of the machine and are passed over.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ def load_hardware(source: str | os.PathLike[str]) -> HardwareSpec:
             raise HardwareError(_unknown_name(str(source)))
         path = named
     figures = _read(path)
-    spec = {key: value for key, value in figures.items() if key not in _RUN_SETTINGS}
     try:
-        return hardware_from_mapping({"name": path.stem, **spec}, folder=path.parent)
+        return hardware_from_mapping({"name": path.stem, **figures}, folder=path.parent)
     except HardwareError as error:
         raise HardwareError(f"{path}: {error}") from error
 
@@ -63,13 +62,13 @@ def hardware_from_mapping(
     """Return a machine from plain values, as a YAML file has them.
 
     Args:
-        figures: The fields of `HardwareSpec`, or those of the device in a mapping `device`.
+        figures: The fields of `HardwareSpec`, those of the device perhaps in a mapping `device`.
         folder: Where a file of a device that `defaults` names is, in its folder `device`.
 
     Raises:
         HardwareError: A figure is missing, negative or unknown.
     """
-    figures = {str(key): value for key, value in figures.items()}
+    figures = {str(key): value for key, value in figures.items() if key not in _RUN_SETTINGS}
     device: dict[str, Any] = {}
     for entry in figures.pop("defaults", ()):
         if isinstance(entry, Mapping) and _DEVICE_ENTRY in entry:

@@ -107,7 +107,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_dtype_without_a_rate_is_refused() -> None:
-    with pytest.raises(HardwareError, match="'tfloat32'.*float32, float16"):
+    with pytest.raises(HardwareError, match=r"'tfloat32'.*float32, float16"):
         MatrixRates(float32=1.0, float16=2.0).of("tfloat32")
 
 
