@@ -1,8 +1,9 @@
-"""`self.log` inside microbatches: recorded in their threads, replayed once in the main thread.
+"""`self.log` inside steps: recorded where they run, replayed once in the main thread.
 
-Lightning's `log` is not thread-safe and takes every call for a batch of its own. So each microbatch
-writes its calls into a `LogRecorder`, and when the step is done `replay_logs` makes of the calls of
-all microbatches the calls that one device would have made on the full batch:
+Lightning's `log` is not thread-safe, takes every call for a batch of its own, and keeps values
+where they are, on any worker's device. So each microbatch writes its calls into a `LogRecorder`,
+and when the step is done `replay_logs` makes of the calls of all microbatches the calls that one
+device would have made on the full batch, with values on the host:
 
 | `reduce_fx` | merged value |
 |---|---|
@@ -132,6 +133,8 @@ def _merge(
         call.value.cpu() if isinstance(call.value, Tensor) else call.value
         for call in calls.values()
     ]
+    if len(values) == 1:
+        return values[0], arguments
     own_shares = [shares[microbatch] for microbatch in calls]
     if _are_the_losses(values, [losses[microbatch] for microbatch in calls]):
         return weighted_mean(values, weights=own_shares), arguments

@@ -1,13 +1,17 @@
-"""`torchmetrics` objects inside microbatches: stand-ins whose states are merged afterwards.
+"""`torchmetrics` objects inside steps: stand-ins that hand what they have seen to the originals.
 
 A metric accumulates by changing its own attributes, which several microbatch threads must not do at
-once. So every microbatch gets a fresh copy of each metric; when the step is done, the copies'
-states are merged, first microbatch first, into what the metric would hold after one update on the
-full batch.
+once, and it lives in host memory, while its arguments may be on a device. So
+
+- every microbatch gets a fresh copy of each metric; when the step is done, the copies' states are
+  *merged*, first microbatch first, into what the metric would hold after one update on the full
+  batch;
+- a step that nothing is split in (evaluation, one microbatch) is *lent* a copy with the metric's
+  state, and the state is brought back afterwards. On CPU workers it is lent the metric itself.
 
 Only states that can be merged without loss are: sums, extrema and concatenations. A metric with
 other states, or one whose update looks at what it has seen so far (`full_state_update`), is refused
-when it is used.
+when it is used by several microbatches.
 """
 
 # torchmetrics has no public face for a metric's states.
@@ -15,11 +19,14 @@ when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import (
     dim_zero_cat,
@@ -36,34 +43,72 @@ _EXACT_REDUCTIONS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class MetricStandIns:
-    """The metrics of a module and one copy of them per microbatch.
+    """The metrics of a module and their copies.
 
     Args:
         module: The user's module; metrics that are added to it later are not seen.
+        in_place: Whether steps compute where the metrics are, on the host.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, in_place: bool) -> None:
+        self._in_place = in_place
         self._roots: list[tuple[str, nn.Module]] = []
         for name, metric in _metric_roots(module):
             if not any(metric is known for _, known in self._roots):
                 self._roots.append((name, metric))
         self._copies: list[list[nn.Module]] = []
+        self._lent: list[nn.Module] | None = None
 
-    def in_place(self) -> dict[nn.Module, nn.Module]:
-        """Every metric standing in for itself: right where no two microbatches run at once."""
-        return {metric: metric for _, metric in self._roots}
+    @contextmanager
+    def lent(self) -> Iterator[Mapping[nn.Module, nn.Module]]:
+        """Lend every metric, state and all, to one step that nothing is split in.
 
-    def prepare(self, num_microbatches: int) -> None:
+        Yields:
+            What stands in for each metric.
+        """
+        originals = [metric for _, metric in self._roots]
+        if self._in_place:
+            yield {metric: metric for metric in originals}
+            return
+        if self._lent is None:
+            self._lent = [self._copy(metric) for metric in originals]
+        for metric, copy in zip(originals, self._lent, strict=True):
+            _hand_over(metric, copy)
+        yield dict(zip(originals, self._lent, strict=True))
+        for metric, copy in zip(originals, self._lent, strict=True):
+            _hand_over(copy, metric)
+
+    @contextmanager
+    def for_microbatches(
+        self, num_microbatches: int
+    ) -> Iterator[Callable[[int], Mapping[nn.Module, nn.Module]]]:
+        """Provide the microbatches of a step with metrics, and gather what they have seen.
+
+        Yields:
+            What stands in for each metric, by the index of the microbatch.
+
+        Raises:
+            ConfigurationError: A metric was used that cannot be merged.
+        """
+        if num_microbatches == 1:
+            with self.lent() as lent:
+                yield lambda _: lent
+            return
+        self._prepare(num_microbatches)
+        yield self._of
+        self._merge(num_microbatches)
+
+    def _prepare(self, num_microbatches: int) -> None:
         """Have that many sets of copies ready, with nothing in them."""
         while len(self._copies) < num_microbatches:
-            self._copies.append([_copy(metric) for _, metric in self._roots])
+            self._copies.append([self._copy(metric) for _, metric in self._roots])
         for copies in self._copies[:num_microbatches]:
             for copy in copies:
                 copy.reset()  # type: ignore[operator]  # both kinds of metric have it
                 for part in _parts(copy):
                     part._forward_cache = None
 
-    def of(self, microbatch: int) -> dict[nn.Module, nn.Module]:
+    def _of(self, microbatch: int) -> dict[nn.Module, nn.Module]:
         """Copies for one microbatch, by the metric they stand in for.
 
         The dictionary holds only until a metric changes: its hash is made of its state.
@@ -73,19 +118,15 @@ class MetricStandIns:
 
     def original(self, copy: Metric) -> Metric:
         """Return the metric that a copy stands in for (or the metric itself, if it is no copy)."""
-        for copies in self._copies:
-            for (_, metric), root in zip(self._roots, copies, strict=True):
+        for copies in (*self._copies, self._lent or ()):
+            for (_, metric), root in zip(self._roots, copies, strict=False):
                 for original, part in zip(_parts(metric), _parts(root), strict=True):
                     if part is copy:
                         return original
         return copy
 
-    def merge(self, num_microbatches: int) -> None:
-        """Bring what the copies have seen into the metrics.
-
-        Raises:
-            ConfigurationError: A metric was used whose states cannot be merged.
-        """
+    def _merge(self, num_microbatches: int) -> None:
+        """Bring what the copies have seen into the metrics."""
         for place, (name, metric) in enumerate(self._roots):
             copies = [self._copies[index][place] for index in range(num_microbatches)]
             used = [copy for copy in copies if any(p._update_count for p in _parts(copy))]
@@ -99,6 +140,13 @@ class MetricStandIns:
                     )
             for part, *part_copies in zip(_parts(metric), *map(_parts, used), strict=True):
                 _merge(part, part_copies)
+
+    def _copy(self, metric: nn.Module) -> nn.Module:
+        copy = _copy(metric)
+        if not self._in_place:
+            for part in _parts(copy):
+                _follow_arguments(part)
+        return copy
 
 
 _REFUSAL = (
@@ -158,10 +206,10 @@ def _why_not_mergeable(metric: Metric) -> str | None:
 @torch.no_grad()
 def _merge(metric: Metric, copies: list[Metric]) -> None:
     """Add what the copies have seen to the metric, as one call of `update` or `forward` would."""
-    batch, *others = copies
-    batch.cpu()
-    for copy in others:
+    for copy in copies:
         copy.cpu()
+    batch, *others = copies
+    for copy in others:
         copy.merge_state(batch)  # what comes in counts as the earlier
         batch = copy
     called_forward = any(copy._forward_cache is not None for copy in copies)
@@ -177,3 +225,55 @@ def _merge(metric: Metric, copies: list[Metric]) -> None:
         setattr(metric, state, list(value) if isinstance(value, list) else value)
     metric._update_count += copies[0]._update_count
     metric._computed = None
+
+
+def _follow_arguments(metric: Metric) -> None:
+    """Have a metric compute where its arguments are.
+
+    Elements of list states stay where they are until something is computed from them.
+    """
+
+    def placed(method: Callable[..., Any], *, lists: bool) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            device = tensors[0].device if tensors else metric.device
+            if lists or device != metric.device:
+                _move(metric, device, lists=lists)
+            return method(*args, **kwargs)
+
+        return call
+
+    metric.forward = placed(metric.forward, lists=False)  # type: ignore[method-assign]
+    metric.update = placed(metric.update, lists=False)  # type: ignore[method-assign]
+    metric.compute = placed(metric.compute, lists=True)  # type: ignore[method-assign]
+
+
+def _move(metric: Metric, device: torch.device, *, lists: bool) -> None:
+    """Move a metric's tensors, and the elements of its list states only if `lists`."""
+    kept: list[tuple[Metric, str, Any]] = []
+    if not lists:
+        for part in _parts(metric):
+            for state in part._defaults:
+                value = getattr(part, state)
+                if isinstance(value, list):
+                    kept.append((part, state, value))
+                    setattr(part, state, [])
+    metric.to(device)
+    for part, state, value in kept:
+        setattr(part, state, value)
+
+
+_NOT_HANDED_OVER = frozenset(
+    (*(vars(nn.Module()).keys() - {"_buffers"}), "forward", "update", "compute", "_defaults")
+)
+"""Attributes of a metric that belong to the object and not to what it has seen."""
+
+
+def _hand_over(source: nn.Module, target: nn.Module) -> None:
+    """Give one metric's state, of whatever kind, to its copy or back; tensors go to the host."""
+    for giver, taker in zip(_parts(source), _parts(target), strict=True):
+        for name, value in vars(giver).items():
+            if name not in _NOT_HANDED_OVER and not callable(value):
+                vars(taker)[name] = pytree.tree_map_only(Tensor, Tensor.cpu, value)
+        taker._device = torch.device("cpu")

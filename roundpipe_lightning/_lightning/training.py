@@ -67,7 +67,8 @@ class MicrobatchedStep:
         self._num_microbatches = num_microbatches
         self._shrinks = shrinks
         self._weight = weight
-        self._metrics = MetricStandIns(module)
+        on_host = all(worker.device.shares_host_memory for worker in engine.workers)
+        self._metrics = MetricStandIns(module, in_place=on_host)
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
 
@@ -92,9 +93,11 @@ class MicrobatchedStep:
         backward = not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
         recorders = [LogRecorder() for _ in microbatches]
-        self._metrics.prepare(count if count > 1 else 0)
         self.plan = self._plan_for(count)
-        with _host_generator_seeded(trainer.fit_loop.epoch_loop.batch_progress.total.ready):
+        with (
+            self._metrics.for_microbatches(count) as stand_ins,
+            _host_generator_seeded(trainer.fit_loop.epoch_loop.batch_progress.total.ready),
+        ):
             result = self._engine.step(
                 microbatches,
                 partial(_call_training_step, arguments=arguments),
@@ -103,11 +106,9 @@ class MicrobatchedStep:
                 backward=backward,
                 thread_context=self._precision.thread_context,
                 overrides=lambda microbatch: {"log": recorders[microbatch]},
-                stand_ins=self._metrics.of if count > 1 else lambda _: self._metrics.in_place(),
+                stand_ins=stand_ins,
             )
         self.timeline = result.timeline
-        if count > 1:
-            self._metrics.merge(count)
         replay_logs(
             recorders,
             shares=shares,
@@ -130,12 +131,22 @@ class MicrobatchedStep:
             batch: What it is called with, on the host.
             *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
         """
-        return self._engine.evaluate(
-            lambda view, here: getattr(view, step_name)(here, *arguments),
-            batch,
-            overrides={"log": self._module.log},
-            stand_ins=self._metrics.in_place(),
+        recorder = LogRecorder()
+        with self._metrics.lent() as stand_ins:
+            output = self._engine.evaluate(
+                lambda view, here: getattr(view, step_name)(here, *arguments),
+                batch,
+                overrides={"log": recorder},
+                stand_ins=stand_ins,
+            )
+        replay_logs(
+            [recorder],
+            shares=[1.0],
+            losses=[None],
+            log=self._module.log,
+            metric_of=self._metrics.original,
         )
+        return output
 
     def _split(self, batch: Any) -> Sequence[Any]:
         count = self._num_microbatches
