@@ -1,144 +1,210 @@
-"""What the planner must know about a machine: rates, sizes, and a list of machines by name."""
+"""What the planner must know about a machine: rates and sizes, no device.
+
+All figures are in operations, bytes and seconds. Rates of a data sheet are peaks; `Efficiency` says
+what share of them each kind of work reaches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from types import MappingProxyType
-from typing import Any
+import dataclasses
+import math
+from dataclasses import dataclass
 
 from roundpipe_lightning.errors import HardwareError
 
-GIB = 2**30
-_GB = 10**9
-_TERA = 10**12
-_HOST_BYTES_PER_DEVICE = 128 * GIB
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRates:
+    """Dense matrix products of one device, operations per second (a multiply-add is two).
+
+    Attributes:
+        float32: In float32.
+        tfloat32: Float32 tensors, products rounded to TensorFloat32; None: the device has none.
+        bfloat16: In bfloat16, sums in float32; None: the device has none.
+        float16: In float16, sums in float32.
+        float16_accumulate_float16: In float16, sums in float16 too, which doubles the rate of
+            GeForce cards; None: not faster here.
+
+    Raises:
+        HardwareError: A rate is not a positive number.
+    """
+
+    float32: float
+    tfloat32: float | None = None
+    bfloat16: float | None = None
+    float16: float | None = None
+    float16_accumulate_float16: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse rates that cannot be."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.name == "float32":
+                check_positive(f"matrix_rates.{field.name}", value)
+
+    def of(self, dtype: str) -> float:
+        """Return the rate for a dtype's name, e.g. `bfloat16`.
+
+        Raises:
+            HardwareError: The device has no such rate.
+        """
+        known = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        rate = known.get(dtype)
+        if rate is None:
+            names = ", ".join(name for name, value in known.items() if value is not None)
+            raise HardwareError(f"No matrix rate for dtype {dtype!r}; there are those for {names}.")
+        return float(rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Share of a peak rate that each kind of work reaches, more than 0 and at most 1.
+
+    Attributes:
+        matrix: Matrix products, of `MatrixRates`.
+        attention: Fused attention, of `MatrixRates`.
+        memory: Everything else on a device, which is bound by its memory, of
+            `HardwareSpec.memory_bytes_per_second`.
+        host: The optimizer's step, of `HardwareSpec.host_bytes_per_second`.
+
+    Raises:
+        HardwareError: A share is not in this range.
+    """
+
+    matrix: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    host: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse shares that cannot be."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            check_positive(f"efficiency.{field.name}", value)
+            if value > 1:
+                raise HardwareError(
+                    f"efficiency.{field.name}={value!r}: give the share of the peak rate that is "
+                    "reached, at most 1."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareSpec:
-    """A machine with equal devices.
+    """A machine with one or several equal devices.
 
     Attributes:
-        name: For people.
-        num_devices: Number of devices; each is one worker.
+        name: What it is called, e.g. `rtx4090x8`.
+        device_name: What one device is called.
+        num_devices: Devices, each of them a worker.
         device_bytes: Memory of one device.
-        matrix_operations_per_second: Dense 16-bit matrix rate of one device, accumulating in 32
-            bits; a multiplication and its addition are two operations.
-        device_bytes_per_second: Bandwidth of one device's memory.
-        upload_bytes_per_second: From the host to one device.
-        download_bytes_per_second: From one device to the host.
-        host_bytes: Memory of the host.
-        host_bytes_per_second: Bandwidth of the host's memory, shared by all transfers.
+        matrix_rates: Matrix products of one device.
+        memory_bytes_per_second: Bandwidth of a device's own memory.
+        upload_bytes_per_second: Host to one device, page-locked.
+        download_bytes_per_second: One device to host, page-locked.
+        devices_per_root: Devices behind one shared root of the bus.
+        root_upload_bytes_per_second: Host to all devices of a root together.
+        root_download_bytes_per_second: All devices of a root together to the host.
+        host_bytes: Host memory.
+        host_bytes_per_second: Bandwidth of the host's memory, for everything together.
+        shares_host_memory: Whether the devices compute in host memory, as CPU workers do: nothing is
+            copied, and `device_bytes` is a part of `host_bytes`.
+        efficiency: What share of the rates is reached.
 
     Raises:
-        HardwareError: If a figure is not a positive number.
+        HardwareError: A figure is negative, zero or not a number, or two do not fit together.
     """
 
     name: str
+    device_name: str
     num_devices: int
     device_bytes: int
-    matrix_operations_per_second: float
-    device_bytes_per_second: float
+    matrix_rates: MatrixRates
+    memory_bytes_per_second: float
     upload_bytes_per_second: float
     download_bytes_per_second: float
+    devices_per_root: int
+    root_upload_bytes_per_second: float
+    root_download_bytes_per_second: float
     host_bytes: int
     host_bytes_per_second: float
+    shares_host_memory: bool = False
+    efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
-        """Refuse figures that no machine has."""
-        for field in fields(self):
+        """Refuse figures that cannot be."""
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise HardwareError(
-                    f"Hardware {self.name!r}: {field.name}={value!r} must be a positive number."
-                )
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> HardwareSpec:
-        """Make a spec from the keys of a configuration file.
-
-        Raises:
-            HardwareError: If a key is missing or unknown, or a figure is wrong.
-        """
-        known = [field.name for field in fields(cls)]
-        name = values.get("name", "?")
-        for key in values:
-            if key not in known:
-                near = get_close_matches(key, known, n=3)
-                hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                raise HardwareError(f"Hardware {name!r} has an unknown key {key!r}{hint}")
-        missing = [key for key in known if key not in values]
-        if missing:
+            if field.name.startswith(("num_", "devices_per")) or field.name.endswith("_bytes"):
+                check_count(field.name, value)
+            elif field.name.endswith("_per_second"):
+                check_positive(field.name, value)
+        if not isinstance(self.shares_host_memory, bool):
             raise HardwareError(
-                f"Hardware {name!r} lacks {', '.join(missing)}: give all of {known}."
+                f"shares_host_memory={self.shares_host_memory!r}: give true or false."
             )
-        return cls(**values)
+
+    @property
+    def num_roots(self) -> int:
+        """Roots of the bus that have devices."""
+        return -(-self.num_devices // self.devices_per_root)
+
+    def matrix_seconds(self, operations: float, *, dtype: str) -> float:
+        """Time of matrix products on one device."""
+        return operations / (self.matrix_rates.of(dtype) * self.efficiency.matrix)
+
+    def attention_seconds(self, operations: float, *, dtype: str) -> float:
+        """Time of fused attention on one device."""
+        return operations / (self.matrix_rates.of(dtype) * self.efficiency.attention)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Time to read and write as many bytes of one device's memory."""
+        return num_bytes / (self.memory_bytes_per_second * self.efficiency.memory)
+
+    def host_seconds(self, num_bytes: float) -> float:
+        """Time of the optimizer to read and write as many bytes of host memory."""
+        return num_bytes / (self.host_bytes_per_second * self.efficiency.host)
+
+    def upload_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:
+        """Time to bring bytes to each of several devices at once; nothing where memory is shared."""
+        if self.shares_host_memory:
+            return 0.0
+        return num_bytes / min(
+            self.upload_bytes_per_second,
+            self._share(self.root_upload_bytes_per_second, num_devices),
+            self.host_bytes_per_second / num_devices,
+        )
+
+    def download_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:
+        """Time to bring bytes from each of several devices at once; nothing where it is shared."""
+        if self.shares_host_memory:
+            return 0.0
+        return num_bytes / min(
+            self.download_bytes_per_second,
+            self._share(self.root_download_bytes_per_second, num_devices),
+            self.host_bytes_per_second / num_devices,
+        )
+
+    def _share(self, root_bytes_per_second: float, num_devices: int) -> float:
+        """A device's part of a root, `num_devices` spread evenly over the roots."""
+        return root_bytes_per_second / -(-num_devices // self.num_roots)
 
 
-def _device(
-    *,
-    gib: int,
-    teraflops: float,
-    memory_gb: int,
-    link_gb: int,
-) -> HardwareSpec:
-    """One device in a server that feeds each device over its own link."""
-    return HardwareSpec(
-        name="",
-        num_devices=1,
-        device_bytes=gib * GIB,
-        matrix_operations_per_second=teraflops * _TERA,
-        device_bytes_per_second=memory_gb * _GB,
-        upload_bytes_per_second=link_gb * _GB,
-        download_bytes_per_second=link_gb * _GB,
-        host_bytes=_HOST_BYTES_PER_DEVICE,
-        host_bytes_per_second=200 * _GB,
-    )
-
-
-# Vendors' data sheets: memory size, dense 16-bit rate with 32-bit accumulation, memory bandwidth.
-# A x16 link carries about 25 GB/s (PCIe 4.0) or 50 GB/s (PCIe 5.0) each way from page-locked
-memory. # The host is typical, not part of the name: replace it for a machine that differs.
-_DEVICES = MappingProxyType(
-    {
-        "rtx3090": _device(gib=24, teraflops=71.0, memory_gb=936, link_gb=25),
-        "rtx4090": _device(gib=24, teraflops=165.2, memory_gb=1008, link_gb=25),
-        "rtx5090": _device(gib=32, teraflops=209.5, memory_gb=1792, link_gb=50),
-        "a100": _device(gib=80, teraflops=312.0, memory_gb=2039, link_gb=25),
-        "a800": _device(gib=80, teraflops=312.0, memory_gb=2039, link_gb=25),
-        "h100": _device(gib=80, teraflops=989.4, memory_gb=3350, link_gb=50),
-        "h200": _device(gib=141, teraflops=989.4, memory_gb=4800, link_gb=50),
-        "w7800": _device(gib=32, teraflops=90.5, memory_gb=576, link_gb=25),
-    }
-)
-_COUNTS = (1, 2, 4, 8)
-
-
-def hardware_names() -> tuple[str, ...]:
-    """Return the names that `named_hardware` knows, such as `rtx4090x8`."""
-    return tuple(f"{device}x{count}" for device in _DEVICES for count in _COUNTS)
-
-
-def named_hardware(name: str) -> HardwareSpec:
-    """Return a machine by name.
-
-    Args:
-        name: A device and how many, such as `rtx4090x8`; without a number, one.
+def check_positive(name: str, value: object) -> None:
+    """Refuse a rate that is not a positive finite number.
 
     Raises:
-        HardwareError: If there is no such name; with the nearest ones.
+        HardwareError: It is not.
     """
-    full_name = f"{name}x1" if name in _DEVICES else name
-    device, _, count = full_name.rpartition("x")
-    if full_name not in hardware_names():
-        near = get_close_matches(name, [*_DEVICES, *hardware_names()], n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else "known: " + ", ".join(_DEVICES)
-        raise HardwareError(f"hardware={name!r} is not known; {hint}")
-    spec = _DEVICES[device]
-    return replace(
-        spec, name=full_name, num_devices=int(count), host_bytes=int(count) * _HOST_BYTES_PER_DEVICE
-    )
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
+        raise HardwareError(f"{name}={value!r}: give a number more than 0.")
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse a number of things that is not a whole number of 1 or more.
+
+    Raises:
+        HardwareError: It is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise HardwareError(f"{name}={value!r}: give a whole number of 1 or more.")
