@@ -108,7 +108,7 @@ class CausalLanguageModule(LightningModule):
         optimizer = self.optimizer_factory(trained)
         if self.scheduler is None:
             return optimizer
-        run_steps = int(self.trainer.estimated_stepping_batches)
+        run_steps = self.trainer.estimated_stepping_batches
         schedule = self.scheduler.attach(optimizer, run_steps=run_steps)
         return {
             "optimizer": optimizer,

@@ -51,7 +51,20 @@ class WarmupCosine:
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.final_share + (1.0 - self.final_share) * cosine
 
-    def attach(self, optimizer: Optimizer, *, run_steps: int) -> LambdaLR:
-        """The torch scheduler for `optimizer`, in a run of `run_steps` optimizer steps."""
-        total_steps = run_steps if self.total_steps is None else self.total_steps
+    def attach(self, optimizer: Optimizer, *, run_steps: float) -> LambdaLR:
+        """Make the torch scheduler for an optimizer.
+
+        Args:
+            optimizer: Its `lr` is the peak.
+            run_steps: Optimizer steps of the run; infinity for one without an end.
+
+        Raises:
+            ConfigurationError: Neither the run nor the cosine has an end.
+        """
+        if self.total_steps is None and math.isinf(run_steps):
+            raise ConfigurationError(
+                "The run has no end (max_steps=-1 and max_epochs=-1), so the length of the cosine "
+                "is unknown. Set scheduler.total_steps, trainer.max_steps or trainer.max_epochs."
+            )
+        total_steps = int(run_steps) if self.total_steps is None else self.total_steps
         return LambdaLR(optimizer, lambda step: self.factor(step, total_steps=total_steps))

@@ -33,6 +33,13 @@ def test_its_own_length_wins_over_that_of_the_run() -> None:
     assert WarmupCosine(total_steps=1, final_share=0.5).factor(1, total_steps=1) == 0.5
 
 
+def test_a_run_without_an_end_needs_a_length() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ConfigurationError, match=r"Set scheduler\.total_steps"):
+        WarmupCosine().attach(optimizer, run_steps=float("inf"))
+    WarmupCosine(total_steps=5).attach(optimizer, run_steps=float("inf"))
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
