@@ -13,6 +13,27 @@ from dataclasses import dataclass
 from roundpipe_lightning.errors import HardwareError
 
 
+def _check_positive(name: str, value: object) -> None:
+    """Refuse a rate that is not a positive finite number.
+
+    Raises:
+        HardwareError: It is not.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
+        raise HardwareError(f"{name}={value!r}: give a number more than 0.")
+
+
+def _check_count(name: str, value: object) -> None:
+    """Refuse a number of things that is not a whole number of 1 or more.
+
+    Raises:
+        HardwareError: It is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise HardwareError(f"{name}={value!r}: give a whole number of 1 or more.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatrixRates:
     """Dense matrix products of one device, operations per second (a multiply-add is two).
@@ -40,7 +61,7 @@ class MatrixRates:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None or field.name == "float32":
-                check_positive(f"matrix_rates.{field.name}", value)
+                _check_positive(f"matrix_rates.{field.name}", value)
 
     def of(self, dtype: str) -> float:
         """Return the rate for a dtype's name, e.g. `bfloat16`.
@@ -80,7 +101,7 @@ class Efficiency:
         """Refuse shares that cannot be."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            check_positive(f"efficiency.{field.name}", value)
+            _check_positive(f"efficiency.{field.name}", value)
             if value > 1:
                 raise HardwareError(
                     f"efficiency.{field.name}={value!r}: give the share of the peak rate that is "
@@ -106,8 +127,8 @@ class HardwareSpec:
         root_download_bytes_per_second: All devices of a root together to the host.
         host_bytes: Host memory.
         host_bytes_per_second: Bandwidth of the host's memory, for everything together.
-        shares_host_memory: Whether the devices compute in host memory, as CPU workers do: nothing is
-            copied, and `device_bytes` is a part of `host_bytes`.
+        shares_host_memory: Whether the devices compute in host memory, as CPU workers do: nothing
+            is copied, and `device_bytes` is a part of `host_bytes`.
         efficiency: What share of the rates is reached.
 
     Raises:
@@ -135,9 +156,9 @@ class HardwareSpec:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name.startswith(("num_", "devices_per")) or field.name.endswith("_bytes"):
-                check_count(field.name, value)
+                _check_count(field.name, value)
             elif field.name.endswith("_per_second"):
-                check_positive(field.name, value)
+                _check_positive(field.name, value)
         if not isinstance(self.shares_host_memory, bool):
             raise HardwareError(
                 f"shares_host_memory={self.shares_host_memory!r}: give true or false."
@@ -165,7 +186,7 @@ class HardwareSpec:
         return num_bytes / (self.host_bytes_per_second * self.efficiency.host)
 
     def upload_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:
-        """Time to bring bytes to each of several devices at once; nothing where memory is shared."""
+        """Time to bring bytes to each of several devices at once; 0 where memory is shared."""
         if self.shares_host_memory:
             return 0.0
         return num_bytes / min(
@@ -175,7 +196,7 @@ class HardwareSpec:
         )
 
     def download_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:
-        """Time to bring bytes from each of several devices at once; nothing where it is shared."""
+        """Time to bring bytes from each of several devices at once; 0 where it is shared."""
         if self.shares_host_memory:
             return 0.0
         return num_bytes / min(
@@ -187,24 +208,3 @@ class HardwareSpec:
     def _share(self, root_bytes_per_second: float, num_devices: int) -> float:
         """A device's part of a root, `num_devices` spread evenly over the roots."""
         return root_bytes_per_second / -(-num_devices // self.num_roots)
-
-
-def check_positive(name: str, value: object) -> None:
-    """Refuse a rate that is not a positive finite number.
-
-    Raises:
-        HardwareError: It is not.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
-        raise HardwareError(f"{name}={value!r}: give a number more than 0.")
-
-
-def check_count(name: str, value: object) -> None:
-    """Refuse a number of things that is not a whole number of 1 or more.
-
-    Raises:
-        HardwareError: It is not.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise HardwareError(f"{name}={value!r}: give a whole number of 1 or more.")
