@@ -17,6 +17,7 @@ number generators, OOPSLA 2014).
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,13 +34,14 @@ _MASK = (1 << 64) - 1
 RANDOM_FUNCTIONS = frozenset(
     """
     _fused_dropout _sample_dirichlet _standard_gamma alpha_dropout alpha_dropout_ bernoulli
-    bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d dropout3d dropout_ exponential
-    exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_
-    fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-    fractional_max_pool3d_with_indices geometric geometric_ gru gumbel_softmax log_normal
-    log_normal_ lstm multi_head_attention_forward multinomial native_dropout normal normal_
-    normal_functional pca_lowrank poisson rand rand_like randint randint_like randn randn_like
-    random random_ randperm rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
+    bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d dropout3d dropout_
+    exponential exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout
+    feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
+    fractional_max_pool3d fractional_max_pool3d_with_indices geometric geometric_ gru
+    gumbel_softmax kaiming_uniform_ lobpcg log_normal log_normal_ lstm miopen_rnn
+    multi_head_attention_forward multinomial native_dropout normal normal_ normal_functional
+    pca_lowrank poisson rand rand_like randint randint_like randn randn_like random random_
+    randperm rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
     rrelu_with_noise_functional scaled_dot_product_attention svd_lowrank uniform uniform_
     """.split()
 )
@@ -66,9 +68,9 @@ def mix(*parts: int) -> int:
 
 
 def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether a call may draw from a process-wide generator."""
+    """Say whether a call may draw random numbers, from whichever generator."""
     name = getattr(func, "__name__", "")
-    if name not in RANDOM_FUNCTIONS or kwargs.get("generator") is not None:
+    if name not in RANDOM_FUNCTIONS:
         return False
     if name in _PROBABILITY:
         position, keyword = _PROBABILITY[name]
@@ -78,8 +80,18 @@ def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return True
 
 
+def _inside_checkpoint() -> bool:
+    """Say whether the caller runs under PyTorch's activation checkpointing."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
 class RandomLock:
-    """Guards the process-wide generators: one draw at a time, the host's state put back after."""
+    """Guards the process-wide generators: one draw at a time, their states put back after it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,21 +99,21 @@ class RandomLock:
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
     ) -> Any:
-        """Run `call` with every generator seeded, then put the host's generator back."""
+        """Run `call` with every generator seeded, then put the generators back."""
         with self._lock:
-            host = torch.default_generator
-            state = host.get_state()
+            states = [generator.get_state() for generator in generators]
             try:
                 for generator in generators:
                     generator.manual_seed(seed)
                 return call()
             finally:
-                host.set_state(state)
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
 
-    def host_state(self) -> torch.Tensor:
-        """The host generator's state between draws."""
+    def states(self, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+        """Return the generators' states between draws."""
         with self._lock:
-            return torch.default_generator.get_state()
+            return [generator.get_state() for generator in generators]
 
 
 class RandomStream:
@@ -127,56 +139,81 @@ class RandomStream:
         self._generators = generators
         self._place = mix(self._seed, 0)
         self._draws = 0
-        self._in_backward = False
+        self._block: int | None = None
+        self._given_states: dict[tuple[int, int], bytes] = {}
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, with a seed of its own if it may draw.
 
         Raises:
-            RandomnessError: If it draws in the middle of a backward pass.
+            RandomnessError: If it draws where a recompute cannot repeat it.
         """
         if not may_draw(func, args, kwargs):
             return func(*args, **kwargs)
-        if self._in_backward:
+        if _inside_checkpoint():
             raise RandomnessError(
-                f"{func.__name__} draws random numbers during the backward pass, where they cannot "
-                "repeat the forward's: activation checkpointing inside a block, probably. Turn it "
-                "off (for transformers models `gradient_checkpointing_disable()`): the engine "
-                "recomputes blocks already."
+                f"{func.__name__} draws random numbers under activation checkpointing, whose own "
+                "recompute would see others. Turn it off (for transformers models "
+                "`gradient_checkpointing_disable()`): the engine recomputes blocks already."
             )
         self._draws += 1
+        given = kwargs.get("generator")
+        if given is not None:
+            self._check_given(given)
+            return func(*args, **kwargs)
         seed = mix(self._place, self._draws)
         return self._lock.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+
+    def _check_given(self, generator: torch.Generator) -> None:
+        """Let a block draw from a generator of its own only if the recompute finds it as it was."""
+        if self._block is None:
+            return
+        state = generator.get_state().numpy().tobytes()
+        if self._given_states.setdefault((self._block, self._draws), state) != state:
+            raise RandomnessError(
+                "A block draws from a torch.Generator that its forward pass has moved on, so the "
+                "recompute would see other numbers. Draw without `generator=` (the engine then "
+                "repeats the numbers), or seed the generator in the block before it draws."
+            )
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Refuse draws until the end of the context.
 
         Raises:
-            RandomnessError: At a draw.
+            RandomnessError: If the backward pass drew from a default generator.
         """
-        self._in_backward = True
-        try:
+        with self._no_draws(
+            "A backward pass drew random numbers (a custom autograd.Function, probably), which "
+            "would depend on the number of workers. Draw in the forward pass and save the numbers."
+        ):
             yield
-        finally:
-            self._in_backward = False
 
     @contextmanager
     def block(self, index: int) -> Iterator[None]:
         """Draw as block `index` until the end of the context, always the same numbers.
 
         Raises:
-            RandomnessError: If the block drew from the host's generator behind this mode's back.
+            RandomnessError: If the block drew from a default generator behind this mode's back.
         """
-        before, place, draws = self._lock.host_state(), self._place, self._draws
-        self._place, self._draws = mix(self._seed, 1, index), 0
+        outer = self._place, self._draws, self._block
+        self._place, self._draws, self._block = mix(self._seed, 1, index), 0, index
         try:
-            yield
+            with self._no_draws(
+                "An operation drew random numbers from torch's default generator where they "
+                "cannot be repeated by the recompute. Call torch's own random functions from "
+                "Python, not from a scripted function or an extension."
+            ):
+                yield
         finally:
-            self._place, self._draws = place, draws
-        if not torch.equal(before, self._lock.host_state()):
-            raise RandomnessError(
-                "An operation drew random numbers from torch's default generator where they cannot "
-                "be repeated by the recompute. Use torch's own random functions on tensors, or "
-                "give the operation a generator of its own."
-            )
+            self._place, self._draws, self._block = outer
+
+    @contextmanager
+    def _no_draws(self, refusal: str) -> Iterator[None]:
+        """Raise with this text if something but `call` moves a default generator on."""
+        generators = self._generators()
+        before = self._lock.states(generators)
+        yield
+        after = self._lock.states(generators)
+        if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+            raise RandomnessError(refusal)
