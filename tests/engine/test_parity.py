@@ -282,8 +282,9 @@ def test_weights_shared_between_blocks_and_with_the_tail() -> None:
 
     def call(view: Any, batch: Any, index: int) -> Tensor:
         x, y = batch
-        output: Tensor = view.tail(view.shared(view.run_blocks(view.head(x))))
-        return functional.mse_loss(output.squeeze(-1), y)
+        output = view.tail(view.shared(view.run_blocks(view.head(x)))).squeeze(-1)
+        loss: Tensor = functional.mse_loss(output, y)
+        return loss
 
     stack = layers_of(module)
     batches = regression_batches(4)
@@ -308,8 +309,8 @@ class Twice(Regressor):
         x, y = batch
         with torch.no_grad():
             reference = self(x)
-        loss: Tensor = functional.mse_loss(self(x), y) + self(-x).pow(2).mean()
-        return loss + reference.mean()
+        loss: Tensor = functional.mse_loss(self(x), y) + self(-x).pow(2).mean() + reference.mean()
+        return loss
 
 
 def test_stack_run_several_times_in_a_step() -> None:

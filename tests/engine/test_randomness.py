@@ -1,0 +1,390 @@
+"""Random numbers depend on seed, step, microbatch and block; the recompute draws them again."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import get_testing_overrides
+from torch.utils.checkpoint import checkpoint
+
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.engine import StepResult
+from roundpipe_lightning.engine.randomness import RANDOM_FUNCTIONS, RandomLock, RandomStream, mix
+from roundpipe_lightning.errors import RandomnessError
+from roundpipe_lightning.planning.stages import Partition
+from tests.engine.architectures import CausalLM, build_model, decoder_stack, token_batches
+from tests.engine.tiny import (
+    WIDTH,
+    Block,
+    Regressor,
+    auto_plan,
+    differences,
+    engine_of,
+    engine_step,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+    training_step,
+)
+
+
+class Recording(nn.Module):
+    """A block that keeps the masks of its dropout, those of the recompute too.
+
+    The list is given from outside so that every view of the block shares it.
+    """
+
+    def __init__(self, masks: list[Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.masks = masks
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = functional.dropout(torch.ones_like(x), 0.5)
+        noise = torch.rand_like(x)
+        self.masks.append(torch.stack([mask, noise]).detach())
+        hidden: Tensor = self.linear(x)
+        return x + mask * hidden * noise
+
+
+def test_recompute_sees_the_masks_of_the_forward_pass() -> None:
+    masks: list[list[Tensor]] = []
+
+    def block() -> Recording:
+        masks.append([])
+        return Recording(masks[-1])
+
+    module = Regressor(3, make_block=block)
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=1, num_microbatches=1)
+    engine_step(module, stack, plan, regression_batches(1))
+    for of_block in masks:
+        forward, recompute = of_block
+        assert torch.equal(forward, recompute)
+    assert len({float(of_block[0].sum()) for of_block in masks}) == 3, "blocks draw alike"
+
+
+def test_gradients_are_those_of_a_plain_loop_with_the_same_masks() -> None:
+    """A plain loop that enters the same streams by hand gives the same bits."""
+    module = Regressor(make_block=lambda: Block(0.3))
+    stack = layers_of(module)
+    batches = regression_batches(3)
+
+    torch.manual_seed(5)
+    step_seed = int(torch.randint(0, 2**62, (), device="cpu"))
+
+    def call(model: Any, batch: Any, index: int) -> Tensor:
+        stream = RandomStream(
+            RandomLock(),
+            step_seed=step_seed,
+            microbatch=index,
+            generators=lambda: (torch.default_generator,),
+        )
+
+        class Mode(torch.overrides.TorchFunctionMode):
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                return stream.call(func, args, kwargs or {})
+
+        with Mode():
+            hidden = model.head(batch[0])
+            for block, layer in enumerate(model.layers):
+                with stream.block(block):
+                    hidden = layer(hidden)
+            loss: Tensor = functional.mse_loss(model.tail(hidden).squeeze(-1), batch[1])
+        return loss
+
+    plain = plain_step(module, batches, call=call)
+    for num_workers in (1, 2):
+        torch.manual_seed(5)
+        plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
+        assert not differences(module, engine_step(module, stack, plan, batches), plain)
+
+
+class Noisy(Regressor):
+    """Draws in the head, in blocks and in the tail, in all the ways that users do."""
+
+    def __init__(self) -> None:
+        super().__init__(make_block=lambda: Block(0.4))
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = functional.dropout(self.head(x), 0.1) + 0.1 * torch.randn_like(x)
+        keep = torch.rand(x.shape[0], 1, device=x.device)
+        hidden = self.run_blocks(hidden)[None]
+        hidden = self.attention(hidden, hidden, hidden)[0][0]
+        hidden = hidden.index_fill(0, torch.randperm(3, device=x.device)[:1], 0.0)
+        loss: Tensor = functional.mse_loss(self.tail(hidden).squeeze(-1) * keep[:, 0], y)
+        return loss * torch.empty_like(loss).uniform_(0.5, 1.5)
+
+
+def _steps(module: Any, stack: Any, *, num_workers: int, seed: int = 3) -> list[StepResult]:
+    torch.manual_seed(seed)
+    plan = auto_plan(stack, num_workers=num_workers, num_microbatches=4)
+    with engine_of(module, stack, plan) as engine:
+        return [mean_step(engine, regression_batches(4)) for _ in range(2)]
+
+
+def _same(one: StepResult, other: StepResult) -> bool:
+    losses = zip(one.losses, other.losses, strict=True)
+    return (
+        all(a is not None and b is not None and torch.equal(a, b) for a, b in losses)
+        and one.gradients.keys() == other.gradients.keys()
+        and all(torch.equal(one.gradients[p], other.gradients[p]) for p in one.gradients)
+    )
+
+
+def test_the_number_of_workers_changes_nothing() -> None:
+    module = Noisy()
+    stack = layers_of(module)
+    want = _steps(module, stack, num_workers=1)
+    for num_workers in (2, 3, 4):
+        got = _steps(module, stack, num_workers=num_workers)
+        assert all(_same(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_emulated_devices_draw_the_same_numbers() -> None:
+    module = Noisy()
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=3, num_microbatches=4)
+    results = []
+    for devices in (None, [EmulatedDevice(i) for i in range(3)]):
+        torch.manual_seed(3)
+        results.append(engine_step(module, stack, plan, regression_batches(4), devices=devices))
+    assert _same(*results)
+
+
+def test_seed_and_step_change_the_numbers() -> None:
+    module = Noisy()
+    stack = layers_of(module)
+    first, second = _steps(module, stack, num_workers=2)
+    (other, _) = _steps(module, stack, num_workers=2, seed=4)
+    assert not _same(first, second)
+    assert not _same(first, other)
+
+
+def test_microbatches_draw_different_numbers() -> None:
+    module = Regressor(make_block=lambda: Block(0.5))
+    stack = layers_of(module)
+    batches = regression_batches(1) * 4
+    plan = plan_of(stack, num_workers=2, num_microbatches=4)
+    losses = engine_step(module, stack, plan, batches).losses
+    assert len({float(loss) for loss in losses if loss is not None}) == 4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gpt_oss"])
+def test_attention_dropout_of_transformers(name: str) -> None:
+    module = CausalLM(build_model(name, dropout=0.3))
+    stack = decoder_stack(module)
+    results = []
+    for num_workers in (1, 2, 4):
+        torch.manual_seed(7)
+        plan = auto_plan(stack, num_workers=num_workers, num_microbatches=3)
+        results.append(engine_step(module, stack, plan, token_batches(3)))
+    assert all(_same(result, results[0]) for result in results)
+
+
+def test_global_generator_is_left_after_one_draw() -> None:
+    """As after one `torch.randint`, whatever the module drew: checkpoints carry the seed."""
+    for module in (Noisy(), Regressor()):
+        stack = layers_of(module)
+        plan = plan_of(stack, num_workers=2, num_microbatches=3)
+        torch.manual_seed(11)
+        torch.randint(0, 2**62, (), device="cpu")
+        want = torch.get_rng_state()
+        torch.manual_seed(11)
+        engine_step(module, stack, plan, regression_batches(3))
+        assert torch.equal(torch.get_rng_state(), want)
+
+
+def test_evaluation_draws_as_plain_pytorch_does() -> None:
+    module = Noisy()
+    stack = layers_of(module)
+    (batch,) = regression_batches(1)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        want, state = module.training_step(batch, 0), torch.get_rng_state()
+    plan = plan_of(stack, num_workers=3, num_microbatches=1)
+    with engine_of(module, stack, plan) as engine, torch.no_grad():
+        torch.manual_seed(2)
+        got = engine.evaluate(lambda view, b: view.training_step(b, 0), batch)
+    assert torch.equal(got, want)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --------------------------------------------------------------------------- the list of functions
+
+
+def _operations_tagged_random() -> set[str]:
+    names = set()
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        name, _, overload = name.partition(".")
+        if namespace != "aten" or name.startswith("_"):
+            continue
+        operation = getattr(getattr(torch.ops.aten, name), overload or "default")
+        if torch.Tag.nondeterministic_seeded in operation.tags:
+            names.add(name)
+    return names
+
+
+def test_every_public_operation_that_draws_is_known() -> None:
+    assert _operations_tagged_random() - RANDOM_FUNCTIONS == set()
+
+
+def test_every_python_function_around_them_is_known() -> None:
+    """A mode sees these as one call and not what they call inside."""
+    unknown = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        functions = list(get_testing_overrides())
+    for function in functions:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None and RANDOM_FUNCTIONS & set(code.co_names):
+            unknown.add(function.__name__)
+    assert unknown - RANDOM_FUNCTIONS == set()
+
+
+def test_mix_spreads_small_integers() -> None:
+    seeds = {mix(a, b, c) for a in range(8) for b in range(8) for c in range(8)}
+    assert len(seeds) == 8**3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert mix(1, 2) != mix(2, 1)
+
+
+# --------------------------------------------------------------------- what a recompute cannot see
+
+
+class Calling(nn.Module):
+    """A block that applies a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(x)
+        return self.function(hidden)
+
+
+def _step_with(function: Callable[[Tensor], Tensor], partition: Partition | None = None) -> None:
+    module = Regressor(2, make_block=lambda: Calling(function))
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2, partition=partition)
+    state = torch.get_rng_state()
+    torch.randint(0, 2**62, (), device="cpu")
+    want = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        engine_step(module, stack, plan, regression_batches(2))
+    finally:
+        assert torch.equal(torch.get_rng_state(), want)
+
+
+def _dropout_without_torch_function(x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return functional.dropout(x, 0.5)
+
+
+def _dropout_of_an_overload(x: Tensor) -> Tensor:
+    dropped: Tensor = torch.ops.aten.native_dropout.default(x, 0.5, True)[0]
+    return dropped
+
+
+@pytest.mark.parametrize(
+    "function", [_dropout_without_torch_function, _dropout_of_an_overload], ids=lambda f: f.__name__
+)
+def test_draws_behind_the_modes_back_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(RandomnessError, match="default generator"):
+        _step_with(function)
+
+
+PARTITIONS = {
+    0: Partition(forward=(2,), backward=(0, 2)),
+    2: Partition(forward=(), backward=(2,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("fused", [0, 2])
+def test_dropout_under_activation_checkpointing_is_refused(reentrant: bool, fused: int) -> None:
+    def function(x: Tensor) -> Tensor:
+        dropped: Tensor = checkpoint(functional.dropout, x, 0.5, use_reentrant=reentrant)
+        return dropped
+
+    with pytest.raises(RandomnessError, match="gradient_checkpointing_disable"):
+        _step_with(function, PARTITIONS[fused])
+
+
+def test_activation_checkpointing_without_dropout_is_allowed() -> None:
+    def function(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(torch.tanh, x, use_reentrant=False)
+        return result
+
+    module = Regressor(2, make_block=lambda: Calling(function))
+    stack = layers_of(module)
+    batches = regression_batches(2)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    assert not differences(module, engine_step(module, stack, plan, batches), plain)
+
+
+def test_a_draw_in_a_backward_pass_is_refused() -> None:
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient + torch.randn_like(gradient)
+
+    def function(x: Tensor) -> Tensor:
+        noisy: Tensor = Noise.apply(x)  # type: ignore[no-untyped-call]
+        return noisy
+
+    with pytest.raises(RandomnessError, match="backward pass"):
+        _step_with(function)
+
+
+def test_a_blocks_own_generator_must_be_found_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def moves_on(x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=generator)
+
+    def seeded(x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
+
+    with pytest.raises(RandomnessError, match=r"a torch\.Generator"):
+        _step_with(moves_on)
+    _step_with(seeded)
+
+
+def test_numbers_of_a_users_own_generator_outside_the_blocks_are_its_own() -> None:
+    module = Regressor()
+    stack = layers_of(module)
+    generator = torch.Generator().manual_seed(3)
+
+    def call(view: Any, batch: Any, index: int) -> Tensor:
+        x, y = batch
+        return training_step(view, (x, y + torch.rand(y.shape, generator=generator)), index)  # type: ignore[no-any-return]
+
+    plan = plan_of(stack, num_workers=1, num_microbatches=1)
+    batches = regression_batches(1)
+    plain = plain_step(module, batches, call=call)
+    generator.manual_seed(3)
+    assert not differences(module, engine_step(module, stack, plan, batches, call=call), plain)
