@@ -1,0 +1,45 @@
+"""docs/configuration.md lists what conf/ has."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from roundpipe_lightning.cli.configs import find_config_folder
+from tests.conf.test_models import PUBLISHED
+
+CONF = find_config_folder()
+TEXT = (CONF.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+PARTS = {"last_checkpoint", "best_checkpoint", "timeline", "progress_bar", "lr_monitor"}
+"""Files of conf/callbacks that the choices are made of."""
+
+
+@pytest.mark.parametrize(
+    "group",
+    sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("hydra", "paths")),
+)
+def test_every_choice_is_listed(group: str) -> None:
+    row = re.search(rf"^\| `{group}` \| (.*?) \|", TEXT, flags=re.MULTILINE)
+    assert row is not None
+    listed = set(re.findall(r"`(\w+)`", row[1]))
+    choices = {path.stem for path in (CONF / group).glob("*.yaml")}
+    if group == "hardware":
+        assert listed <= choices
+    else:
+        assert listed == choices - (PARTS if group == "callbacks" else set())
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
+def test_every_model_is_listed(name: str, published: tuple[str | None, int]) -> None:
+    hub_name, num_parameters = published
+    assert f"| `{name}` | {hub_name + ' ' if hub_name else ''}| {num_parameters:,} |" in TEXT
+
+
+def test_every_command_composes() -> None:
+    commands = re.findall(r"^python train.py *([^#\n]*)", TEXT, flags=re.MULTILINE)
+    assert len(commands) >= 8
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for command in commands:
+            words = [word for word in command.split() if "=" in word and "," not in word]
+            compose("train", overrides=words)
