@@ -16,10 +16,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roundpipe_lightning.cli.interrupt import GracefulInterrupt
 from roundpipe_lightning.cli.statistics import RunStatistics
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError, RoundPipeError
+from roundpipe_lightning.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigurationError,
+    RoundPipeError,
+)
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 
-USER_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
+SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
+"""Errors that say themselves which setting is to be changed."""
+
+USER_ERRORS = (*SETTING_ERRORS, InstantiationException)
 """Errors that a person mends by changing a setting: their message is all there is to show."""
 
 
@@ -53,6 +61,7 @@ def build_run(config: DictConfig) -> Run:
 
     Raises:
         ConfigurationError: Settings do not fit each other.
+        BatchError: There are more microbatches than windows in a batch.
         CheckpointError: `ckpt_path` does not exist.
         ModelSourceError: Published weights were asked for and cannot be found.
     """
@@ -62,6 +71,7 @@ def build_run(config: DictConfig) -> Run:
     source: ModelSource = build(config.model)
     data: LightningDataModule = build(config.data)
     check_fit(source, data)
+    check_split(config)
     module = CausalLanguageModule(
         source, optimizer=build(config.optimizer), scheduler=build(config.scheduler)
     )
@@ -97,7 +107,7 @@ def build(config: Any, **extra: Any) -> Any:
     try:
         return instantiate(config, _convert_="all", **extra)
     except InstantiationException as error:
-        if isinstance(error.__cause__, USER_ERRORS):
+        if isinstance(error.__cause__, SETTING_ERRORS):
             raise error.__cause__ from None
         raise
 
@@ -140,6 +150,20 @@ def find_checkpoint(path: str | None) -> Path | None:
             "logs/<task_name>/runs/<date>_<time>/checkpoints/last.ckpt."
         )
     return checkpoint
+
+
+def check_split(config: DictConfig) -> None:
+    """Refuse more microbatches than a batch has windows.
+
+    Raises:
+        BatchError: The batch cannot be split.
+    """
+    count, size = config.partition.num_microbatches, config.data.get("batch_size")
+    if isinstance(count, int) and isinstance(size, int) and count > size:
+        raise BatchError(
+            f"partition.num_microbatches={count} is more than the data.batch_size={size} windows "
+            "of a batch. Lower the one or raise the other."
+        )
 
 
 def check_fit(source: ModelSource, data: LightningDataModule) -> None:

@@ -80,6 +80,7 @@ def train(config: DictConfig) -> float | None:
             _run_stages(run, folder, metrics)
         except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
             if isinstance(error.__context__, KeyboardInterrupt):
+                save_plan(run.trainer, folder)
                 _report_interrupt(run)
                 raise KeyboardInterrupt from None
             raise

@@ -3,10 +3,15 @@
 from pathlib import Path
 
 import pytest
-from hydra.errors import MissingConfigException
+from hydra.errors import InstantiationException, MissingConfigException
 
 from roundpipe_lightning.cli.train import train
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
+from roundpipe_lightning.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigurationError,
+    ModelSourceError,
+)
 from tests.cli.small import SUMMARY_KEYS, compose_small, files, train_small
 
 
@@ -90,7 +95,9 @@ REFUSED = {
     "architecture": (["model.architecture.model_type=x"], ConfigurationError, "model_type='x'"),
     "microbatches": (["partition.num_microbatches=0"], ConfigurationError, "num_microbatches"),
     "folder": (["model.weights=pretrained", "model.hub_name=."], ModelSourceError, "local folder"),
+    "split": (["data.batch_size=3"], BatchError, "data.batch_size=3"),
     "steps": (["scheduler.warmup_steps=-1"], ConfigurationError, "warmup_steps"),
+    "precision": (["trainer.precision=12"], InstantiationException, "12"),
     "text": (["data.text.train_bytes=0"], ConfigurationError, "train_bytes"),
 }
 """Overrides, the error, and what its message names."""
