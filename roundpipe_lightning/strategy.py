@@ -270,7 +270,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers and refuse those that cannot work."""
-        super().setup_optimizers(trainer)
+        with checks.several_optimizers_explained(self._module):
+            super().setup_optimizers(trainer)
         checks.check_optimizers(self.optimizers)
 
     def teardown(self) -> None:

@@ -7,7 +7,8 @@ flag and the way out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -91,6 +92,26 @@ def check_module(module: LightningModule, *, splits_batches: bool, computes_on_h
             f"{type(module).__name__} sets automatic_optimization=False, which this version runs "
             "on CPU workers only. Set Trainer(accelerator='cpu'), or use automatic optimization."
         )
+
+
+@contextmanager
+def several_optimizers_explained(module: LightningModule) -> Iterator[None]:
+    """Say with Lightning's error about several optimizers what they need here besides.
+
+    Raises:
+        ConfigurationError: Automatic optimization with more than one optimizer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers returned several optimizers. Return "
+            "one, with a parameter group for each part of the model, or set "
+            "automatic_optimization=False and RoundPipeStrategy(num_microbatches=1) and step them "
+            "in training_step."
+        ) from error
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

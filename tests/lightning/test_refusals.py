@@ -152,6 +152,18 @@ def test_manual_optimization_with_several_microbatches(
         make_trainer(tmp_path, strategy=strategy).fit(_Manual(), regression_data())
 
 
+def test_several_optimizers(tmp_path: Path) -> None:
+    class Several(_Steps):
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.SGD(self.layers.parameters(), lr=0.1),
+                torch.optim.SGD(self.head.parameters(), lr=0.1),
+            ]
+
+    with pytest.raises(ConfigurationError, match=r"several optimizers.*num_microbatches=1"):
+        make_trainer(tmp_path, strategy="roundpipe").fit(Several(), regression_data())
+
+
 def test_manual_optimization_on_accelerators() -> None:
     with pytest.raises(ConfigurationError, match=r"CPU workers only\. Set Trainer\(accelerator="):
         checks.check_module(_Manual(), splits_batches=False, computes_on_host=False)
