@@ -1,0 +1,391 @@
+"""Which causal language models the engine trains as plain PyTorch does, to the bit.
+
+Builds a tiny random model of every architecture that `AutoModelForCausalLM` knows, trains two steps
+on three CPU workers with four microbatches, and compares losses, gradients, parameters and buffers
+with a plain loop over the same microbatches. Every model has a process of its own, forked from this
+one, and a time limit.
+
+    python benchmarks/architectures.py [--only llama,gpt2] [--output json]
+
+Counted as identical is only what was pipelined: a model without a list of blocks, which the engine
+runs as one stage, is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import multiprocessing
+import platform
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import tiny_configs
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.auto import modeling_auto
+
+from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.stack_run import StackRun
+from roundpipe_lightning.errors import RoundPipeError
+from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.profile import profile_module
+from roundpipe_lightning.planning.default import default_plan
+
+SIZES = tiny_configs.TinySizes()
+NUM_WORKERS = 3
+NUM_MICROBATCHES = 4
+NUM_STEPS = 2
+SEQUENCES, TOKENS = 8, 12
+LEARNING_RATE = 0.1
+TOLERANCE = 1e-6  # for models that differ from themselves
+
+
+class Verdict(Enum):
+    """How an architecture fared."""
+
+    IDENTICAL = "identical"
+    """Pipelined, and equal to the bit, or to the tolerance where the model differs from itself."""
+    DIFFERENT = "different"
+    """Computed something else: a bug, unless the model draws random numbers."""
+    REFUSED = "refused"
+    """The engine raised one of its own errors."""
+    BROKEN = "broken"
+    """Something else was raised inside the engine."""
+    NOT_PIPELINED = "not pipelined"
+    """No blocks were found, or they never ran as a pipeline."""
+    NOT_BUILT = "not built"
+    """transformers itself does not build or run the tiny model. Not counted in the total."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was found out about an architecture.
+
+    Attributes:
+        name: transformers' name of it.
+        verdict: How it fared.
+        reason: Why, where it is not identical.
+        stack: Name of the list of blocks.
+        num_blocks: How many there are.
+        block_share: Part of the parameters that is in the blocks.
+        seconds: How long it took.
+    """
+
+    name: str
+    verdict: Verdict
+    reason: str = ""
+    stack: str = ""
+    num_blocks: int = 0
+    block_share: float = 0.0
+    seconds: float = 0.0
+
+
+class LanguageModel(nn.Module):
+    """Any user's module around a causal language model."""
+
+    def __init__(self, model: nn.Module, *, own_loss: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.own_loss = own_loss
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss; the model's own, where it computes one from labels."""
+        del batch_idx
+        ids = batch["input_ids"]
+        if self.own_loss:
+            loss: Tensor = self.model(**batch, labels=ids, use_cache=False).loss
+            return loss
+        logits = self.model(**batch, use_cache=False).logits[:, -ids.shape[1] :]
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def architectures() -> list[str]:
+    """All names that AutoModelForCausalLM knows."""
+    return list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def build(name: str) -> LanguageModel:
+    """Return a tiny random model that plain PyTorch can train, in the first way that works."""
+    first_error: Exception | None = None
+    for fill_unset, own_loss in itertools.product((False, True), (True, False)):
+        module = _build_in_one_way(name, fill_unset=fill_unset, own_loss=own_loss)
+        if isinstance(module, LanguageModel):
+            return module
+        first_error = first_error or module
+    assert first_error is not None, "there is at least one way"
+    raise first_error
+
+
+def _build_in_one_way(name: str, *, fill_unset: bool, own_loss: bool) -> LanguageModel | Exception:
+    try:
+        module = LanguageModel(_model(name, fill_unset=fill_unset), own_loss=own_loss)
+        module.training_step(batches(0)[0], 0).backward()
+    except Exception as error:  # noqa: BLE001 - whatever transformers raises is the reason
+        return error
+    module.zero_grad()
+    return module
+
+
+def _model(name: str, *, fill_unset: bool) -> nn.Module:
+    config = tiny_configs.tiny_config(name, SIZES, fill_unset=fill_unset)
+    kind = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = _config_for(kind, config)
+    torch.manual_seed(0)
+    model: nn.Module = kind._from_config(config).float().train()  # noqa: SLF001
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Weights that all begin at 0 or 1 would hide mistakes.
+            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _config_for(kind: Any, config: Any) -> Any:
+    """Return the part of a configuration that is the model's own: a decoder's, say."""
+    if isinstance(config, kind.config_class):
+        return config
+    parts = (getattr(config, key) for key in config.sub_configs)
+    return next((part for part in parts if isinstance(part, kind.config_class)), config)
+
+
+def batches(step: int) -> list[dict[str, Tensor]]:
+    """Return the microbatches of a step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, SIZES.vocabulary, (SEQUENCES, TOKENS), generator=generator)
+    parts = ids.chunk(NUM_MICROBATCHES)
+    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
+
+
+# --- training -------------------------------------------------------------------------------------
+
+Trace = dict[str, Tensor]
+"""Everything that two runs must agree on, by name."""
+
+
+def train_plainly(module: LanguageModel) -> Trace:
+    """Two steps in a loop over the microbatches."""
+    trace: Trace = {}
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for index, batch in enumerate(batches(step)):
+            loss = module.training_step(batch, index)
+            (loss / NUM_MICROBATCHES).backward()
+            trace[f"loss of step {step}, microbatch {index}"] = loss.detach()
+        trace.update(_gradients(module, step))
+        optimizer.step()
+    return trace | _state(module)
+
+
+def train_pipelined(module: LanguageModel, engine: Engine) -> Trace:
+    """Two steps with the engine."""
+    trace: Trace = {}
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    for step in range(NUM_STEPS):
+        result = engine.step(
+            batches(step),
+            lambda view, batch, index: view.training_step(batch, index),
+            loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
+        )
+        for index, loss in enumerate(result.losses):
+            assert loss is not None, "every microbatch has a loss"
+            trace[f"loss of step {step}, microbatch {index}"] = loss
+        for parameter in module.parameters():
+            parameter.grad = result.gradients.get(parameter)
+        trace.update(_gradients(module, step))
+        optimizer.step()
+    return trace | _state(module)
+
+
+def _gradients(module: nn.Module, step: int) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            yield f"gradient {step} of {name}", parameter.grad.clone()
+
+
+def _state(module: nn.Module) -> Trace:
+    return {
+        **{f"parameter {k}": p.detach().clone() for k, p in module.named_parameters()},
+        **{f"buffer {k}": b.clone() for k, b in module.named_buffers()},
+    }
+
+
+def differences(want: Trace, got: Trace, *, tolerance: float = 0.0) -> list[str]:
+    """Return the names in which two traces differ, with the largest absolute difference."""
+    found = []
+    for name in [*want, *(name for name in got if name not in want)]:
+        a, b = want.get(name), got.get(name)
+        if a is None or b is None or a.shape != b.shape:
+            found.append(f"{name} ({'missing' if b is None else 'extra'})")
+        elif not torch.equal(a, b) and not torch.equal(a.isnan(), b.isnan() | ~(a == b)):
+            distance = (a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max().item()
+            if not distance <= tolerance:
+                found.append(f"{name} ({distance:.1e})")
+    return found
+
+
+# --- one architecture -----------------------------------------------------------------------------
+
+
+def examine(name: str) -> Report:
+    """Train one architecture both ways and compare."""
+    try:
+        module = build(name)
+    except Exception as error:  # noqa: BLE001 - reported
+        return Report(name=name, verdict=Verdict.NOT_BUILT, reason=_described(error))
+    plain, again = copy.deepcopy(module), copy.deepcopy(module)
+    stack = find_blocks(module, None)
+    if stack is None:
+        return Report(name=name, verdict=Verdict.NOT_PIPELINED, reason="no list of blocks found")
+    facts: dict[str, Any] = {
+        "name": name,
+        "stack": stack.name,
+        "num_blocks": len(stack.blocks),
+        "block_share": _num_elements(*stack.blocks) / _num_elements(module),
+    }
+    random_state = torch.get_rng_state()
+    want = train_plainly(plain)
+    draws = not torch.equal(random_state, torch.get_rng_state())
+    plan = default_plan(
+        profile_module(module, stack), num_workers=NUM_WORKERS, num_microbatches=NUM_MICROBATCHES
+    )
+    devices = [CpuDevice(index) for index in range(NUM_WORKERS)]
+    passes = mock.patch.object(StackRun, "forward", autospec=True, side_effect=StackRun.forward)
+    try:
+        with passes as forward, Engine(module, stack=stack, devices=devices, plan=plan) as engine:
+            got = train_pipelined(module, engine)
+    except RoundPipeError as error:
+        return Report(verdict=Verdict.REFUSED, reason=_described(error), **facts)
+    except Exception as error:  # noqa: BLE001 - reported
+        return Report(verdict=Verdict.BROKEN, reason=_described(error), **facts)
+    if forward.call_count < NUM_STEPS * NUM_MICROBATCHES:
+        reason = f"the blocks ran as a pipeline {forward.call_count} times"
+        return Report(verdict=Verdict.NOT_PIPELINED, reason=reason, **facts)
+    found = differences(want, got)
+    if not found:
+        return Report(verdict=Verdict.IDENTICAL, **facts)
+    if differences(want, train_plainly(again)):
+        reason = "the model differs from itself"
+        if not differences(want, got, tolerance=TOLERANCE):
+            return Report(verdict=Verdict.IDENTICAL, reason=reason, **facts)
+        found = [f"{reason}{' (it draws random numbers)' if draws else ''}", *found]
+    reason = f"{len(found)} of {len(want)} differ: {', '.join(found[:3])}"
+    return Report(verdict=Verdict.DIFFERENT, reason=reason, **facts)
+
+
+def _num_elements(*modules: nn.Module) -> int:
+    return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
+
+
+def _described(error: BaseException) -> str:
+    """The error, with the place where it was raised; our own errors speak for themselves."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+    if isinstance(error, RoundPipeError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    places = " < ".join(f"{Path(f.filename).name}:{f.lineno} `{f.line}`" for f in reversed(frames))
+    return f"{text} [{places}]"
+
+
+def _examine_in_child(name: str, connection: Connection) -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    report = asdict(examine(name)) | {"seconds": round(time.perf_counter() - start, 2)}
+    connection.send(Report(**report))
+
+
+def examine_in_process(name: str, *, timeout_seconds: float) -> Report:
+    """Examine an architecture in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_examine_in_child, args=(name, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(timeout_seconds):
+            report: Report = receiver.recv()
+            return report
+        reason = f"not done after {timeout_seconds:g} s"
+    except EOFError:
+        reason = "the process ended without a report"
+    finally:
+        process.kill()
+        process.join()
+    return Report(name=name, verdict=Verdict.BROKEN, reason=reason, seconds=timeout_seconds)
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def summary(reports: Sequence[Report]) -> dict[str, Any]:
+    """Return what `--output json` prints."""
+    counted = [r for r in reports if r.verdict is not Verdict.NOT_BUILT]
+    identical = [r for r in counted if r.verdict is Verdict.IDENTICAL]
+    return {
+        "total": len(counted),
+        "identical": len(identical),
+        "failed": {r.name: f"{r.verdict.value}: {r.reason}" for r in counted if r not in identical},
+        "not_built": {r.name: r.reason for r in reports if r not in counted},
+        "to_tolerance": {r.name: r.reason for r in identical if r.reason},
+        "by_verdict": Counter(r.verdict.value for r in reports),
+        "models": {
+            r.name: {"stack": r.stack, "blocks": r.num_blocks, "share": round(r.block_share, 3)}
+            for r in identical
+        },
+        "seconds": round(sum(r.seconds for r in reports), 1),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+    }
+
+
+def main() -> None:
+    """Examine all architectures and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="names, separated by commas (default all)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per model")
+    parser.add_argument("--output", choices=("text", "json"), default="text")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else architectures()
+    unknown = sorted(set(names) - set(architectures()))
+    if unknown:
+        parser.error(f"AutoModelForCausalLM does not know {', '.join(unknown)}")
+    torch.set_num_threads(1)
+    reports = []
+    for name in names:
+        report = examine_in_process(name, timeout_seconds=options.timeout)
+        reports.append(report)
+        if options.output == "text":
+            print(f"{name:32} {report.verdict.value:14} {report.reason}", flush=True)
+    result = summary(reports)
+    if options.output == "json":
+        print(json.dumps(result, indent=1))
+        return
+    print(f"{result['identical']} of {result['total']} identical; {dict(result['by_verdict'])}")
+
+
+if __name__ == "__main__":
+    main()
