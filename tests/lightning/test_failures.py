@@ -129,8 +129,8 @@ def test_error_in_user_code_and_training_again(tmp_path: Path, place: str, devic
     assert module.fuse[0].blown
     lines = "".join(traceback.format_tb(error.tb))
     assert "blow_for" in lines or "in backward" in lines or "in step" in lines
-    notes = " ".join(getattr(error.value, "__notes__", []))
-    assert place == "optimizer" or "microbatch 2" in notes
+    if place != "optimizer" and hasattr(error.value, "add_note"):  # Python 3.11
+        assert "microbatch 2" in " ".join(getattr(error.value, "__notes__", []))
     assert not [thread for thread in threading.enumerate() if "roundpipe" in thread.name]
 
     module.load_state_dict(start)

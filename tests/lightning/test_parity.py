@@ -25,6 +25,7 @@ from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.strategy import NoBlocksWarning, RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
+    Block,
     LanguageModel,
     PaddedSequences,
     Regressor,
@@ -167,6 +168,53 @@ def test_schedulers_and_learning_rates(tmp_path: Path, kind: str) -> None:
         runs.append((module, rates))
     assert runs[1][1] == runs[0][1]
     assert parameter_error(runs[1][0], runs[0][0]) < 1e-5
+
+
+class _Normalised(Regressor):
+    """Has layers with running statistics, inside and outside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.BatchNorm1d(8)
+        for layer in self.layers:
+            assert isinstance(layer, Block)
+            layer.norm = nn.BatchNorm1d(8)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.before(x))
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging(
+    tmp_path: Path,
+) -> None:
+    modules = []
+    for strategy in one_and_many(RoundPipeStrategy(num_microbatches=1)):
+        torch.manual_seed(3)
+        module = _Normalised()
+        averaging = StochasticWeightAveraging(0.02, swa_epoch_start=2)
+        devices = 1 if strategy == "auto" else 2
+        fit(tmp_path, strategy, module, regression_data(), devices=devices, callbacks=[averaging])
+        modules.append(module)
+    assert same_bits(modules[1], modules[0])
+    for (name, buffer), (_, expected) in zip(
+        modules[1].named_buffers(), modules[0].named_buffers(), strict=True
+    ):
+        assert torch.equal(buffer, expected), name
+
+
+def test_running_statistics_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    modules = []
+    for devices in (1, 3):
+        torch.manual_seed(3)
+        module = _Normalised()
+        strategy = RoundPipeStrategy(num_microbatches=4)
+        fit(tmp_path, strategy, module, regression_data(), devices=devices)
+        modules.append(module)
+    for (name, buffer), (_, expected) in zip(
+        modules[1].named_buffers(), modules[0].named_buffers(), strict=True
+    ):
+        assert torch.equal(buffer, expected), name
 
 
 class _Unfreeze(BaseFinetuning):
