@@ -41,12 +41,15 @@ def main() -> None:
 
 def _job(config: DictConfig) -> float | None:
     """One run on the command line: an error a user can mend is one message, not a traceback."""
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":
-        return train(config)
     try:
         return train(config)
     except USER_ERRORS as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
         _exit_with(error)
+    except Exception:
+        log.exception("The run failed.")
+        raise
 
 
 def _exit_with(error: Exception) -> NoReturn:
