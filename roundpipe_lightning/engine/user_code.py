@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -28,14 +29,16 @@ from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.worker import PlacedBuffers, Worker
 
-#: Functions that ask about a tensor or move it themselves.
-_LEFT_ALONE = frozenset(
+#: Functions that ask about a tensor and give no tensor that its gradient flows through.
+_QUESTIONS = frozenset(
     """
-    __get__ __hash__ __len__ __repr__ __format__ backward cpu cuda dim element_size is_contiguous
+    __get__ __hash__ __len__ __repr__ __format__ backward dim element_size is_contiguous
     is_floating_point item ndimension nelement numel register_hook requires_grad_ retain_grad size
-    stride to tolist
+    stride tolist
     """.split()
 )
+#: Functions and attributes that give a tensor and know its place themselves.
+_KEEP_PLACE = frozenset("H T cpu cuda imag mH mT real to".split())
 
 
 class RootView(View):
@@ -170,9 +173,9 @@ class UserCode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._active and getattr(func, "__name__", "") not in _LEFT_ALONE:
-            if self._crosses:
-                args, kwargs = self._brought_together(func, args, kwargs)
+        if self._active and (name := _name_of(func)) not in _QUESTIONS:
+            if self._crosses and name not in _KEEP_PLACE:
+                args, kwargs = self._brought_together(name, args, kwargs)
             else:
                 args = tuple([self._leaf_for(x) for x in args])
                 if kwargs:
@@ -193,29 +196,53 @@ class UserCode(TorchFunctionMode):
         return isinstance(value, nn.Parameter) and value in self._masters
 
     def _brought_together(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the tensors among the arguments to one device, if they are on several."""
-        target = self._worker().device
-        name = getattr(func, "__name__", "")
-        written = kwargs.get("out", args[0] if args and _writes_first(name) else None)
-        if isinstance(written, Tensor) and not self._is_master(written):
-            target = self.owner_of(written)
+        """Bring the tensors among the arguments to one device, if they are on several.
 
-        def bring(value: Tensor) -> Tensor:
+        Where all are on an earlier worker they stay: a view of a straggler must remain one, so that
+        writing into it is writing into the straggler.
+        """
+        places: set[torch.device] = set()
+
+        def stand_in(value: Tensor) -> Tensor:
             if self._is_master(value):
                 value = self._leaf(value)  # type: ignore[arg-type]  # a master is a parameter
+            owner = self.owner_of(value)
+            if owner is not self._host:
+                places.add(owner.torch_device)
+            return value
+
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(stand_in, (args, kwargs))
+        if len(places) < 2:
+            return found
+        args, kwargs = found
+        target = self._worker().device
+        base = kwargs.get("out", args[0] if args and _stays_with_first(name) else None)
+        if isinstance(base, Tensor):
+            target = self.owner_of(base)
+
+        def bring(value: Tensor) -> Tensor:
             on_other_worker = not target.holds(value) and self.owner_of(value) is not self._host
             return target.move(value) if on_other_worker else value
 
-        moved: tuple[Any, Any] = map_tensors(bring, (args, kwargs))
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(bring, found)
         return moved
 
 
-def _writes_first(name: str) -> bool:
-    """Say whether a function of this name writes into its first argument."""
+def _name_of(func: Callable[..., Any]) -> str:
+    """Return a function's name, or that of the attribute that it gets if it makes a tensor."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
+        return attribute if attribute in _KEEP_PLACE else name
+    return name
+
+
+def _stays_with_first(name: str) -> bool:
+    """Say whether a function writes into its first argument, or gives a view of it."""
     if name.startswith("__"):
-        return name == "__setitem__" or (
+        return name in ("__getitem__", "__setitem__") or (
             name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         )
     return name.endswith("_")

@@ -42,7 +42,8 @@ class PlacedBuffers:
         """Return what stands for a host buffer here; the same tensor every time."""
         if buffer not in self._placed:
             if not self._device.shares_host_memory:
-                placed = self._device.upload(buffer)
+                with torch.inference_mode(buffer.is_inference()):  # else nobody counts its writes
+                    placed = self._device.upload(buffer)
             else:
                 placed = buffer if self._keep_writes else buffer.clone()
             self._placed[buffer] = (placed, placed._version)
@@ -62,17 +63,28 @@ class PlacedBuffers:
         """
         if not self._keep_writes:
             return
-        for buffer, (placed, version) in self._placed.items():
-            if placed is not buffer and placed._version != version:
-                with torch.no_grad():
-                    buffer.copy_(self._device.download(placed))
-                self._placed[buffer] = (placed, placed._version)
         for original, view in views.items():
+            self._bring_home([b for b in original.buffers(recurse=False) if b in self._placed])
             table: LazyTable[Tensor] = view.__dict__["_buffers"]
             for name, value in table.take_assigned().items():
                 owner = self._device if owner_of is None or value is None else owner_of(value)
                 host = None if value is None else owner.download(value)
                 original.__dict__["_buffers"][name] = host
+
+    def _bring_home(self, buffers: Sequence[Tensor]) -> None:
+        """Download the buffers of one module if one of them has changed.
+
+        All of them, because batch normalisation writes its running statistics behind the back of
+        the version counter; only its count of batches tells.
+        """
+        changed = [self._placed[b][0]._version != self._placed[b][1] for b in buffers]
+        if self._device.shares_host_memory or not any(changed):
+            return
+        for buffer in buffers:
+            placed = self._placed[buffer][0]
+            with torch.no_grad():
+                buffer.copy_(self._device.download(placed))
+            self._placed[buffer] = (placed, placed._version)
 
 
 class ResidentStage:
