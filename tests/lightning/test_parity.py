@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -106,6 +108,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "clipping by norm": {"gradient_clip_val": 0.05},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "weight averaging": {"callbacks": lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=2)]},
+    "moving average": {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]},
+    "profiler": {"profiler": "simple", "max_epochs": 1},
+    "development run": {"fast_dev_run": 2},
+    "some steps": {"max_steps": 6},
     "half an epoch": {"limit_train_batches": 2, "accumulate_grad_batches": 3},
     "one batch": {"overfit_batches": 1},
     "anomaly detection": {"detect_anomaly": True},
@@ -128,6 +134,36 @@ def test_trainer_features(tmp_path: Path, name: str) -> None:
         fit(tmp_path, strategy, module, data, devices=devices, **flags)
         modules.append(module)
     assert parameter_error(modules[1], modules[0]) < 1e-5
+
+
+def test_tuner_finds_what_it_finds_on_one_device(tmp_path: Path) -> None:
+    class Tunable(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size, self.lr = 2, 0.01
+
+        def train_dataloader(self) -> Any:
+            return regression_data(64, batch_size=self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return regression_data(8)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    found = []
+    for strategy in one_and_many(RoundPipeStrategy()):
+        torch.manual_seed(3)
+        module = Tunable()
+        trainer = make_trainer(
+            tmp_path, strategy=strategy, devices=1 if strategy == "auto" else 2, max_epochs=1
+        )
+        size = Tuner(trainer).scale_batch_size(module, max_trials=2)
+        finder = Tuner(trainer).lr_find(module, num_training=20, max_lr=0.1)
+        assert finder is not None
+        found.append((size, finder.results["loss"]))
+    assert found[1][0] == found[0][0]
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
 
 
 class _Scheduled(Regressor):
