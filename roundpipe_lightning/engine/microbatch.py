@@ -137,13 +137,13 @@ class Microbatch:
     def place(self) -> str:
         """Where the microbatch stands, for people."""
         blocks, names = self.stage.blocks, self._context.plan.block_names
-        covered = f"blocks {names[blocks[0]]} to {names[blocks[-1]]}" if blocks else "no blocks"
+        covered = ["the head segment"] if self._position == 0 else []
+        if blocks:
+            covered.append(f"blocks {names[blocks[0]]} to {names[blocks[-1]]}")
         if self.stage.kind is StageKind.FUSED:
-            covered += " and the tail segment"
-        if self._position == 0:
-            covered = f"the head segment, {covered}"
+            covered.append("the tail segment")
         return (
-            f"{self._action.kind.name} stage {self._action.stage} ({covered}), microbatch "
+            f"{self._action.kind.name} stage {self._action.stage} ({', '.join(covered)}), microbatch "
             f"{self.index}, {self.worker}"
         )
 
