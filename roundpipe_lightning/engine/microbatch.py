@@ -143,8 +143,8 @@ class Microbatch:
         if self.stage.kind is StageKind.FUSED:
             covered.append("the tail segment")
         return (
-            f"{self._action.kind.name} stage {self._action.stage} ({', '.join(covered)}), microbatch "
-            f"{self.index}, {self.worker}"
+            f"{self._action.kind.name} stage {self._action.stage} ({', '.join(covered)}), "
+            f"microbatch {self.index}, {self.worker}"
         )
 
     def _generators(self) -> Sequence[torch.Generator]:
