@@ -96,6 +96,9 @@ class Evaluator:
         rounds: Microbatches of each round.
         hop_seconds: Time from one worker to the next.
         recompute_start: When a recompute may begin.
+        forward_upload_seconds: Time to upload one byte of weights for a FORWARD stage; 0: no time.
+        backward_upload_seconds: The same for FUSED and BACKWARD stages, whose uploads may share the
+            host's memory with gradients on their way back.
     """
 
     profile: ModelProfile
@@ -103,6 +106,8 @@ class Evaluator:
     rounds: tuple[int, ...]
     hop_seconds: float
     recompute_start: RecomputeStart = RecomputeStart.EARLY
+    forward_upload_seconds: float = 0.0
+    backward_upload_seconds: float = 0.0
 
     def makespans(self, table: PartitionTable) -> Floats:
         """Return the makespan of every partition, in seconds."""
@@ -114,6 +119,7 @@ class Evaluator:
 
     def _makespans(self, table: PartitionTable) -> Floats:
         recompute, compute = self._durations(table)
+        upload = self._upload_durations(table)
         present = np.concatenate([table.forward, table.backward], axis=1).T > 0
         present[table.forward.shape[1]] = True
         period = recompute + compute
@@ -121,6 +127,8 @@ class Evaluator:
         # Worker `num_workers` is a dummy that is always free: absent stages run there, in no time.
         free = np.zeros((self.num_workers + 1, len(table)))
         free[-1] = -np.inf
+        free_before = free.copy()
+        uploaded = free.copy()
         turns = np.zeros(len(table), dtype=np.int64)
         hop = self.hop_seconds if self.num_workers > 1 else 0.0
         for round_size in self.rounds:
@@ -133,15 +141,36 @@ class Evaluator:
                 turns += here
                 ends += np.where(here & started, hop, 0.0)
                 started |= here
-                np.maximum(ends[0], free[worker, rows] + recompute[stage], out=ends[0])
+                free_now = free[worker, rows]
+                weights = np.maximum(uploaded[worker, rows], free_before[worker, rows])
+                weights += upload[stage]
+                start = np.maximum(free_now, weights)
+                np.maximum(ends[0], start + recompute[stage], out=ends[0])
                 offsets = places * period[stage]
                 ends -= offsets
                 np.maximum.accumulate(ends, axis=0, out=ends)
                 offsets += compute[stage]
                 ends += offsets
+                uploaded[worker, rows] = weights
+                free_before[worker, rows] = free_now
                 free[worker, rows] = np.where(here, ends[-1], -np.inf)
-        result: Floats = free.max(axis=0)
+        first = present.argmax(axis=0)
+        result: Floats = free.max(axis=0) - upload[first, rows]
         return result
+
+    def _upload_durations(self, table: PartitionTable) -> Floats:
+        """Return the seconds to upload each stage's weights, of shape (stages, partitions)."""
+        profile = self.profile
+        weights = _prefix_sums([block.parameter_bytes for block in profile.blocks])
+        stop = table.forward.cumsum(axis=1)
+        forward = weights[stop] - weights[stop - table.forward]
+        forward += np.where((stop == table.forward) & (stop > 0), profile.head.parameter_bytes, 0)
+        low = profile.num_blocks - table.backward.cumsum(axis=1)
+        backward = weights[low + table.backward] - weights[low]
+        backward[:, 0] += profile.tail.parameter_bytes
+        forward *= self.forward_upload_seconds
+        backward *= self.backward_upload_seconds
+        return np.ascontiguousarray(np.concatenate([forward, backward], axis=1).T)
 
     def _durations(self, table: PartitionTable) -> tuple[Floats, Floats]:
         """Return recompute and remaining seconds, each of shape (stages, partitions)."""

@@ -83,6 +83,7 @@ class Efficiency:
 
     Attributes:
         matrix: Matrix products, of `MatrixRates`.
+        grouped: Matrix products of a mixture's experts, of `MatrixRates`.
         attention: Fused attention, of `MatrixRates`.
         memory: Everything else on a device, which is bound by its memory, of
             `HardwareSpec.memory_bytes_per_second`.
@@ -93,6 +94,7 @@ class Efficiency:
     """
 
     matrix: float = 1.0
+    grouped: float = 1.0
     attention: float = 1.0
     memory: float = 1.0
     host: float = 1.0
@@ -172,6 +174,10 @@ class HardwareSpec:
     def matrix_seconds(self, operations: float, *, dtype: str) -> float:
         """Time of matrix products on one device."""
         return operations / (self.matrix_rates.of(dtype) * self.efficiency.matrix)
+
+    def grouped_seconds(self, operations: float, *, dtype: str) -> float:
+        """Time of a mixture's experts on one device."""
+        return operations / (self.matrix_rates.of(dtype) * self.efficiency.grouped)
 
     def attention_seconds(self, operations: float, *, dtype: str) -> float:
         """Time of fused attention on one device."""

@@ -20,6 +20,7 @@ class BlockProfile:
         parameter_bytes: Size of all parameters and buffers in the compute dtype.
         trainable_bytes: Size of those that get a gradient, in the compute dtype.
         boundary_bytes: Size of what is handed to the next block.
+        activation_bytes: Size of what its backward keeps from its forward (or its recompute).
 
     Raises:
         PlanError: If a figure is negative.
@@ -31,6 +32,7 @@ class BlockProfile:
     parameter_bytes: int = 0
     trainable_bytes: int = 0
     boundary_bytes: int = 0
+    activation_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Refuse negative figures."""

@@ -16,7 +16,7 @@ Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from roundpipe_lightning.errors import PlanError
@@ -25,6 +25,9 @@ from roundpipe_lightning.planning.partition import balanced_cuts
 from roundpipe_lightning.planning.stages import Partition
 
 Counts = tuple[int, ...]
+
+_ISLANDS_FUSED = (1_000_000, 0, 4, 1)
+"""Most blocks of the fused stage on each island in turn: plans with few need their own search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +72,16 @@ class Effort:
         num_actions: Actions to simulate, at most, in all generations together.
         num_children: Partitions per generation.
         num_parents: Partitions that survive a generation.
-        num_generations: Generations per island, at most.
+        num_generations: Generations of all islands together, at most.
+        island_generations: Generations per island, at most.
         seed: Seed of the random numbers.
     """
 
-    num_actions: int = 40_000_000
+    num_actions: int = 30_000_000
     num_children: int = 256
     num_parents: int = 48
-    num_generations: int = 24
+    num_generations: int = 200
+    island_generations: int = 20
     seed: int = 0
 
 
@@ -118,20 +123,38 @@ def search_partitions(
     best.add(even)
     stages = sum(len(c.forward) + len(c.backward) + 1 for c in even) // len(even)
     generation = effort.num_children * stages * sum(evaluator.rounds)
-    num_generations = max(4, effort.num_actions // generation)
-    num_islands = max(1, round(num_generations / effort.num_generations) - 1)
-    for _ in range(num_islands):
-        island = _Island(evaluator, limits, effort, random, in_order=True)
-        island.add(random.sample(even, min(len(even), 24)))
+    num_generations = min(max(4, effort.num_actions // generation), effort.num_generations)
+    num_islands = max(1, round(num_generations / effort.island_generations) - 1)
+    each = min(effort.island_generations, max(1, num_generations // (num_islands + 1)))
+    for number in range(num_islands):
+        fused = min(limits.fused, _ISLANDS_FUSED[number % len(_ISLANDS_FUSED)])
+        near = replace(limits, fused=fused)
+        island = _Island(evaluator, near, effort, random, in_order=True)
+        some = [candidate for candidate in even if candidate.fused <= fused]
+        island.add(random.sample(some, min(len(some), 24)))
         island.add(
-            [_random_candidate(num_blocks, limits, random) for _ in range(effort.num_children)]
+            [_random_candidate(num_blocks, near, random) for _ in range(effort.num_children)]
         )
-        island.evolve(min(effort.num_generations, num_generations // (num_islands + 1)))
+        island.evolve(each)
         best.adopt(island)
     last = _Island(evaluator, limits, effort, random, in_order=False)
     last.adopt(best)
-    last.evolve(min(effort.num_generations, num_generations // (num_islands + 1)))
+    last.evolve(each)
     return last.results(num_results)
+
+
+def best_even(evaluator: Evaluator, *, limits: StageLimits) -> Found:
+    """Return the best partition into stages of about equal duration: what a search begins with.
+
+    Args:
+        evaluator: Knows the model and the workers.
+        limits: What the partition must keep.
+    """
+    candidates = _even_candidates(evaluator, limits)
+    table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in candidates])
+    makespans = evaluator.makespans(table)
+    row = int(makespans.argmin())
+    return Found(partition=table.partition(row), makespan_seconds=float(makespans[row]))
 
 
 def _makespan(evaluator: Evaluator, partition: Partition) -> float:

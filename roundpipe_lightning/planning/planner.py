@@ -1,0 +1,265 @@
+"""From a model and a machine to the plan with the shortest step.
+
+Chosen together: the stages (uneven, asymmetric), the blocks of the fused stage, teams and rounds. A
+team of T splits the plan into T pipelines that never meet, so it idles less the larger it is, but
+uploads every stage's weights T times: `simulate_transfers` decides between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.costs import RecomputeStart, StageCosts, stage_costs
+from roundpipe_lightning.planning.evaluate import Evaluator
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.limits import stage_limits
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.search import Effort, StageLimits, best_even, search_partitions
+from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.planning.transfers import simulate_transfers
+
+_CONFIRMED = 3
+"""Partitions per team and round size that are simulated with their transfers."""
+
+_HOPELESS = 1.01
+"""How much longer than the best a confirmed step may be for more of its kind to be confirmed."""
+
+_PROMISING = 1.04
+"""How much longer than the best with even stages a team and round size may be to be searched."""
+
+_SHAPES_SEARCHED = 3
+"""Team and round sizes that are searched, at most."""
+
+_BATCHES_SEARCHED = 3
+"""Accumulated batches that the search looks at, so that those between fill and drain count most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningRequest:
+    """What a plan is wanted for; what has a default is left to the planner.
+
+    Attributes:
+        num_microbatches: Microbatches of one batch.
+        num_batches: Batches that are accumulated before the weights change: one continuous stream,
+            a batch fills the pipeline while the one before drains.
+        team_sizes: Team sizes to choose from; empty: all that divide the number of devices.
+        round_sizes: Round sizes to choose from; empty: the whole batch, and one per worker.
+        limits: Blocks per stage at most; None: what fits the devices' memory.
+        hop_seconds: From one worker to another; None: a download and an upload of the largest
+            boundary.
+        recompute_start: When the workers begin a recompute.
+        effort: How long to search per team and round size.
+
+    Raises:
+        PlanError: If a count is less than 1.
+    """
+
+    num_microbatches: int
+    num_batches: int = 1
+    team_sizes: tuple[int, ...] = ()
+    round_sizes: tuple[int, ...] = ()
+    limits: StageLimits | None = None
+    hop_seconds: float | None = None
+    recompute_start: RecomputeStart = RecomputeStart.EARLY
+    effort: Effort = field(default_factory=Effort)
+
+    def __post_init__(self) -> None:
+        """Refuse counts that no step has."""
+        counts = [
+            ("num_microbatches", self.num_microbatches),
+            ("num_batches", self.num_batches),
+            *(("team_sizes", size) for size in self.team_sizes),
+            *(("round_sizes", size) for size in self.round_sizes),
+        ]
+        for name, value in counts:
+            if value < 1:
+                raise PlanError(f"{name}: {value} must be 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTraining:
+    """The planner's answer.
+
+    Attributes:
+        plan: The plan; its microbatches are those of all accumulated batches.
+        costs: What its stages cost.
+        timeline: When every action is predicted to run, transfers included.
+    """
+
+    plan: Plan
+    costs: StageCosts
+    timeline: Timeline
+
+
+def plan_training(
+    profile: ModelProfile, *, hardware: HardwareSpec, request: PlanningRequest
+) -> PlannedTraining:
+    """Choose the plan with the shortest predicted step.
+
+    Args:
+        profile: The model. Sizes that are 0 cost no time and no memory.
+        hardware: The machine; every device is a worker.
+        request: What is wanted, and what is settled.
+
+    Raises:
+        PlanError: If a device cannot hold a block, or the request contradicts the machine.
+    """
+    limits = request.limits or stage_limits(profile, hardware)
+    hop = (
+        request.hop_seconds if request.hop_seconds is not None else _hop_seconds(profile, hardware)
+    )
+    task = _Task(
+        profile=profile, hardware=hardware, request=request, limits=limits, hop_seconds=hop
+    )
+    best: PlannedTraining | None = None
+    for shape in task.promising_shapes():
+        for partition in task.search(shape):
+            planned = task.predict(shape, partition=partition, num_batches=task.num_looked_at)
+            makespan = planned.timeline.makespan_seconds
+            if best is None or makespan < best.timeline.makespan_seconds:
+                best, best_shape = planned, shape
+            elif makespan > _HOPELESS * best.timeline.makespan_seconds:
+                break
+    assert best is not None
+    if task.num_looked_at == request.num_batches:
+        return best
+    return task.predict(best_shape, partition=best.plan.partition, num_batches=request.num_batches)
+
+
+def _hop_seconds(profile: ModelProfile, hardware: HardwareSpec) -> float:
+    size = max((block.boundary_bytes for block in profile.blocks), default=0)
+    return hardware.download_seconds(size) + hardware.upload_seconds(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """How the microbatches travel, whatever the stages are."""
+
+    team_size: int
+    round_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """Everything that stays the same during the search."""
+
+    profile: ModelProfile
+    hardware: HardwareSpec
+    request: PlanningRequest
+    limits: StageLimits
+    hop_seconds: float
+
+    def promising_shapes(self) -> list[_Shape]:
+        """Return the teams and rounds that do best with even stages, the best first."""
+        even = {}
+        for shape in self._shapes():
+            found = best_even(self._evaluator(shape), limits=self.limits)
+            even[shape] = found.makespan_seconds
+        if not even:
+            request = self.request
+            raise PlanError(
+                f"No team size of {request.team_sizes} goes with a round size of "
+                f"{request.round_sizes} and num_microbatches={request.num_microbatches}: a round "
+                "has at least one microbatch per worker of a team, and at most the whole batch."
+            )
+        ranked = sorted(even, key=lambda shape: even[shape])
+        limit = _PROMISING * even[ranked[0]]
+        return [shape for shape in ranked if even[shape] <= limit][:_SHAPES_SEARCHED]
+
+    def _shapes(self) -> Iterator[_Shape]:
+        num_workers, request = self.hardware.num_devices, self.request
+        divisors = [size for size in range(1, num_workers + 1) if num_workers % size == 0]
+        for team_size in request.team_sizes or divisors:
+            if team_size not in divisors:
+                raise PlanError(
+                    f"team_sizes: {team_size} does not divide the {num_workers} devices of "
+                    f"{self.hardware.name}; choose from {divisors}."
+                )
+            rounds = request.round_sizes or (request.num_microbatches, num_workers)
+            for round_size in dict.fromkeys(rounds):
+                if team_size <= round_size <= request.num_microbatches:
+                    yield _Shape(team_size=team_size, round_size=round_size)
+
+    def search(self, shape: _Shape) -> list[Partition]:
+        """Return promising partitions, the best first."""
+        effort = self.request.effort
+        if shape.team_size == self.hardware.num_devices:
+            # One worker never waits for another: only the fused stage matters, and even stages do.
+            effort = replace(effort, num_actions=0)
+        found = search_partitions(
+            self._evaluator(shape), limits=self.limits, effort=effort, num_results=_CONFIRMED
+        )
+        return [result.partition for result in found]
+
+    def _evaluator(self, shape: _Shape) -> Evaluator:
+        """Evaluate one of the pipelines that a shape splits the plan into."""
+        hardware, team_size = self.hardware, shape.team_size
+        rounds = _rounds(
+            self.request.num_microbatches * self.num_looked_at, round_size=shape.round_size
+        )
+        forward = hardware.upload_seconds(1.0, num_devices=hardware.num_devices)
+        trains = any(block.trainable_bytes for block in self.profile.blocks)
+        shared = (2 if trains else 1) * hardware.num_devices / hardware.host_bytes_per_second
+        return Evaluator(
+            profile=self.profile,
+            num_workers=hardware.num_devices // team_size,
+            rounds=tuple(-(-size // team_size) for size in rounds),
+            hop_seconds=self.hop_seconds,
+            recompute_start=self.request.recompute_start,
+            forward_upload_seconds=forward,
+            backward_upload_seconds=max(forward, shared) if forward else 0.0,
+        )
+
+    def predict(self, shape: _Shape, *, partition: Partition, num_batches: int) -> PlannedTraining:
+        """Make the plan of a partition and predict its step with all transfers."""
+        num_microbatches = self.request.num_microbatches * num_batches
+        plan = Plan(
+            model=self.profile.fingerprint,
+            partition=partition,
+            num_workers=self.hardware.num_devices,
+            num_microbatches=num_microbatches,
+            team_size=shape.team_size,
+            round_size=shape.round_size,
+            schedule=round_robin_schedule(
+                partition,
+                num_workers=self.hardware.num_devices,
+                num_microbatches=num_microbatches,
+                round_size=shape.round_size,
+                team_size=shape.team_size,
+            ),
+            block_names=self.profile.block_names,
+        )
+        costs = stage_costs(
+            self.profile,
+            partition=partition,
+            hop_seconds=self.hop_seconds,
+            recompute_start=self.request.recompute_start,
+        )
+        if self.hardware.shares_host_memory:
+            timeline = simulate(plan.schedule, partition=partition, costs=costs)
+        else:
+            timeline = simulate_transfers(
+                plan.schedule,
+                partition=partition,
+                costs=costs,
+                profile=self.profile,
+                hardware=self.hardware,
+            )
+        return PlannedTraining(plan=plan, costs=costs, timeline=timeline)
+
+    @property
+    def num_looked_at(self) -> int:
+        """Accumulated batches that plans are compared by."""
+        return min(self.request.num_batches, _BATCHES_SEARCHED)
+
+
+def _rounds(num_microbatches: int, *, round_size: int) -> tuple[int, ...]:
+    """Return the number of microbatches of every round."""
+    full, rest = divmod(num_microbatches, round_size)
+    return (round_size,) * full + ((rest,) if rest else ())

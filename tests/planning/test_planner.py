@@ -1,0 +1,139 @@
+"""The planner: valid plans within limits, never worse than even stages, honest refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.costs import stage_costs
+from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.limits import RESERVED_BYTES, stage_limits
+from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.search import Effort, StageLimits
+from roundpipe_lightning.planning.transfers import simulate_transfers
+from tests.planning.machines import machine
+from tests.planning.profiles import random_profiles, uniform_profile
+
+QUICK = Effort(num_actions=50_000, num_children=24, num_parents=8)
+
+
+def heavy(profile: ModelProfile, *, parameter_bytes: int) -> ModelProfile:
+    blocks = tuple(
+        replace(block, parameter_bytes=parameter_bytes, trainable_bytes=parameter_bytes)
+        for block in profile.blocks
+    )
+    return replace(profile, blocks=blocks)
+
+
+@settings(max_examples=15)
+@given(
+    random_profiles(max_blocks=9),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 6),
+    st.integers(1, 2),
+    st.sampled_from([0, 30]),
+)
+def test_random_plans_are_valid_and_keep_the_limits(
+    profile: ModelProfile, devices: int, microbatches: int, batches: int, weight: int
+) -> None:
+    profile = heavy(profile, parameter_bytes=weight)
+    limits = StageLimits(forward=4, backward=2, fused=1)
+    request = PlanningRequest(
+        num_microbatches=microbatches, num_batches=batches, limits=limits, effort=QUICK
+    )
+    planned = plan_training(profile, hardware=machine(devices), request=request)
+    assert limits.allow(planned.plan.partition)
+    assert planned.plan.num_microbatches == microbatches * batches
+    planned.plan.check_model(profile.fingerprint, block_names=profile.block_names)
+    assert len(planned.timeline.entries) == sum(map(len, planned.plan.schedule.workers))
+
+
+@pytest.mark.parametrize("link", [1e30, 20.0])
+def test_a_plan_is_not_worse_than_even_stages(link: float) -> None:
+    profile = heavy(uniform_profile(24), parameter_bytes=60)
+    hardware = machine(4, link=link)
+    request = PlanningRequest(num_microbatches=8, hop_seconds=0.1, team_sizes=(1,), effort=QUICK)
+    planned = plan_training(profile, hardware=hardware, request=request)
+    even = default_plan(profile, num_workers=4, num_microbatches=8)
+    baseline = simulate_transfers(
+        even.schedule,
+        partition=even.partition,
+        costs=stage_costs(profile, partition=even.partition, hop_seconds=0.1),
+        profile=profile,
+        hardware=hardware,
+    )
+    assert planned.timeline.makespan_seconds <= baseline.makespan_seconds
+
+
+def test_large_teams_where_links_are_fast_small_ones_where_not() -> None:
+    profile = heavy(uniform_profile(32), parameter_bytes=100)
+    request = PlanningRequest(num_microbatches=8, hop_seconds=0.1, effort=QUICK)
+    fast = plan_training(profile, hardware=machine(4, link=1e30), request=request)
+    slow = plan_training(profile, hardware=machine(4, link=20.0), request=request)
+    assert fast.plan.team_size == 4
+    assert slow.plan.team_size < 4
+    assert fast.timeline.makespan_seconds < slow.timeline.makespan_seconds
+
+
+def test_a_stream_of_batches_idles_less_than_one() -> None:
+    profile = uniform_profile(16)
+    request = PlanningRequest(
+        num_microbatches=8, hop_seconds=0.1, team_sizes=(1,), round_sizes=(8,), effort=QUICK
+    )
+    one = plan_training(profile, hardware=machine(4), request=request)
+    stream = plan_training(profile, hardware=machine(4), request=replace(request, num_batches=6))
+    assert stream.timeline.idle_share < one.timeline.idle_share
+    assert stream.plan.num_microbatches == 48
+    assert stream.plan.round_size == 8
+
+
+def test_workers_in_host_memory_copy_nothing() -> None:
+    profile = heavy(uniform_profile(8), parameter_bytes=10**9)
+    hardware = machine(2, link=1.0, shares_host_memory=True)
+    request = PlanningRequest(num_microbatches=4, effort=QUICK)
+    planned = plan_training(profile, hardware=hardware, request=request)
+    assert planned.timeline.start_seconds == 0.0
+    assert planned.timeline.makespan_seconds < 200.0
+
+
+def test_limits_follow_from_device_memory() -> None:
+    block = BlockProfile(
+        name="b", parameter_bytes=100, trainable_bytes=100, activation_bytes=100, boundary_bytes=5
+    )
+    profile = ModelProfile(
+        blocks=(block,) * 20,
+        tail=BlockProfile(name="t", parameter_bytes=50, activation_bytes=100),
+        fingerprint="",
+    )
+    hardware = machine(2, device_bytes=RESERVED_BYTES + 20 + 1700)
+    # 2 n 100 + 100 <= 1700; n 500 <= 1700; n 500 + 200 <= 1700
+    assert stage_limits(profile, hardware) == StageLimits(forward=8, backward=3, fused=3)
+    with pytest.raises(PlanError, match=r"testx2 cannot hold the largest block: it needs 0.00 GB"):
+        stage_limits(profile, machine(2, device_bytes=RESERVED_BYTES + 20 + 499))
+    unknown = uniform_profile(20)
+    assert stage_limits(unknown, machine(4)) == StageLimits(forward=10, backward=5, fused=5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (PlanningRequest(num_microbatches=4, team_sizes=(3,)), "3 does not divide the 4 devices"),
+        (PlanningRequest(num_microbatches=2, team_sizes=(4,)), "No team size of"),
+        (PlanningRequest(num_microbatches=2, round_sizes=(8,)), "No team size of"),
+    ],
+)
+def test_a_request_that_contradicts_the_machine_is_refused(
+    request_: PlanningRequest, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_training(uniform_profile(4), hardware=machine(4), request=request_)
+
+
+def test_a_request_for_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match="num_batches: 0"):
+        PlanningRequest(num_microbatches=1, num_batches=0)
