@@ -320,7 +320,11 @@ class Engine:
         if failures:
             failure = failures[0]
             add_note(failure.error, f"This happened in {runs[failure.index].place}.")
-            raise failure.error
+            try:
+                raise failure.error
+            finally:  # its traceback refers to this frame: no circle that holds the step's tensors
+                failures.clear()
+                del failure
 
     def _clear_workers(self) -> None:
         for worker in self._workers:

@@ -126,10 +126,12 @@ class UserCode(TorchFunctionMode):
         return total
 
     def close(self) -> None:
-        """Break the circles between views and their maker, so that memory is free at once."""
+        """Break the circles of references, so that memory is free at once. Nothing works after."""
         self.maker.close()
         self._leaves.clear()
         self._buffers.clear()
+        self.stream = None
+        del self._worker
 
     # ----------------------------------------------------------------------------------- places
 

@@ -195,6 +195,7 @@ class ViewMaker:
                 view.__dict__.clear()
         self._made.clear()
         self._stand_ins.clear()
+        del self._parameter, self._buffer
 
     def fill(self, view: Any, module: nn.Module) -> None:
         """Give an empty object what makes it a view: tables and shared attributes."""
