@@ -28,7 +28,9 @@ def fold(sums: dict[T, Tensor], contribution: dict[T, Tensor]) -> None:
     for parameter, gradient in contribution.items():
         if parameter not in sums:
             sums[parameter] = gradient
-        elif gradient.is_sparse or sums[parameter].is_sparse:
+        elif sums[parameter].is_sparse:  # in this order PyTorch adds any two layouts
+            sums[parameter] = gradient + sums[parameter]
+        elif gradient.is_sparse:
             sums[parameter] = sums[parameter] + gradient
         else:
             old.append(sums[parameter])
