@@ -1,0 +1,119 @@
+"""The ledger adds in the order of the microbatches, whoever comes first."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from functools import reduce
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.gradients import Account, GradientLedger, fold
+
+
+def _gradients(num: int) -> list[Tensor]:
+    """Return numbers whose sum depends on the order of additions."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(16, generator=generator) * 10.0**i for i in range(num)]
+
+
+def _in_order(tensors: list[Tensor]) -> Tensor:
+    return reduce(torch.add, [tensor.clone() for tensor in tensors])
+
+
+def test_every_order_of_arrival_gives_the_sum_in_order() -> None:
+    gradients, parameter = _gradients(4), nn.Parameter(torch.zeros(16))
+    backwards = _in_order(gradients[::-1])
+    assert not torch.equal(_in_order(gradients), backwards), "the order should matter here"
+    for order in itertools.permutations(range(4)):
+        account = Account(4)
+        for microbatch in order:
+            account.add([microbatch], {parameter: gradients[microbatch].clone()})
+        assert torch.equal(account.sums[parameter], _in_order(gradients))
+
+
+@given(st.data())
+def test_microbatches_that_come_together(data: st.DataObject) -> None:
+    """Any split of the microbatches, arriving in any order: summed by each group's first."""
+    num = data.draw(st.integers(1, 7))
+    labels = data.draw(st.lists(st.integers(0, 2), min_size=num, max_size=num))
+    groups = [[m for m in range(num) if labels[m] == label] for label in sorted(set(labels))]
+    parameter, gradients = nn.Parameter(torch.zeros(16)), _gradients(num)
+    account = Account(num)
+    for group in data.draw(st.permutations(groups)):
+        account.add(group, {parameter: _in_order([gradients[m] for m in group])})
+    by_first = sorted(groups, key=min)
+    wanted = _in_order([_in_order([gradients[m] for m in group]) for group in by_first])
+    assert torch.equal(account.sums[parameter], wanted)
+
+
+def test_parameters_that_some_microbatches_do_not_use() -> None:
+    one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    account = Account(3)
+    account.add([2], {two: torch.tensor([4.0])})
+    account.add([0], {})
+    assert not account.sums
+    account.add([1], {one: torch.tensor([1.0]), two: torch.tensor([2.0])})
+    assert account.sums == {one: torch.tensor([1.0]), two: torch.tensor([6.0])}
+
+
+def test_ledger_keeps_stages_apart_and_sums_shared_parameters_per_microbatch() -> None:
+    mine, shared = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
+    a, b, c, d = _gradients(4)
+    ledger = GradientLedger(num_microbatches=2, num_stages=2)
+    ledger.add_shared(1, {shared: c.clone()})
+    ledger.add_stage(1, [1], {mine: b.clone()})
+    ledger.add_shared(1, {shared: d.clone()})
+    ledger.close_microbatch(1)
+    ledger.add_shared(0, {shared: a.clone()})
+    ledger.add_stage(1, [0], {mine: a.clone()})
+    ledger.add_shared(0, {shared: b.clone()})
+    for microbatch in (0, 1):
+        ledger.add_stage(0, [microbatch], {})
+    ledger.close_microbatch(0)
+    sums = ledger.sums()
+    assert torch.equal(sums[mine], a + b)
+    assert torch.equal(sums[shared], (a + b) + (c + d))
+
+
+def test_a_parameter_of_a_stage_that_user_code_uses_too() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    ledger = GradientLedger(num_microbatches=1, num_stages=1)
+    ledger.add_stage(0, [0], {parameter: torch.tensor([1.0])})
+    ledger.add_shared(0, {parameter: torch.tensor([2.0])})
+    ledger.close_microbatch(0)
+    assert ledger.sums() == {parameter: torch.tensor([3.0])}
+
+
+def test_sparse_gradients() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    indices, values = torch.tensor([[1]]), torch.ones(1, 2)
+    sparse = torch.sparse_coo_tensor(indices, values, (3, 2), check_invariants=True)
+    for pair in ((sparse, sparse), (sparse, torch.ones(3, 2)), (torch.ones(3, 2), sparse)):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for gradient in pair:
+            fold(sums, {parameter: gradient.clone()})
+        total = sums[parameter]
+        dense = total.to_dense() if total.is_sparse else total
+        one, other = (g.to_dense() if g.is_sparse else g for g in pair)
+        assert torch.equal(dense, one + other)
+
+
+def test_threads_add_at_once() -> None:
+    num, parameter = 32, nn.Parameter(torch.zeros(16))
+    gradients = [torch.randn(16) for _ in range(num)]
+    account, barrier = Account(num), threading.Barrier(num)
+
+    def add(microbatch: int) -> None:
+        barrier.wait()
+        account.add([microbatch], {parameter: gradients[microbatch].clone()})
+
+    threads = [threading.Thread(target=add, args=(m,)) for m in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(account.sums[parameter], _in_order(gradients))
