@@ -92,8 +92,8 @@ def find_files(folder: Path, *, pattern: str) -> list[Path]:
     """
     if not folder.is_dir():
         raise ConfigurationError(
-            f"data.text.folder={str(folder)!r} is not a folder. Name one that holds text files, or use "
-            "data.text.folder=null for the source of Python's standard library."
+            f"data.text.folder={str(folder)!r} is not a folder. Name one that holds text "
+            "files, or use data.text.folder=null for the source of Python's standard library."
         )
     found = [
         path
@@ -102,8 +102,9 @@ def find_files(folder: Path, *, pattern: str) -> list[Path]:
     ]
     if not found:
         raise ConfigurationError(
-            f"No file in {str(folder)!r} matches data.text.pattern={pattern!r}. If this Python comes "
-            "without the source of its standard library, name a folder of text with data.text.folder."
+            f"No file in {str(folder)!r} matches data.text.pattern={pattern!r}. If this Python "
+            "comes without the source of its standard library, name a folder of text with "
+            "data.text.folder."
         )
 
     def place(path: Path) -> str:
