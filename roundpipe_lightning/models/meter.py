@@ -1,0 +1,214 @@
+"""Counts what runs on the meta device: operations, bytes, and the memory in use.
+
+Every operation that PyTorch dispatches is of one kind. Matrix products count two operations per
+multiply-add, those of a mixture's experts apart. Fused attention counts the pairs of tokens that
+its mask leaves, four operations per pair and feature forward and ten backward (FlashAttention
+recomputes the scores; arXiv 2205.14135). All others count the bytes that they read and write. Views
+and allocations cost nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["Count", "Meter"]
+
+aten = torch.ops.aten
+
+_FREE = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh.default,
+        aten._unsafe_view.default,  # noqa: SLF001
+        aten._reshape_alias.default,  # noqa: SLF001
+    }
+)
+_MATRIX = frozenset({"mm", "addmm", "bmm", "baddbmm", "dot", "mv", "addmv"})
+_GROUPED = "_grouped_mm"
+_CONVOLUTION = frozenset({"convolution", "convolution_backward", "_convolution"})
+_GATHER = frozenset({"index", "embedding", "gather", "index_select"})
+_SCATTER = frozenset({"index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_"})
+_ATTENTION_FORWARD = "_flash_attention_forward"
+_ATTENTION_BACKWARD = "_flash_attention_backward"
+
+
+@dataclass(kw_only=True)
+class Count:
+    """What has been counted.
+
+    Attributes:
+        matrix_operations: Of matrix products.
+        grouped_operations: Of grouped matrix products, a mixture's experts.
+        matrix_bytes: What both read and write.
+        attention_operations: Of fused attention.
+        memory_bytes: What everything else reads and writes.
+    """
+
+    matrix_operations: float = 0.0
+    grouped_operations: float = 0.0
+    matrix_bytes: float = 0.0
+    attention_operations: float = 0.0
+    memory_bytes: float = 0.0
+
+
+class Meter(TorchDispatchMode):
+    """A mode that counts the operations under it.
+
+    Values are not known on the meta device. Code that asks whether something holds (masks without
+    padding, one sequence per row) is told that it does; other questions raise as they always do.
+
+    Attributes:
+        count: What has been counted.
+        live_bytes: Memory of the tensors that were made under this mode and still exist.
+        peak_bytes: The most of it since `reset`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = Count()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: MutableMapping[Any, bool] = WeakIdKeyDictionary()
+
+    def reset(self) -> None:
+        """Begin anew; memory in use stays in use."""
+        self.count = Count()
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and _is_question(args[0]):  # noqa: SLF001
+            return True
+        if func is aten._grouped_mm.default:  # noqa: SLF001
+            result = _grouped_product(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in read:  # what was there before is not counted when a view of it is made
+            self._known.setdefault(tensor.untyped_storage(), True)
+        self._track(made)
+        if func not in _FREE and not func.is_view:
+            self._add(func.overloadpacket.__name__, args, kwargs, read, made)
+        return result
+
+    def _add(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        read: list[Tensor],
+        made: list[Tensor],
+    ) -> None:
+        count = self.count
+        if name in _MATRIX:
+            first = read[1] if name.startswith(("add", "badd")) else read[0]
+            count.matrix_operations += 2.0 * made[0].numel() * first.shape[-1]
+            count.matrix_bytes += _num_bytes(read) + _num_bytes(made)
+        elif name == _GROUPED:  # every row meets one group's matrix
+            count.grouped_operations += 2.0 * read[0].numel() * read[1].shape[-1]
+            count.matrix_bytes += _num_bytes(read) + _num_bytes(made)
+        elif name in _CONVOLUTION:
+            count.matrix_operations += _convolution_operations(name, args, made)
+            count.matrix_bytes += _num_bytes(read) + _num_bytes(made)
+        elif name == _ATTENTION_FORWARD:
+            count.attention_operations += 4 * _attention_pairs(args, kwargs, first=0)
+        elif name == _ATTENTION_BACKWARD:
+            count.attention_operations += 10 * _attention_pairs(args[1:], kwargs, first=1)
+        elif name in _GATHER:
+            count.memory_bytes += 2 * _num_bytes(made)
+        elif name in _SCATTER:
+            count.memory_bytes += 3 * _num_bytes(read[1:])
+        else:
+            count.memory_bytes += _num_bytes(read) + _num_bytes(made)
+
+    def _track(self, tensors: Iterable[Tensor]) -> None:
+        """Note new storages, and when they go."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            self._known[storage] = True
+            num_bytes = storage.nbytes()
+            self.live_bytes += num_bytes
+            weakref.finalize(storage, self._forget, num_bytes).atexit = False
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+
+
+def _is_question(value: Tensor) -> bool:
+    return value.device.type == "meta" and value.dtype is torch.bool
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that are touched: what is broadcast is read once."""
+    return sum(_distinct(tensor) * tensor.element_size() for tensor in tensors)
+
+
+def _distinct(tensor: Tensor) -> int:
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return elements
+
+
+def _convolution_operations(name: str, args: tuple[Any, ...], made: list[Tensor]) -> float:
+    backward = name == "convolution_backward"
+    weight: Tensor = args[2] if backward else args[1]
+    output = args[0] if backward else made[0]
+    passes = sum(tensor.dim() > 1 for tensor in made) if backward else 1
+    return 2.0 * passes * output.numel() * weight[0].numel()
+
+
+def _attention_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first: int) -> float:
+    """Pairs of tokens that see each other, times heads and features.
+
+    Args:
+        args: The operation's arguments, from the query on.
+        kwargs: Its keyword arguments.
+        first: 1 for the backward pass, which has the result and its sums after the value.
+    """
+    query, key = args[0], args[1]
+    is_causal = args[10 if first else 8]
+    sequences, length, heads, features = query.shape
+    others = key.shape[1]
+    window = kwargs.get("window_size_left")
+    pairs = float(length * others)
+    if is_causal:
+        seen = others if window is None else min(window + 1, others)
+        pairs = length * seen - seen * (seen - 1) / 2 if length == others else pairs
+    return pairs * float(sequences * heads * features)
+
+
+def _grouped_product(
+    first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Shape of a grouped product, in any dtype: rows by group, or one result per group."""
+    if second.dim() == 2:
+        assert offs is not None
+        return first.new_empty((offs.shape[0], first.shape[0], second.shape[1]))
+    return first.new_empty((*first.shape[:-1], second.shape[-1]))

@@ -1,0 +1,107 @@
+"""Work: amounts are fitted, added up, and turned into seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.hardware import Efficiency
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.work import (
+    Amount,
+    BlockWork,
+    MicrobatchShape,
+    Peak,
+    Work,
+    WorkProfile,
+    time_model,
+    work_seconds,
+)
+
+_coefficients = st.integers(0, 10**6)
+
+
+def shape(sequences: int, seq_len: int) -> MicrobatchShape:
+    return MicrobatchShape(sequences=sequences, seq_len=seq_len)
+
+
+@given(fixed=_coefficients, per_token=_coefficients, per_square=_coefficients)
+def test_three_values_give_the_coefficients(fixed: int, per_token: int, per_square: int) -> None:
+    amount = Amount(fixed=fixed, per_token=per_token, per_square=per_square)
+    values = [amount.of(shape(*size)) for size in ((1, 64), (1, 128), (2, 64))]
+    fitted = Amount.fit(*values, seq_len=64)
+    for size in ((3, 32), (1, 1000)):
+        assert fitted.of(shape(*size)) == pytest.approx(amount.of(shape(*size)), rel=1e-6)
+
+
+def test_amounts_add_up() -> None:
+    both = Amount(fixed=1, per_token=2) + Amount(per_token=3, per_square=4)
+    assert both == Amount(fixed=1, per_token=5, per_square=4)
+    work = Work(matrix_operations=both) + Work(matrix_operations=both, memory_bytes=both)
+    assert work.matrix_operations.of(shape(1, 2)) == 2 * (1 + 10 + 16)
+    assert work.memory_bytes == both
+
+
+def test_a_peak_is_the_largest_amount() -> None:
+    peak = Peak(amounts=(Amount(fixed=100), Amount(per_token=3)))
+    assert (peak.of(shape(1, 10)), peak.of(shape(1, 100))) == (100, 300)
+    assert Peak().of(shape(1, 1)) == 0
+
+
+def test_a_microbatch_has_tokens() -> None:
+    assert shape(3, 5).tokens == 15
+    with pytest.raises(PlanError, match="sequences=0"):
+        shape(0, 5)
+
+
+def test_kinds_of_work_take_their_share_of_a_rate() -> None:
+    efficiency = Efficiency(matrix=0.5, grouped=0.25, attention=0.125, memory=0.5)
+    machine = replace(load_hardware("rtx4090x1"), efficiency=efficiency)
+    rate, bandwidth = machine.matrix_rates.of("bfloat16"), machine.memory_bytes_per_second
+    second = {
+        "matrix_operations": rate * 0.5,
+        "grouped_operations": rate * 0.25,
+        "attention_operations": rate * 0.125,
+        "memory_bytes": bandwidth * 0.5,
+        "matrix_bytes": bandwidth * 0.5,
+    }
+    for kind, amount in second.items():
+        work = Work(**{kind: Amount(fixed=amount)})
+        seconds = work_seconds(work, hardware=machine, shape=shape(1, 1), dtype="bfloat16")
+        assert seconds == pytest.approx(1), kind
+    both = Work(**{kind: Amount(fixed=amount) for kind, amount in second.items()})
+    seconds = work_seconds(both, hardware=machine, shape=shape(1, 1), dtype="bfloat16")
+    assert seconds == pytest.approx(4)  # reading the matrices hides behind multiplying them
+
+
+def test_a_model_is_timed_block_by_block() -> None:
+    machine = load_hardware("rtx4090x1")
+    block = BlockWork(
+        name="b",
+        forward=Work(memory_bytes=Amount(per_token=10)),
+        backward=Work(memory_bytes=Amount(per_token=30)),
+        num_parameters=5,
+        num_trainable=3,
+        parameter_bytes=10,
+        trainable_bytes=6,
+        boundary_bytes=Amount(per_token=2),
+        peak_bytes=Peak(amounts=(Amount(per_token=7),)),
+    )
+    tail = replace(block, name="t", num_parameters=4, num_trainable=4)
+    head = replace(tail, name="h")
+    work = WorkProfile(
+        blocks=(block, block), head=head, tail=tail, tied_parameters=2, fingerprint="f"
+    )
+    assert (work.num_parameters, work.num_trainable) == (16, 12)
+    assert (work.parameter_bytes, work.trainable_bytes) == (40, 24)
+    profile = time_model(work, hardware=machine, shape=shape(2, 4), dtype="bfloat16")
+    assert profile.fingerprint == "f"
+    assert profile.num_blocks == 2
+    timed = profile.blocks[0]
+    assert timed.backward_seconds == pytest.approx(3 * timed.forward_seconds)
+    assert (timed.boundary_bytes, timed.activation_bytes) == (16, 56)
+    assert (timed.parameter_bytes, timed.trainable_bytes) == (10, 6)
