@@ -100,9 +100,8 @@ class View:
         if hasattr(descriptor, "__set__"):
             object.__setattr__(self, name, value)
             return
-        if name in own:
-            own[name] = value
-        setattr(own["_view_of"], name, value)
+        own[name] = value  # read back here, whatever another microbatch writes in between
+        setattr(own["_view_of"], name, value.__dict__["_view_of"] if _is_view(value) else value)
 
     def __delattr__(self, name: str) -> None:
         own = self.__dict__
@@ -110,6 +109,10 @@ class View:
         for table in _TABLES:
             own[table].pop(name, None)
         delattr(own["_view_of"], name)
+
+
+def _is_view(value: Any) -> bool:
+    return issubclass(type(value), View)
 
 
 def _rebound(value: Any, original: object, view: object) -> Any:
