@@ -1,0 +1,357 @@
+"""Views: the user's classes and attributes, with other parameters, buffers and children."""
+
+from __future__ import annotations
+
+import abc
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.view import LazyTable, View, ViewClasses, ViewMaker
+from tests.engine.tiny import (
+    Regressor,
+    engine_of,
+    layers_of,
+    mean_step,
+    plan_of,
+    regression_batches,
+)
+
+
+class Server:
+    """Makes views whose parameters are twice the originals' and whose buffers are negated."""
+
+    def __init__(self) -> None:
+        self.asked: list[nn.Parameter] = []
+        self.made: dict[Tensor, Tensor] = {}
+        self.maker = ViewMaker(
+            parameter=self._parameter, buffer=self._buffer, classes=ViewClasses()
+        )
+
+    def _parameter(self, parameter: nn.Parameter) -> Tensor:
+        self.asked.append(parameter)
+        if parameter not in self.made:
+            self.made[parameter] = nn.Parameter(2 * parameter.detach())
+        return self.made[parameter]
+
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        return self.made.setdefault(buffer, -buffer)
+
+    def view(self, module: nn.Module) -> Any:
+        return self.maker.view_of(module)
+
+
+class Base(nn.Module):
+    """A user's module with attributes of all kinds."""
+
+    shared_by_class = "class"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.absent = nn.Parameter(torch.ones(1))
+        self.register_parameter("absent", None)
+        self.register_buffer("mean", torch.ones(2))
+        self.register_buffer("temporary", torch.ones(1), persistent=False)
+        self.child = nn.Linear(2, 2)
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+        self.table = nn.ModuleDict({"a": self.child, "b": nn.ReLU()})
+        self.list = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(3)])
+        self.dict = nn.ParameterDict({"x": nn.Parameter(torch.ones(1))})
+        self.count = 0
+        self.config: dict[str, Any] = {"size": 2}
+        self._hidden = 1
+
+    @property
+    def hidden(self) -> int:
+        return self._hidden
+
+    @hidden.setter
+    def hidden(self, value: int) -> None:
+        self._hidden = value
+
+    @staticmethod
+    def static(x: int) -> int:
+        return x + 1
+
+    @classmethod
+    def name_of_class(cls) -> str:
+        return cls.__name__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Derived(Base):
+    """Calls its base's forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + Base.forward(self, x)
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def test_class_and_super(server: Server) -> None:
+    view = server.view(Derived())
+    assert isinstance(view, Derived)
+    assert isinstance(view, Base)
+    assert isinstance(view, View)
+    assert view.__class__ is Derived
+    assert type(view).__name__ == "Derived"
+    assert view.name_of_class() == "Derived"
+    assert view.static(1) == 2
+    assert view.shared_by_class == "class"
+    assert torch.equal(view(torch.ones(2)), torch.full((2,), 4.0))
+
+
+def test_parameters_buffers_and_children_are_the_views(server: Server) -> None:
+    original = Base()
+    view = server.view(original)
+    assert torch.equal(view.weight, torch.full((2,), 2.0))
+    assert torch.equal(view.mean, torch.full((2,), -1.0))
+    assert view.absent is None
+    assert isinstance(view.child, View)
+    assert view.child.weight is server.made[original.child.weight]
+    assert view.table["a"] is view.child
+    assert view.get_submodule("layers.2") is view.layers[2]
+    assert view.get_parameter("child.weight") is view.child.weight
+    assert server.view(original) is view
+
+
+def test_nothing_is_placed_before_it_is_asked_for(server: Server) -> None:
+    original = Base()
+    view = server.view(original)
+    assert not server.asked
+    assert view.child is not None
+    assert len(view.layers) == 4
+    assert not server.asked
+    _ = view.weight
+    assert server.asked == [original.weight]
+
+
+def test_iteration_and_tables(server: Server) -> None:
+    original = Base()
+    view = server.view(original)
+    placed = dict(view.named_parameters())
+    assert list(placed) == [name for name, _ in original.named_parameters()]
+    for name, parameter in original.named_parameters():
+        assert torch.equal(placed[name], 2 * parameter)
+    assert [p.shape for p in view.parameters()] == [p.shape for p in original.parameters()]
+    assert all(torch.equal(b, -torch.ones_like(b)) for b in view.buffers())
+    assert all(isinstance(m, View) for m in view.modules())
+    assert all(isinstance(m, View) for m in view.children())
+    assert {name for name, _ in view.named_modules()} == {n for n, _ in original.named_modules()}
+    for table in ("_parameters", "_buffers", "_modules"):
+        lazy = getattr(view, table)
+        assert isinstance(lazy, LazyTable)
+        assert list(dict(lazy)) == list(lazy) == list(getattr(original, table))
+        assert all(dict(lazy)[key] is lazy[key] is lazy.get(key) for key in lazy)
+        assert lazy.get("missing", 3) == 3
+        copied = OrderedDict(lazy)
+        assert all(copied[key] is lazy[key] for key in lazy)
+    assert set(view.state_dict()) == set(original.state_dict())
+    assert torch.equal(view.state_dict()["weight"], torch.full((2,), 2.0))
+
+
+def test_module_lists_and_parameter_lists(server: Server) -> None:
+    original = Base()
+    view = server.view(original)
+    assert [layer is view.layers[i] for i, layer in enumerate(view.layers)] == [True] * 4
+    part = view.layers[1:3]
+    assert len(part) == 2
+    assert part[0] is view.layers[1]
+    assert part[-1] is view.layers[2]
+    assert view.layers[-1] is view.layers[3]
+    assert len(view.list) == 3
+    assert torch.equal(torch.cat(list(view.list)), torch.full((3,), 2.0))
+    assert torch.equal(view.list[-1], torch.tensor([2.0]))
+    assert torch.equal(view.dict["x"], torch.tensor([2.0]))
+    assert next(iter(view.dict.items()))[0] == "x"
+    assert list(view.table.keys()) == ["a", "b"]
+    sequence = server.view(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert torch.equal(sequence[0].weight, sequence[:1][0].weight)
+    assert sequence(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_attributes_are_the_originals_live(server: Server) -> None:
+    original = Base()
+    view = server.view(original)
+    assert view.config is original.config
+    original.count = 5
+    assert view.count == 5
+    view.fresh = [1]
+    assert original.fresh == [1]
+    original.training = True
+    view.hidden = 7
+    assert original.hidden == view.hidden == 7
+    assert original._hidden == 7
+    del view.fresh
+    assert not hasattr(original, "fresh")
+    assert not hasattr(view, "fresh")
+    with pytest.raises(AttributeError, match="missing"):
+        _ = view.missing
+    assert hasattr(view, "count")
+
+
+def test_a_view_reads_what_it_has_written(server: Server) -> None:
+    """Another microbatch's write in between must not be seen."""
+    original: Any = Base()
+    view = server.view(original)
+    other = Server().view(original)
+    view.last = "mine"
+    other.last = "theirs"
+    assert [view.last, other.last, original.last] == ["mine", "theirs", "theirs"]
+
+
+def test_a_view_kept_on_its_module_is_the_original_there(server: Server) -> None:
+    original: Any = Base()
+    view = server.view(original)
+    view.chosen = view.layers[2]
+    assert view.chosen is view.layers[2]
+    assert original.chosen is original.layers[2]
+
+
+def test_training_mode_of_views_and_originals(server: Server) -> None:
+    original = Base()
+    view = server.view(original)
+    assert view.training
+    assert view.child.training
+    view.eval()
+    assert not original.training
+    assert not original.child.training
+    assert not view.layers[0].training
+
+
+def test_assigned_buffers_are_the_views_and_are_told(server: Server) -> None:
+    original: Any = Base()
+    view = server.view(original)
+    fresh = torch.zeros(2)
+    view.mean = fresh
+    view._buffers["temporary"] = None
+    assert view.mean is fresh
+    assert torch.equal(original.mean, torch.ones(2))
+    assert view._buffers.take_assigned() == {"mean": fresh, "temporary": None}
+    assert view._buffers.take_assigned() == {}
+    assert view.mean is fresh
+
+
+def test_a_patched_forward_runs_on_the_view(server: Server) -> None:
+    """Libraries put `module.forward = functools.partial(..)` or bound methods in the instance."""
+    original = Base()
+
+    def patched(self: Any, x: Tensor) -> Tensor:
+        result: Tensor = self.weight + x
+        return result
+
+    original.forward = types.MethodType(patched, original)  # type: ignore[method-assign]
+    assert torch.equal(server.view(original)(torch.ones(2)), torch.full((2,), 3.0))
+    inner = original.child
+    old = inner.forward
+    inner.forward = lambda input: old(input) + 1  # type: ignore[method-assign]  # noqa: A006
+    assert server.view(original).child(torch.ones(2)).shape == (2,)
+
+
+def test_hooks_see_the_view(server: Server) -> None:
+    original, seen = Base(), []
+    handle = original.register_forward_hook(lambda module, args, output: seen.append(module))
+    view = server.view(original)
+    view(torch.ones(2))
+    handle.remove()
+    view(torch.ones(2))
+    assert seen == [view]
+
+
+def test_shared_modules_stay_shared_and_stand_ins_stand_in(server: Server) -> None:
+    original = Base()
+    other = nn.Identity()
+    server.maker.add_stand_ins({original.child: other})
+    view = server.view(original)
+    assert view.child is view.table["a"] is other
+    assert dict(view.named_children())["child"] is other
+
+
+def test_classes_that_do_unusual_things(server: Server) -> None:
+    class Registered:
+        classes: list[str] = []  # noqa: RUF012
+
+        def __init_subclass__(cls, *, label: str, **kwargs: Any) -> None:
+            Registered.classes.append(label)
+
+    class Unusual(nn.Module, Registered, abc.ABC, label="once"):
+        __slots__ = ("slot",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.slot = 3
+            self.linear = nn.Linear(1, 1)
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "forwarded":
+                return "from the original's own __getattr__"
+            return super().__getattr__(name)
+
+        @abc.abstractmethod
+        def needed(self) -> int: ...
+
+    class Concrete(Unusual, label="twice"):
+        def needed(self) -> int:
+            return 1
+
+    view = server.view(Concrete())
+    assert Registered.classes == ["once", "twice"]
+    assert view.needed() == 1
+    assert view.forwarded == "from the original's own __getattr__"
+    assert isinstance(view.linear, View)
+
+
+def test_closed_views_hold_nothing(server: Server) -> None:
+    view = server.view(Base())
+    child = view.child
+    server.maker.close()
+    assert not view.__dict__
+    assert not child.__dict__
+
+
+REGISTERS: list[Callable[[Any], None]] = [
+    lambda v: v.register_buffer("late", torch.ones(1)),
+    lambda v: v.add_module("late", nn.ReLU()),
+    lambda v: setattr(v, "late", nn.ReLU()),
+]
+
+
+@pytest.mark.parametrize("register", REGISTERS)
+def test_what_is_registered_late_is_there(server: Server, register: Callable[[Any], None]) -> None:
+    original = Base()
+    view = server.view(original)
+    register(view)
+    assert view.late is not None
+
+
+def test_user_code_in_steps_reads_and_writes_its_module() -> None:
+    module: Any = Regressor()
+    module.seen = {}
+    module.total = 0.0
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        view.mine = index
+        view.seen[index] = type(view).__name__
+        loss = view.training_step(batch, 0)
+        assert view.mine == index
+        view.total = loss.item()
+        return loss
+
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=3, num_microbatches=3)
+    with engine_of(module, stack, plan) as engine:
+        result = mean_step(engine, regression_batches(3), call=call)
+    assert module.seen == dict.fromkeys(range(3), "Regressor")
+    assert module.mine in range(3)
+    assert module.total in [float(loss) for loss in result.losses if loss is not None]
