@@ -14,7 +14,7 @@ from roundpipe_lightning.cli.build import USER_ERRORS, Run, build_run
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.last_checkpoint import LastCheckpoint
-from roundpipe_lightning.cli.pipeline import save_plan
+from roundpipe_lightning.cli.pipeline import save_plan, uncrowded_threads
 from roundpipe_lightning.cli.summary import summarize
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 
@@ -78,7 +78,7 @@ def train(config: DictConfig) -> float | None:
     write_atomically(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
     log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
-    with run.interrupt:
+    with run.interrupt, uncrowded_threads(run.trainer):
         try:
             _run_stages(run, folder, metrics)
         except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
