@@ -1,0 +1,228 @@
+"""Evaluation gives the values of plain PyTorch, in the caller's thread, between training steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.tagged import tag_of
+from roundpipe_lightning.errors import CaptureError
+from tests.engine.architectures import (
+    CausalLM,
+    build_model,
+    decoder_stack,
+    evaluating,
+    tiny_causal_lm,
+    token_batches,
+)
+from tests.engine.test_placement import NormBlock
+from tests.engine.tiny import (
+    Regressor,
+    cpu_workers,
+    differences,
+    emulated_workers,
+    engine_of,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+)
+
+SERVERS: dict[str, Callable[[int], list[Device]]] = {
+    "processor": cpu_workers,
+    "emulated": emulated_workers,
+}
+servers = pytest.mark.parametrize("server", SERVERS)
+without_gradients = pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
+)
+Mode = Callable[[], AbstractContextManager[Any]]
+
+
+def _validate(view: Any, batch: Any) -> Any:
+    x, y = batch
+    prediction = view(x)
+    return {"loss": torch.nn.functional.mse_loss(prediction, y), "rows": [prediction, (y, "text")]}
+
+
+@servers
+@without_gradients
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_values_are_those_of_one_device(server: str, mode: Mode, num_workers: int) -> None:
+    module = Regressor().eval()
+    stack = layers_of(module)
+    (batch,) = regression_batches(1, samples_each=5)
+    plan = plan_of(stack, num_workers=num_workers, num_microbatches=2)
+    with mode():
+        want = _validate(module, batch)
+    devices = SERVERS[server](num_workers)
+    with engine_of(module, stack, plan, devices=devices) as engine, mode():
+        for _ in range(2):
+            got = engine.evaluate(_validate, batch)
+            assert torch.equal(got["loss"], want["loss"])
+            assert torch.equal(got["rows"][0], want["rows"][0])
+            assert torch.equal(got["rows"][1][0], batch[1])
+            assert got["rows"][1][1] == "text"
+            assert tag_of(got["loss"]) is None
+
+
+@servers
+@without_gradients
+def test_training_goes_on_after_an_evaluation(server: str, mode: Mode) -> None:
+    module = Regressor()
+    stack = layers_of(module)
+    batches = regression_batches(3)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=2, num_microbatches=3)
+    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine:
+        for _ in range(2):
+            assert not differences(module, mean_step(engine, batches), plain)
+            with mode():
+                engine.evaluate(_validate, batches[0])
+
+
+def test_it_runs_in_the_callers_thread_and_stacks_may_be_called_again() -> None:
+    module = Regressor().eval()
+    stack = layers_of(module)
+    (batch,) = regression_batches(1)
+    threads = []
+
+    def call(view: Any, batch: Any) -> Tensor:
+        threads.append(threading.current_thread())
+        first: Tensor = view(batch[0])
+        first += view.layers[1](view.head(batch[0])).sum()
+        return first
+
+    def plain(batch: Any) -> Tensor:
+        first: Tensor = module(batch[0])
+        first += module(batch[0] + 1)
+        return first
+
+    def pipelined(view: Any, batch: Any) -> Tensor:
+        threads.append(threading.current_thread())
+        first: Tensor = view(batch[0])
+        first += view(batch[0] + 1)
+        return first
+
+    plan = plan_of(stack, num_workers=3, num_microbatches=1)
+    with engine_of(module, stack, plan) as engine, torch.no_grad():
+        assert torch.equal(engine.evaluate(pipelined, batch), plain(batch))
+        with pytest.raises(CaptureError, match=r"layers\.1"):
+            engine.evaluate(call, batch)
+    assert set(threads) == {threading.current_thread()}
+
+
+@servers
+def test_gradients_in_an_evaluation(server: str) -> None:
+    """Lightning's validation_step may enable them, for gradient penalties and the like."""
+    module = Regressor().eval()
+    stack = layers_of(module)
+    (batch,) = regression_batches(1)
+
+    def call(view: Any, batch: Any) -> Tensor:
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            view(x).sum().backward()
+            assert x.grad is not None
+            gradient: Tensor = x.grad
+            return gradient
+
+    want = call(module, batch)
+    module.zero_grad()
+    plan = plan_of(stack, num_workers=2, num_microbatches=1)
+    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine, torch.no_grad():
+        assert torch.equal(engine.evaluate(call, batch), want)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@servers
+@without_gradients
+def test_buffers_that_an_evaluation_writes(server: str, mode: Mode) -> None:
+    """Batch normalisation in training mode updates its statistics without gradients, too."""
+
+    def make() -> Regressor:
+        module = Regressor(make_block=NormBlock)
+        module.register_buffer("num_calls", torch.zeros(()))
+        return module
+
+    def call(view: Any, batch: Any) -> Tensor:
+        view.num_calls += 1
+        output: Tensor = view(batch[0])
+        return output
+
+    ours, theirs = make(), make()
+    stack = layers_of(ours)
+    (batch,) = regression_batches(1)
+    plan = plan_of(stack, num_workers=2, num_microbatches=1)
+    with engine_of(ours, stack, plan, devices=SERVERS[server](2)) as engine, mode():
+        for _ in range(2):
+            assert torch.equal(engine.evaluate(call, batch), call(theirs, batch))
+    for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(mine, other), name
+        assert not mine.is_inference()
+
+
+@servers
+@without_gradients
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
+def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, name: str) -> None:
+    module = tiny_causal_lm(name, tied=True)
+    stack = decoder_stack(module)
+    (batch,) = token_batches(1)
+    ids = batch["input_ids"]
+
+    def generate(view: Any, ids: Tensor) -> Tensor:
+        tokens: Tensor = view.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            do_sample=False,
+            use_cache=True,
+        )
+        return tokens
+
+    batches = token_batches(2)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=3, num_microbatches=2)
+    with evaluating(module), mode():
+        want = generate(module, ids)
+    with engine_of(module, stack, plan, devices=SERVERS[server](3)) as engine:
+        for _ in range(2):
+            with evaluating(module), mode():
+                assert torch.equal(engine.evaluate(generate, ids), want)
+            assert not differences(module, mean_step(engine, batches), plain)
+
+
+@servers
+def test_hidden_states_of_single_blocks_are_refused(server: str) -> None:
+    module = CausalLM(build_model("qwen3"))
+    stack = decoder_stack(module)
+    (batch,) = token_batches(1)
+
+    def call(view: Any, batch: Any) -> Any:
+        return view.model(**batch, output_hidden_states=True).hidden_states[1].sum()
+
+    plan = plan_of(stack, num_workers=2, num_microbatches=1)
+    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine, torch.no_grad():
+        want = call(module, batch)
+        try:
+            got = engine.evaluate(call, batch)
+        except CaptureError:
+            return
+        assert torch.equal(got, want)
+
+
+def test_without_a_stack() -> None:
+    module = nn.Sequential(nn.Linear(8, 1))
+    plan = plan_of(None, num_workers=2, num_microbatches=1)
+    x = torch.ones(2, 8)
+    with engine_of(module, None, plan, devices=emulated_workers(2)) as engine, torch.no_grad():
+        assert torch.equal(engine.evaluate(lambda view, b: view(b), x), module(x))
