@@ -14,6 +14,7 @@ use of it between two blocks is glue, and raises an error that names the blocks 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.trees import map_leaves, tensors_in
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.errors import CaptureError, GlueError
 
@@ -40,6 +41,10 @@ _METADATA_ATTRIBUTES = frozenset(
     layout name names nbytes ndim requires_grad shape
     """.split()
 )
+
+
+#: Objects that a block cannot write into.
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Phantom(Tensor):
@@ -104,6 +109,30 @@ class Phantom(Tensor):
         return f"<output of {self.block_name}, not computed yet>"
 
 
+class ObjectCopies:
+    """Copies of the objects that blocks are given, a cache of keys and values for example.
+
+    A block that writes into such an object writes again when it is recomputed: so each pass through
+    a stage has a copy, and the object itself stays as it was when the stack was called.
+
+    Args:
+        wanted: Whether to copy; without a recompute the objects themselves are used.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._memo: dict[int, Any] = {}  # an object that several blocks are given stays one
+
+    def of(self, value: Any) -> Any:
+        """Return the object that stands for `value`; itself if it cannot change or be copied."""
+        if not self._wanted or isinstance(value, _UNCHANGING) or callable(value):
+            return value
+        try:
+            return copy.deepcopy(value, self._memo)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+            return value
+
+
 @dataclass(frozen=True)
 class BlockCall:
     """The arguments of one block's call, the tensor that flows through the stack taken out.
@@ -137,15 +166,26 @@ class BlockCall:
         """All tensors among the arguments."""
         return list(tensors_in((self.args, self.kwargs)))
 
-    def run(self, block: nn.Module, flowing: Tensor, swap: Callable[[Tensor], Tensor]) -> Any:
+    def run(
+        self,
+        block: nn.Module,
+        flowing: Tensor,
+        *,
+        swap: Callable[[Tensor], Tensor],
+        copies: ObjectCopies,
+    ) -> Any:
         """Call a block with these arguments.
 
         Args:
             block: The block, or its stand-in on a worker.
             flowing: The tensor that flows through the stack.
             swap: Brings every other tensor argument to where the block computes.
+            copies: Gives what stands for arguments that are neither tensors nor containers.
         """
-        args, kwargs = map_tensors(swap, (self.args, self.kwargs))
+        args, kwargs = map_leaves(
+            lambda leaf: swap(leaf) if isinstance(leaf, Tensor) else copies.of(leaf),
+            (self.args, self.kwargs),
+        )
         if isinstance(self.place, int):
             return block(flowing, *args[1:], **kwargs)
         return block(*args, **{**kwargs, self.place: flowing})

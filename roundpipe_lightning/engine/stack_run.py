@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.capture import BlockCall
+from roundpipe_lightning.engine.capture import BlockCall, ObjectCopies
 from roundpipe_lightning.engine.gradients import fold
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.user_code import UserCode
@@ -75,6 +75,7 @@ class StackRun:
             for stage in partition.stages()
             if stage.kind is StageKind.BACKWARD and keep_boundaries
         }
+        self._recomputes = keep_boundaries
         self._boundaries: dict[int, Tensor] = {}
         self._cut: Tensor | None = None
         self._host_arguments: dict[Tensor, Tensor] = {}
@@ -137,12 +138,15 @@ class StackRun:
             return flowing
         worker = self._taker.worker
         resident = worker.resident(stage)
+        copies = ObjectCopies(wanted=self._recomputes)
         for index in stage.blocks:
             if index in self._inputs_to_keep:
                 self._inputs_to_keep.remove(index)
                 self._boundaries[index] = worker.device.download(flowing)
             with self._user.in_block(index):
-                result = self._calls[index].run(resident.block(index), flowing, argument)
+                result = self._calls[index].run(
+                    resident.block(index), flowing, swap=argument, copies=copies
+                )
             if not isinstance(result, Tensor):
                 raise CaptureError(
                     f"Block {self._stack.names[index]!r} returned a {type(result).__name__}, not a "

@@ -55,10 +55,20 @@ def map_tensors(function: Callable[[Tensor], Any], node: Any) -> Any:
         function: Called with each tensor.
         node: A tensor, a container or anything else. It is not changed.
     """
-    if isinstance(node, Tensor):
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, node)
+
+
+def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
+    """Replace all that is no container in nested containers.
+
+    Args:
+        function: Called with each leaf; what it returns unchanged stays.
+        node: A leaf or a container. It is not changed.
+    """
+    before = {} if isinstance(node, Tensor) else dict(children_of(node))
+    if not before:
         return function(node)
-    before = dict(children_of(node))
-    after = {key: map_tensors(function, child) for key, child in before.items()}
+    after = {key: map_leaves(function, child) for key, child in before.items()}
     if all(after[key] is child for key, child in before.items()):
         return node
     return with_children(node, after)
