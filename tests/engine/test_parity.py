@@ -21,7 +21,9 @@ from tests.engine.tiny import (
     Block,
     Regressor,
     auto_plan,
+    cpu_workers,
     differences,
+    emulated_workers,
     engine_of,
     engine_step,
     layers_of,
@@ -148,6 +150,29 @@ def test_rounds_and_teams_of_a_tied_language_model() -> None:
             team_size=team_size,
         )
         assert not differences(module, engine_step(module, stack, plan, batches), plain)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_cache_that_the_configuration_turns_on(name: str, masked: bool) -> None:
+    """`use_cache` is on by default: the recompute must not add to what the forward has cached."""
+
+    def call(view: Any, batch: Any, index: int) -> Tensor:
+        ids = batch["input_ids"]
+        mask = batch["attention_mask"] if masked else None
+        output = view.model(input_ids=ids, attention_mask=mask, labels=ids)
+        loss: Tensor = output.loss
+        return loss
+
+    module = tiny_causal_lm(name, tied=True)
+    assert module.model.config.use_cache
+    stack = decoder_stack(module)
+    batches = token_batches(2)
+    plain = plain_step(module, batches, call=call)
+    for devices in (cpu_workers(2), emulated_workers(3)):
+        plan = plan_of(stack, num_workers=len(devices), num_microbatches=2)
+        result = engine_step(module, stack, plan, batches, call=call, devices=devices)
+        assert not differences(module, result, plain)
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
