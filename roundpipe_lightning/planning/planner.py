@@ -51,6 +51,7 @@ class PlanningRequest:
         team_sizes: Team sizes to choose from; empty: all that divide the number of devices.
         round_sizes: Round sizes to choose from; empty: the whole batch, and one per worker.
         limits: Blocks per stage at most; None: what fits the devices' memory.
+        partitions: Partitions to choose from; empty: the search finds them.
         hop_seconds: From one worker to another; None: a download and an upload of the largest
             boundary.
         recompute_start: When the workers begin a recompute.
@@ -65,6 +66,7 @@ class PlanningRequest:
     team_sizes: tuple[int, ...] = ()
     round_sizes: tuple[int, ...] = ()
     limits: StageLimits | None = None
+    partitions: tuple[Partition, ...] = ()
     hop_seconds: float | None = None
     recompute_start: RecomputeStart = RecomputeStart.EARLY
     effort: Effort = field(default_factory=Effort)
@@ -124,7 +126,7 @@ def plan_training(
             makespan = planned.timeline.makespan_seconds
             if best is None or makespan < best.timeline.makespan_seconds:
                 best, best_shape = planned, shape
-            elif makespan > _HOPELESS * best.timeline.makespan_seconds:
+            elif makespan > _HOPELESS * best.timeline.makespan_seconds and not request.partitions:
                 break
     assert best is not None
     if task.num_looked_at == request.num_batches:
@@ -187,7 +189,9 @@ class _Task:
                     yield _Shape(team_size=team_size, round_size=round_size)
 
     def search(self, shape: _Shape) -> list[Partition]:
-        """Return promising partitions, the best first."""
+        """Return promising partitions, the best first, or those that were asked for."""
+        if self.request.partitions:
+            return list(self.request.partitions)
         effort = self.request.effort
         if shape.team_size == self.hardware.num_devices:
             # One worker never waits for another: only the fused stage matters, and even stages do.

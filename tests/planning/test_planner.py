@@ -15,6 +15,7 @@ from roundpipe_lightning.planning.limits import RESERVED_BYTES, stage_limits
 from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.search import Effort, StageLimits
+from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.transfers import simulate_transfers
 from tests.planning.machines import machine
 from tests.planning.profiles import random_profiles, uniform_profile
@@ -68,6 +69,17 @@ def test_a_plan_is_not_worse_than_even_stages(link: float) -> None:
         hardware=hardware,
     )
     assert planned.timeline.makespan_seconds <= baseline.makespan_seconds
+
+
+def test_chooses_among_the_partitions_that_are_asked_for() -> None:
+    choices = (
+        Partition(forward=(8,), backward=(0, 8)),
+        Partition(forward=(2, 2, 2, 2), backward=(0, 2, 2, 2, 2)),
+        Partition(forward=(4, 4), backward=(0, 4, 4)),
+    )
+    request = PlanningRequest(num_microbatches=4, team_sizes=(1,), partitions=choices)
+    planned = plan_training(uniform_profile(8), hardware=machine(4), request=request)
+    assert planned.plan.partition == choices[1]
 
 
 def test_large_teams_where_links_are_fast_small_ones_where_not() -> None:
