@@ -115,6 +115,16 @@ class Architecture:
             feed_forward += experts * (2 * inner + hidden) + self.num_experts
         return attention + feed_forward + 2 * hidden
 
+    def lora_parameters(self, *, rank: int) -> int:
+        """Parameters of LoRA adapters on every linear layer of one layer, experts included.
+
+        An adapter of a product from i to o features has rank (i + o) (arXiv 2106.09685).
+        """
+        hidden, inner = self.hidden_size, self.feed_forward_size
+        attention = 2 * (hidden + self.attention_features + hidden + self.key_value_features)
+        feed_forward = 3 * (hidden + inner) * max(self.num_experts, 1)
+        return rank * (attention + feed_forward)
+
     @property
     def head_parameters(self) -> int:
         """Parameters of the embedding."""

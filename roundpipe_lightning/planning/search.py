@@ -15,6 +15,7 @@ Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -25,6 +26,9 @@ from roundpipe_lightning.planning.partition import balanced_cuts
 from roundpipe_lightning.planning.stages import Partition
 
 Counts = tuple[int, ...]
+
+_PATIENCE = 6
+"""Generations without a better partition after which an island is left."""
 
 _ISLANDS_FUSED = (1_000_000, 0, 4, 1)
 """Most blocks of the fused stage on each island in turn: plans with few need their own search."""
@@ -201,10 +205,16 @@ class _Island:
             self._makespans[candidate] = other._makespans[candidate]
 
     def evolve(self, num_generations: int) -> None:
+        """Replace bad partitions by children of good ones until that stops to help."""
+        best, stalled = math.inf, 0
         for _ in range(num_generations):
             parents = self._parents()
             self._makespans = {parent: self._makespans[parent] for parent in parents}
             self.add([self._child(parents) for _ in range(self._effort.num_children)])
+            leader = min(self._makespans.values())
+            best, stalled = (leader, 0) if leader < best else (best, stalled + 1)
+            if stalled == _PATIENCE:
+                return
 
     def results(self, count: int) -> tuple[Found, ...]:
         found = []
