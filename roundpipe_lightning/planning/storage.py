@@ -1,0 +1,101 @@
+"""What training keeps and moves for each parameter, besides its place in the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+
+_COMPUTE_BITS = 16
+
+
+class WeightStorage(Enum):
+    """Where the weights lie that are uploaded."""
+
+    PAGE_LOCKED = "page_locked"
+    """In page-locked host memory: a device reads them by itself."""
+
+    MEMORY_MAPPED = "memory_mapped"
+    """In the page cache, mapped from files: the host copies them into a page-locked buffer first,
+    so each byte passes the host's memory three times instead of once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterStorage:
+    """Bytes per parameter; the defaults are those of AdamW with 16-bit weights on the devices.
+
+    Attributes:
+        weights: Where the weights lie that are uploaded.
+        master_bytes: Of a trainable parameter's full-precision master; 0: it is uploaded itself.
+        gradient_bytes: Of its gradient, summed up on the host.
+        optimizer_bytes: Of its optimizer state.
+        frozen_bits: Of a parameter that is not trained: 16, 8 or 4.
+
+    Raises:
+        ConfigurationError: A figure is negative, or there is no format of so many bits.
+    """
+
+    weights: WeightStorage = WeightStorage.PAGE_LOCKED
+    master_bytes: float = 4.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    frozen_bits: int = 16
+
+    def __post_init__(self) -> None:
+        """Refuse figures that cannot be."""
+        for name in ("master_bytes", "gradient_bytes", "optimizer_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give 0 or more.")
+        if self.frozen_bits not in (16, 8, 4):
+            raise ConfigurationError(f"frozen_bits={self.frozen_bits!r}: give 16, 8 or 4.")
+
+    @property
+    def update_bytes(self) -> float:
+        """What the optimizer reads and writes for a trainable parameter in one step.
+
+        It reads the gradient, reads and writes master and state, and writes the 16-bit copy.
+        """
+        return self.gradient_bytes + 2 * self.master_bytes + 2 * self.optimizer_bytes + 2
+
+    def stored(self, profile: ModelProfile) -> ModelProfile:
+        """Return the model with frozen parameters of their size in storage."""
+
+        def smaller(part: BlockProfile) -> BlockProfile:
+            frozen = part.parameter_bytes - part.trainable_bytes
+            size = part.trainable_bytes + frozen * self.frozen_bits // _COMPUTE_BITS
+            return replace(part, parameter_bytes=size)
+
+        return replace(
+            profile,
+            blocks=tuple(smaller(block) for block in profile.blocks),
+            head=smaller(profile.head),
+            tail=smaller(profile.tail),
+        )
+
+    def expanded_seconds(self, part: BlockProfile, hardware: HardwareSpec) -> float:
+        """Time of a device to expand a block's frozen parameters to 16 bits after an upload.
+
+        Args:
+            part: The block, its parameters of 16 bits.
+            hardware: The machine.
+        """
+        if self.frozen_bits == _COMPUTE_BITS:
+            return 0.0
+        frozen = part.parameter_bytes - part.trainable_bytes
+        return hardware.memory_seconds(frozen * (1 + self.frozen_bits / _COMPUTE_BITS))
+
+    def links(self, hardware: HardwareSpec) -> HardwareSpec:
+        """Return the machine with the uploads that the weights' place allows."""
+        if self.weights is WeightStorage.PAGE_LOCKED:
+            return hardware
+        copied = hardware.host_bytes_per_second * hardware.efficiency.host / 3
+        return replace(
+            hardware,
+            upload_bytes_per_second=min(hardware.upload_bytes_per_second, copied),
+            root_upload_bytes_per_second=min(
+                hardware.root_upload_bytes_per_second, copied / hardware.num_roots
+            ),
+        )

@@ -1,0 +1,183 @@
+"""What a plan needs of device and host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.memory import MemoryKind, MemoryModel, Recompute
+from roundpipe_lightning.planning.predict import PipelineLayout
+from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.work import (
+    Amount,
+    BlockWork,
+    MicrobatchShape,
+    Peak,
+    WorkProfile,
+)
+
+SHAPE = MicrobatchShape(sequences=1, seq_len=100)
+PARTITION = Partition(forward=(2, 2), backward=(0, 2, 1, 1))
+LAYOUT = PipelineLayout(partition=PARTITION, num_microbatches=4, round_size=4)
+
+
+def part(name: str, *, size: int = 10_000, trained: bool = True) -> BlockWork:
+    return BlockWork(
+        name=name,
+        num_parameters=size // 2,
+        num_trainable=size // 2 if trained else 0,
+        parameter_bytes=size,
+        trainable_bytes=size if trained else 0,
+        boundary_bytes=Amount(per_token=2),
+        kept_bytes=Amount(per_token=50),
+        forward_peak_bytes=Peak(amounts=(Amount(per_token=20),)),
+        peak_bytes=Peak(amounts=(Amount(per_token=80),)),
+    )
+
+
+def work(**changes: object) -> WorkProfile:
+    blocks = tuple(part(f"layers.{index}") for index in range(4))
+    profile = WorkProfile(blocks=blocks, head=part("head", size=4000), tail=part("tail", size=6000))
+    return replace(profile, **changes)  # type: ignore[arg-type]
+
+
+def memory(*, trained: bool = True, **changes: object) -> MemoryModel:
+    machine = replace(load_hardware("rtx4090x2"), device_bytes=100_000, host_bytes=10**6)
+    profile = work()
+    if not trained:
+        segments = [part(p.name, size=p.parameter_bytes, trained=False) for p in profile.segments]
+        profile = WorkProfile(head=segments[0], blocks=tuple(segments[1:-1]), tail=segments[-1])
+    whole = MemoryModel(work=profile, hardware=machine, reserved_bytes=1000)
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def test_a_device_is_counted_at_the_stage_that_needs_the_most() -> None:
+    need = memory().report(LAYOUT, shape=SHAPE).device
+    # stages F0 F1 X0 B1 B2 B3 alternate on two workers: B1 (two blocks) is followed by B3, which
+    # has the trained head, and follows F1, which has no gradients
+    assert need.stage == "B1[2:4]"
+    assert need.of(MemoryKind.WEIGHTS) == 2 * 10_000 + 10_000 + 4_000
+    assert need.of(MemoryKind.GRADIENTS) == 2 * 10_000
+    assert need.of(MemoryKind.BOUNDARIES) == (4 + 2) * 200
+    assert need.of(MemoryKind.ACTIVATIONS) == 2 * 5_000 + 3_000
+    assert need.of(MemoryKind.RESERVED) == 1000
+    assert need.total_bytes == sum(size for _, size in need.num_bytes)
+
+
+def test_the_next_round_is_uploaded_only_where_there_is_one() -> None:
+    last = Partition(forward=(1, 1, 1, 1), backward=(0, 1, 1, 1, 1))
+    one = PipelineLayout(partition=last, num_microbatches=4, round_size=4)
+    two = replace(one, num_microbatches=8)
+    more = memory().report(two, shape=SHAPE).device.total_bytes
+    assert more > memory().report(one, shape=SHAPE).device.total_bytes
+
+
+def test_a_host_is_counted_by_kind() -> None:
+    need = memory().report(LAYOUT, shape=SHAPE).host
+    parameters = (4 * 10_000 + 10_000) // 2
+    assert need.of(MemoryKind.WEIGHTS) == 2 * parameters
+    assert need.of(MemoryKind.MASTERS) == need.of(MemoryKind.GRADIENTS) == 4 * parameters
+    assert need.of(MemoryKind.OPTIMIZER) == 8 * parameters
+    assert need.of(MemoryKind.BOUNDARIES) == 4 * 3 * 200  # three BACKWARD stages
+    sizes = [size for _, size in need.num_bytes]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_frozen_weights_need_no_gradients_masters_or_state() -> None:
+    full, frozen = memory(), memory(trained=False)
+    device, host = (
+        getattr(frozen.report(LAYOUT, shape=SHAPE), place) for place in ("device", "host")
+    )
+    assert device.of(MemoryKind.GRADIENTS) == 0
+    assert {kind for kind, _ in host.num_bytes} == {MemoryKind.WEIGHTS, MemoryKind.BOUNDARIES}
+    assert device.total_bytes < full.report(LAYOUT, shape=SHAPE).device.total_bytes
+    nibbles = replace(frozen, storage=ParameterStorage(frozen_bits=4))
+    small = nibbles.report(LAYOUT, shape=SHAPE).host.of(MemoryKind.WEIGHTS)
+    assert small == host.of(MemoryKind.WEIGHTS) / 4
+
+
+def test_mapped_weights_need_buffers_instead_of_memory() -> None:
+    mapped = memory(storage=ParameterStorage(weights=WeightStorage.MEMORY_MAPPED))
+    need = mapped.report(LAYOUT, shape=SHAPE).host
+    assert need.of(MemoryKind.WEIGHTS) == 0
+    assert need.of(MemoryKind.STAGING) == 2 * 2 * 24_000
+
+
+def test_what_is_missing_is_named() -> None:
+    report = memory().report(LAYOUT, shape=SHAPE)
+    assert report.fits
+    assert report.reason == ""
+    small = memory(hardware=replace(memory().hardware, device_bytes=50_000, host_bytes=1000))
+    report = small.report(LAYOUT, shape=SHAPE)
+    assert not report.fits
+    assert report.device.missing_bytes == report.device.total_bytes - 50_000
+    assert "GiB of device memory are missing" in report.reason
+    assert "B1[2:4]: weights" in report.reason
+    assert "GiB of host memory are missing" in report.reason
+
+
+def test_without_recompute_activations_stay() -> None:
+    full = memory().report(LAYOUT, shape=SHAPE).device
+    kept = memory(recompute=Recompute.NONE).report(LAYOUT, shape=SHAPE).device
+    more = kept.of(MemoryKind.ACTIVATIONS) - full.of(MemoryKind.ACTIVATIONS)
+    assert more == 4 * 5_000 * 4 / 2
+
+
+def test_cpu_workers_use_the_host_s_memory() -> None:
+    cpu = replace(load_hardware("cpu"), num_devices=2, host_bytes=10**6)
+    report = memory(hardware=cpu).report(LAYOUT, shape=SHAPE)
+    assert report.device.of(MemoryKind.WEIGHTS) == 0
+    assert report.host.of(MemoryKind.WEIGHTS) == 0
+    assert report.host.available_bytes == 10**6 - 2 * report.device.total_bytes
+
+
+def test_the_longest_sequences_just_fit() -> None:
+    whole = memory()
+    longest = whole.longest_seq_len(LAYOUT, multiple_of=10)
+    assert longest > 0
+
+    def fits(seq_len: int) -> bool:
+        return whole.report(LAYOUT, shape=MicrobatchShape(sequences=1, seq_len=seq_len)).fits
+
+    assert fits(longest)
+    assert not fits(longest + 10)
+    nothing = memory(hardware=replace(whole.hardware, device_bytes=10_000))
+    assert nothing.longest_seq_len(LAYOUT) == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sequences=st.integers(1, 4),
+    seq_len=st.integers(1, 500),
+    round_size=st.integers(1, 4),
+    team_size=st.sampled_from([1, 2]),
+)
+def test_more_microbatches_or_tokens_never_need_less(
+    sequences: int, seq_len: int, round_size: int, team_size: int
+) -> None:
+    layout = replace(LAYOUT, round_size=round_size, team_size=team_size)
+    shape = MicrobatchShape(sequences=sequences, seq_len=seq_len)
+    larger = MicrobatchShape(sequences=sequences, seq_len=seq_len + 1)
+    report, more = (memory().report(layout, shape=s) for s in (shape, larger))
+    assert more.device.total_bytes >= report.device.total_bytes
+    assert more.host.total_bytes >= report.host.total_bytes
+    wider = memory().report(replace(layout, round_size=4), shape=shape)
+    if round_size < 4 and layout.num_microbatches > 4:
+        assert wider.device.total_bytes >= report.device.total_bytes
+
+
+def test_a_need_reads_well() -> None:
+    need = memory().report(LAYOUT, shape=SHAPE).device
+    assert str(need).startswith("device: 0.0 of 0.0 GiB (B1[2:4]: weights 0.0")
+
+
+@pytest.mark.parametrize("team_size", [1, 2])
+def test_teams_share_the_round_s_inputs(team_size: int) -> None:
+    layout = replace(LAYOUT, team_size=team_size)
+    need = memory().report(layout, shape=SHAPE).device
+    assert need.of(MemoryKind.BOUNDARIES) == (4 // team_size + 2) * 200

@@ -1,0 +1,120 @@
+"""Predicted steps: the pipeline, the optimizer behind it or after it, and what is stored how."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.hardware import Efficiency, HardwareSpec
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.predict import PipelineLayout, UpdateTiming, predict_step
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
+
+LAYOUT = PipelineLayout(
+    partition=Partition(forward=(2, 2), backward=(0, 1, 1, 1, 1)), num_microbatches=8, round_size=4
+)
+BLOCK = BlockProfile(
+    name="b",
+    forward_seconds=1.0,
+    backward_seconds=2.0,
+    parameter_bytes=1000,
+    trainable_bytes=1000,
+)
+
+
+def model(block: BlockProfile = BLOCK) -> ModelProfile:
+    tail = replace(block, name="t", forward_seconds=0.5, backward_seconds=1.0)
+    return ModelProfile(blocks=(block,) * 4, tail=tail, fingerprint="m")
+
+
+def machine(**changes: float) -> HardwareSpec:
+    fast = {
+        "upload_bytes_per_second": 1e12,
+        "download_bytes_per_second": 1e12,
+        "root_upload_bytes_per_second": 1e12,
+        "root_download_bytes_per_second": 1e12,
+        "host_bytes_per_second": 1e12,
+    }
+    efficiency = Efficiency(host=0.5)
+    spec = replace(load_hardware("rtx4090x2"), efficiency=efficiency)
+    return replace(spec, **{**fast, **changes})  # type: ignore[arg-type]
+
+
+STORAGE = ParameterStorage()
+
+
+def test_the_optimizer_comes_after_the_step_or_hides_behind_the_next() -> None:
+    work = 8 * (4 * 4.0 + 1.5) / 2
+    for num_trainable, optimizer in ((0, 0.0), (10**10, 0.6), (10**12 * 5, 300.0)):
+        after, behind = (
+            predict_step(
+                model(),
+                hardware=machine(),
+                layout=LAYOUT,
+                num_trainable=num_trainable,
+                storage=STORAGE,
+                timing=timing,
+            )
+            for timing in (UpdateTiming.AFTER_STEP, UpdateTiming.BEHIND_NEXT_STEP)
+        )
+        assert after.optimizer_seconds == pytest.approx(optimizer)
+        assert after.compute_seconds == pytest.approx(work)
+        assert after.step_seconds == pytest.approx(after.pipeline_seconds + optimizer)
+        assert behind.step_seconds == pytest.approx(max(behind.pipeline_seconds, optimizer))
+        assert work <= behind.pipeline_seconds <= after.pipeline_seconds
+        assert 0 <= after.idle_share < 1
+
+
+def test_bytes_moved_are_counted() -> None:
+    prediction = predict_step(
+        model(),
+        hardware=machine(),
+        layout=LAYOUT,
+        num_trainable=5000,
+        storage=STORAGE,
+        timing=UpdateTiming.AFTER_STEP,
+    )
+    assert prediction.uploaded_bytes == 2 * (4 + 4 + 1) * 1000  # two rounds, forward and backward
+    assert prediction.downloaded_bytes == 2 * (4 + 1) * 1000
+
+
+def test_slow_links_make_a_step_longer_and_compressed_frozen_weights_shorter() -> None:
+    frozen = model(replace(BLOCK, parameter_bytes=10**9, trainable_bytes=0))
+    slow = machine(upload_bytes_per_second=0.5e8, root_upload_bytes_per_second=1e8)
+
+    def seconds(storage: ParameterStorage, hardware: HardwareSpec = slow) -> float:
+        return predict_step(
+            frozen,
+            hardware=hardware,
+            layout=LAYOUT,
+            num_trainable=0,
+            storage=storage,
+            timing=UpdateTiming.BEHIND_NEXT_STEP,
+        ).step_seconds
+
+    plain, byte, nibble = (seconds(ParameterStorage(frozen_bits=bits)) for bits in (16, 8, 4))
+    assert plain > byte > nibble > seconds(STORAGE, machine())
+    mapped = ParameterStorage(weights=WeightStorage.MEMORY_MAPPED)
+    slow_host = machine(host_bytes_per_second=3e8)
+    assert seconds(mapped, slow_host) > 1.5 * seconds(STORAGE, slow_host)
+
+
+def test_storage_says_what_a_step_moves() -> None:
+    assert STORAGE.update_bytes == 4 + 8 + 16 + 2
+    half = replace(BLOCK, trainable_bytes=200)
+    stored = ParameterStorage(frozen_bits=4).stored(model(half))
+    assert stored.blocks[0].parameter_bytes == 200 + 200
+    assert ParameterStorage(frozen_bits=4).expanded_seconds(half, machine()) > 0
+    assert STORAGE.expanded_seconds(half, machine()) == 0
+    assert STORAGE.stored(model()) == model()
+    assert STORAGE.links(machine()) == machine()
+
+
+@pytest.mark.parametrize("change", [{"frozen_bits": 5}, {"master_bytes": -1.0}])
+def test_storage_that_cannot_be_is_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(change))):
+        ParameterStorage(**change)  # type: ignore[arg-type]
