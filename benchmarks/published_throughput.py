@@ -1,0 +1,347 @@
+"""Predicts published throughputs and longest sequences, and prints them beside what was measured.
+
+Inputs are the machine's file (conf/hardware/rtx4090x8.yaml) and the models' configurations
+(conf/model); no weights and no GPU are needed, and nothing is specific to a model.
+
+    python benchmarks/published_throughput.py [--models NAME ...] [--hardware NAME] [--output json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.work_profile import work_profile
+from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.memory import MemoryModel
+from roundpipe_lightning.planning.partition import balanced_partition
+from roundpipe_lightning.planning.predict import PipelineLayout, UpdateTiming, predict_step
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.work import (
+    BlockWork,
+    MicrobatchShape,
+    WorkProfile,
+    time_model,
+    work_seconds,
+)
+
+HERE = Path(__file__).parent
+MODELS = HERE.parent / "conf" / "model"
+
+SHAPE = MicrobatchShape(sequences=4, seq_len=2048)
+DTYPE = "float16_accumulate_float16"
+ROUND_SIZE = 8
+
+TOKENS_PER_STEP = {
+    "qwen3_1_7b": 1_048_576,
+    "llama3_1_8b": 524_288,
+    "gpt_oss_20b": 262_144,
+    "qwen3_32b": 262_144,
+    "qwen3_235b_a22b": 131_072,
+}
+LORA_RANKS = {"qwen3_235b_a22b": 32}
+TIMINGS = {
+    "RoundPipe async": UpdateTiming.BEHIND_NEXT_STEP,
+    "RoundPipe sync": UpdateTiming.AFTER_STEP,
+}
+STORAGES = {
+    "page-locked, 16 bits": ParameterStorage(),
+    "page-locked, 8 bits": ParameterStorage(frozen_bits=8),
+    "page-locked, 4 bits": ParameterStorage(frozen_bits=4),
+    "memory-mapped, 16 bits": ParameterStorage(weights=WeightStorage.MEMORY_MAPPED),
+    "memory-mapped, 8 bits": ParameterStorage(weights=WeightStorage.MEMORY_MAPPED, frozen_bits=8),
+    "memory-mapped, 4 bits": ParameterStorage(weights=WeightStorage.MEMORY_MAPPED, frozen_bits=4),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One published model on the machine.
+
+    Attributes:
+        name: Its file in conf/model.
+        work: What it computes.
+        hardware: The machine.
+    """
+
+    name: str
+    work: WorkProfile
+    hardware: HardwareSpec
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether most of it is not trained."""
+        return self.name in LORA_RANKS
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """Its times for a published microbatch."""
+        return time_model(self.work, hardware=self.hardware, shape=SHAPE, dtype=DTYPE)
+
+    @cached_property
+    def layout(self) -> PipelineLayout:
+        """The best even stages that fit the devices, microbatches in rounds of 8, no teams."""
+        num_microbatches = TOKENS_PER_STEP[self.name] // SHAPE.tokens
+        memory = MemoryModel(work=self.work, hardware=self.hardware)
+        layouts = [
+            PipelineLayout(
+                partition=partition, num_microbatches=num_microbatches, round_size=ROUND_SIZE
+            )
+            for partition in even_partitions(self.profile)
+        ]
+        fitting = [each for each in layouts if memory.report(each, shape=SHAPE).fits]
+        return min(fitting, key=lambda each: self.seconds(each, num_microbatches=2 * ROUND_SIZE))
+
+    def seconds(self, layout: PipelineLayout, *, num_microbatches: int) -> float:
+        """Time of a small step with these stages."""
+        small = PipelineLayout(
+            partition=layout.partition, num_microbatches=num_microbatches, round_size=ROUND_SIZE
+        )
+        return predict_step(
+            self.profile,
+            hardware=self.hardware,
+            layout=small,
+            num_trainable=0,
+            storage=ParameterStorage(),
+            timing=UpdateTiming.BEHIND_NEXT_STEP,
+        ).step_seconds
+
+    def tokens_per_second(self, timing: UpdateTiming, storage: ParameterStorage) -> float:
+        """Predicted throughput."""
+        prediction = predict_step(
+            self.profile,
+            hardware=self.hardware,
+            layout=self.layout,
+            num_trainable=self.work.num_trainable,
+            storage=storage,
+            timing=timing,
+        )
+        return TOKENS_PER_STEP[self.name] / prediction.step_seconds
+
+    def longest_sequence(self) -> float:
+        """Longest sequences in units of 1024 tokens, one per device, one block per stage."""
+        ones = (1,) * len(self.work.blocks)
+        layout = PipelineLayout(
+            partition=Partition(forward=ones, backward=(0, *ones)),
+            num_microbatches=self.hardware.num_devices,
+            round_size=self.hardware.num_devices,
+        )
+        memory = MemoryModel(work=self.work, hardware=self.hardware)
+        return memory.longest_seq_len(layout) / 1024
+
+
+def even_partitions(profile: ModelProfile) -> Iterator[Partition]:
+    """Partitions with stages of about equal duration, one to four blocks per BACKWARD stage."""
+    forward = sum(block.forward_seconds for block in profile.blocks)
+    both = forward + sum(block.backward_seconds for block in profile.blocks)
+    for size in range(1, 5):
+        num_backward = -(-profile.num_blocks // size)
+        fewest = max(1, round(num_backward * forward / both))
+        half, every = -(-profile.num_blocks // 2), profile.num_blocks
+        for num_forward in sorted({fewest, fewest + 1, fewest + 2, half, every}):
+            yield balanced_partition(
+                profile, num_fused=0, num_forward=num_forward, num_backward=num_backward
+            )
+
+
+def measure(name: str) -> WorkProfile:
+    """Measure a model of conf/model on the meta device."""
+    config = yaml.safe_load((MODELS / f"{name}.yaml").read_text(encoding="utf-8"))
+    source = ModelSource(architecture=config["architecture"])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = source.build()
+            if name in LORA_RANKS:
+                model = adapted(model, rank=LORA_RANKS[name])
+    finally:
+        torch.set_default_dtype(before)
+    return work_profile(model, find_blocks(model, None), seq_len=SHAPE.seq_len)
+
+
+def adapted(model: nn.Module, *, rank: int) -> nn.Module:
+    """Add LoRA to every linear layer of the blocks (a mixture's experts are none)."""
+    stack = find_blocks(model, None)
+    assert stack is not None
+    names = {
+        name.rpartition(".")[2]
+        for name, child in stack.blocks[0].named_modules()
+        if isinstance(child, nn.Linear)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls an older name
+        config = LoraConfig(r=rank, target_modules=sorted(names))
+        return get_peft_model(model, config)
+
+
+def published(path: Path) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Rows of a published table: the system, and a number for each model."""
+    lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+    for row in csv.DictReader(lines):
+        yield row["system"], {name: float(row[name]) for name in TOKENS_PER_STEP}
+
+
+def throughput_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """Predicted and published throughput."""
+    return [
+        {
+            "model": model.name,
+            "system": system,
+            "published": values[model.name],
+            **compared(
+                model.tokens_per_second(TIMINGS[system], ParameterStorage()), values[model.name]
+            ),
+        }
+        for model in models
+        for system, values in published(HERE / "published_throughput.csv")
+    ]
+
+
+def frozen_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """Predicted throughput of models with frozen weights, by where and how these are stored."""
+    return [
+        {
+            "model": model.name,
+            "weights": name,
+            "predicted": model.tokens_per_second(UpdateTiming.BEHIND_NEXT_STEP, storage),
+        }
+        for model in models
+        if model.is_frozen
+        for name, storage in STORAGES.items()
+    ]
+
+
+def sequence_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """Predicted and published longest sequences."""
+    ((_, values),) = published(HERE / "published_max_sequence.csv")
+    return [
+        {
+            "model": model.name,
+            "published": values[model.name],
+            **compared(model.longest_sequence(), values[model.name]),
+        }
+        for model in models
+    ]
+
+
+def layer_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """Predicted and published times of layers and LM heads: what efficiencies are fitted to."""
+    text = (HERE / "published_pipeline_timings.yaml").read_text(encoding="utf-8")
+    timings = yaml.safe_load(text)["models"]
+    rows = []
+    for model in models:
+        parts: dict[str, Sequence[BlockWork]] = {
+            "layer": model.work.blocks,
+            "lm_head": [model.work.tail],
+        }
+        for part, blocks in parts.items():
+            for direction in ("forward", "backward"):
+                seconds = statistics.fmean(
+                    work_seconds(
+                        getattr(block, direction),
+                        hardware=model.hardware,
+                        shape=SHAPE,
+                        dtype=DTYPE,
+                    )
+                    for block in blocks
+                )
+                measured = timings[model.name][f"{part}_{direction}_ms"]
+                rows.append(
+                    {
+                        "model": model.name,
+                        "part": f"{part} {direction}",
+                        "published": measured,
+                        **compared(1000 * seconds, measured),
+                    }
+                )
+    return rows
+
+
+def compared(predicted: float, measured: float) -> dict[str, float]:
+    """A prediction and its error."""
+    return {"predicted": predicted, "error": predicted / measured - 1}
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Median and worst error of the models whose weights are trained."""
+    errors = [abs(row["error"]) for row in rows]
+    return {"median": statistics.median(errors), "worst": max(errors)} if errors else {}
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as Markdown."""
+    if not rows:
+        return ""
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", f"|{'|'.join('---' for _ in names)}|"]
+    lines += [f"| {' | '.join(shown(name, row[name]) for name in names)} |" for row in rows]
+    return f"{title}\n\n" + "\n".join(lines) + "\n"
+
+
+def shown(name: str, value: Any) -> str:
+    """A cell."""
+    if not isinstance(value, float):
+        return str(value)
+    return (
+        f"{value:+.1%}" if name == "error" else f"{value:,.0f}" if value > 300 else f"{value:.1f}"
+    )
+
+
+def main() -> None:
+    """Predict and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=list(TOKENS_PER_STEP), metavar="NAME")
+    parser.add_argument("--hardware", default="rtx4090x8", help="name or file (default rtx4090x8)")
+    parser.add_argument("--output", choices=("text", "json"), default="text")
+    options = parser.parse_args()
+    hardware = load_hardware(options.hardware)
+    models = [
+        Model(name=name, work=measure(name), hardware=hardware)
+        for name in options.models or TOKENS_PER_STEP
+    ]
+    throughput = throughput_rows(models)
+    targets = [row for row in throughput if row["model"] not in LORA_RANKS]
+    frozen, sequences, layers = frozen_rows(models), sequence_rows(models), layer_rows(models)
+    error = summary(targets)
+    if options.output == "json":
+        result = {
+            "throughput": throughput,
+            "throughput_error": error,
+            "frozen": frozen,
+            "sequences": sequences,
+            "layers": layers,
+            "partitions": {model.name: str(model.layout.partition) for model in models},
+        }
+        print(json.dumps(result))
+        return
+    print(table("Tokens per second", throughput))
+    if targets:
+        print(f"Errors without LoRA: median {error['median']:.1%}, worst {error['worst']:.1%}\n")
+    print(table("Tokens per second by where frozen weights lie", frozen))
+    print(table("Longest sequences, in units of 1024 tokens", sequences))
+    print(table("Milliseconds of a microbatch of 4 x 2048 tokens", layers))
+
+
+if __name__ == "__main__":
+    main()
