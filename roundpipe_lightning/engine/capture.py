@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.trees import map_leaves, tensors_in
+from roundpipe_lightning.engine.trees import containers_in, map_leaves, tensors_in
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.errors import CaptureError, GlueError
 
@@ -141,11 +142,13 @@ class BlockCall:
         args: Positional arguments; the flowing tensor's place holds None.
         kwargs: Keyword arguments, likewise.
         place: Where the flowing tensor goes: a position or a keyword.
+        block_name: Whose call it is.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     place: int | str
+    block_name: str
 
     @classmethod
     def split(
@@ -153,10 +156,10 @@ class BlockCall:
     ) -> tuple[BlockCall, Tensor]:
         """Take the flowing tensor out: the first argument, else the first tensor keyword."""
         if args and isinstance(args[0], Tensor):
-            return cls((None, *args[1:]), kwargs, 0), args[0]
+            return cls((None, *args[1:]), kwargs, 0, block_name), args[0]
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
-                return cls(args, {**kwargs, key: None}, key), value
+                return cls(args, {**kwargs, key: None}, key, block_name), value
         raise CaptureError(
             f"Block {block_name!r} was called without a tensor as its first argument: the engine "
             "does not know what flows through the stack."
@@ -173,6 +176,7 @@ class BlockCall:
         *,
         swap: Callable[[Tensor], Tensor],
         copies: ObjectCopies,
+        watched: AbstractContextManager[None],
     ) -> Any:
         """Call a block with these arguments.
 
@@ -181,14 +185,29 @@ class BlockCall:
             flowing: The tensor that flows through the stack.
             swap: Brings every other tensor argument to where the block computes.
             copies: Gives what stands for arguments that are neither tensors nor containers.
+            watched: Entered for the call itself.
+
+        Raises:
+            CaptureError: If the block adds to a list or a dict among them.
         """
         args, kwargs = map_leaves(
             lambda leaf: swap(leaf) if isinstance(leaf, Tensor) else copies.of(leaf),
             (self.args, self.kwargs),
         )
+        lists = [(node, len(node)) for node in containers_in((args, kwargs)) if node is not kwargs]
         if isinstance(self.place, int):
-            return block(flowing, *args[1:], **kwargs)
-        return block(*args, **{**kwargs, self.place: flowing})
+            args = (flowing, *args[1:])
+        else:
+            kwargs = {**kwargs, self.place: flowing}
+        with watched:
+            result = block(*args, **kwargs)
+        if any(len(node) != size for node, size in lists):
+            raise CaptureError(
+                f"Block {self.block_name!r} adds to a list or a dict that it is given, or takes "
+                "something out: the next blocks and the code after the stack would not see it. Let "
+                "it keep what it collects as an attribute, `self.collected = ...`, instead."
+            )
+        return result
 
 
 class RunHere(Enum):

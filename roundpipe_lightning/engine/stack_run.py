@@ -19,9 +19,10 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.capture import BlockCall, ObjectCopies
 from roundpipe_lightning.engine.gradients import fold
+from roundpipe_lightning.engine.side_outputs import Watch
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.user_code import UserCode
-from roundpipe_lightning.engine.worker import Worker
+from roundpipe_lightning.engine.worker import ResidentStage, Worker
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
 
@@ -143,9 +144,10 @@ class StackRun:
             if index in self._inputs_to_keep:
                 self._inputs_to_keep.remove(index)
                 self._boundaries[index] = worker.device.download(flowing)
+            watched = self._user.side_outputs.block(index, self._watch(stage), flowing)
             with self._user.in_block(index):
                 result = self._calls[index].run(
-                    resident.block(index), flowing, swap=argument, copies=copies
+                    resident.block(index), flowing, swap=argument, copies=copies, watched=watched
                 )
             if not isinstance(result, Tensor):
                 raise CaptureError(
@@ -154,10 +156,21 @@ class StackRun:
                     "name other blocks with RoundPipeStrategy(blocks=[...])."
                 )
             flowing = result
+            self._hand_over_writes(resident)
         worker.count_bytes(self._boundary_bytes())
         if stage.kind is not StageKind.BACKWARD:
             resident.end_forward()
         return flowing
+
+    def _watch(self, stage: Stage) -> Watch:
+        if not self._recomputes or stage.kind is StageKind.FUSED:
+            return Watch.NOTHING
+        return Watch.MARK if stage.kind is StageKind.FORWARD else Watch.FIND
+
+    def _hand_over_writes(self, resident: ResidentStage) -> None:
+        """Let this microbatch's user code read the attributes that its block has written."""
+        for module, name, value in resident.take_writes():
+            self._user.maker.view_of(module).__dict__[name] = value
 
     def _boundary_bytes(self) -> int:
         return sum(boundary.nbytes for boundary in self._boundaries.values())
@@ -183,16 +196,22 @@ class StackRun:
             self._taker.next_turn()
             stage, device = self._taker.stage, self._taker.worker.device
             boundary = self._boundaries.pop(stage.blocks.start)
-            if gradient is None or stage.blocks.stop <= self._lowest:
+            wanted = gradient is not None or self._user.side_outputs.used_of(stage.blocks)
+            if not wanted or stage.blocks.stop <= self._lowest:
                 continue
             start = device.upload(boundary)
             del boundary
             start.requires_grad_(self._lowest < stage.blocks.start and start.is_floating_point())
             with torch.enable_grad():
                 output = self._run_blocks(stage, start, self._argument_leaf)
+            roots = [] if gradient is None else [(output, device.upload(gradient))]
+            for tensor, of_leaf in self._user.side_outputs.take_found():
+                roots.append(
+                    (tensor, device.upload(self._user.owner_of(of_leaf).download(of_leaf)))
+                )
             with self._user.in_backward():
-                output.backward(device.upload(gradient))
-            del output
+                torch.autograd.backward([root for root, _ in roots], [g for _, g in roots])
+            del output, roots
             gradient = self._end_stage(start)
         self._backward_into_head(gradient)
 

@@ -80,3 +80,12 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
         yield node
     for _, child in children_of(node):
         yield from tensors_in(child)
+
+
+def containers_in(node: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    """Return all lists and dicts in nested containers, itself included."""
+    if isinstance(node, list | dict):
+        yield node
+    if not isinstance(node, Tensor):
+        for _, child in children_of(node):
+            yield from containers_in(child)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.engine.gradients import Gradients, fold
 from roundpipe_lightning.engine.randomness import RandomStream
+from roundpipe_lightning.engine.side_outputs import SideOutputs
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.worker import PlacedBuffers, Worker
@@ -72,6 +73,7 @@ class UserCode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.stream = stream
+        self.side_outputs = SideOutputs()
         self._module = module
         self._worker = worker
         self._devices = tuple(w.device for w in workers)
@@ -130,6 +132,7 @@ class UserCode(TorchFunctionMode):
         self.maker.close()
         self._leaves.clear()
         self._buffers.clear()
+        self.side_outputs.clear()
         self.stream = None
         del self._worker
 
@@ -184,18 +187,21 @@ class UserCode(TorchFunctionMode):
                     kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
         if self.stream is None:
             return func(*args, **kwargs)
-        return self.stream.call(func, args, kwargs)
+        result = self.stream.call(func, args, kwargs)
+        self.side_outputs.note(result)
+        return result
 
     def _leaf_for(self, value: Any) -> Any:
-        """Return the leaf of a master, also inside a list; all else as it is."""
+        """Return the leaf of a master or a side output, also in a list; all else as it is."""
         if isinstance(value, nn.Parameter):
             return self._leaf(value) if value in self._masters else value
-        if isinstance(value, (list, tuple)) and any(self._is_master(item) for item in value):
-            return [self._leaf_for(item) for item in value]
+        if isinstance(value, Tensor):
+            return self.side_outputs.leaf_for(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
+            leaves = [self._leaf_for(item) for item in value]
+            if any(leaf is not item for leaf, item in zip(leaves, value, strict=True)):
+                return leaves
         return value
-
-    def _is_master(self, value: Any) -> bool:
-        return isinstance(value, nn.Parameter) and value in self._masters
 
     def _brought_together(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,8 +214,7 @@ class UserCode(TorchFunctionMode):
         places: set[torch.device] = set()
 
         def stand_in(value: Tensor) -> Tensor:
-            if self._is_master(value):
-                value = self._leaf(value)  # type: ignore[arg-type]  # a master is a parameter
+            value = self._leaf_for(value)
             owner = self.owner_of(value)
             if owner is not self._host:
                 places.add(owner.torch_device)

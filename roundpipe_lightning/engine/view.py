@@ -101,7 +101,9 @@ class View:
             object.__setattr__(self, name, value)
             return
         own[name] = value  # read back here, whatever another microbatch writes in between
-        setattr(own["_view_of"], name, value.__dict__["_view_of"] if _is_view(value) else value)
+        own["_write"](
+            own["_view_of"], name, value.__dict__["_view_of"] if _is_view(value) else value
+        )
 
     def __delattr__(self, name: str) -> None:
         own = self.__dict__
@@ -150,6 +152,7 @@ class ViewMaker:
         parameter: Stands a leaf in for a parameter.
         buffer: Stands a tensor in for a buffer.
         classes: The classes of the views.
+        write: Writes an attribute of an original that was written on its view.
     """
 
     def __init__(
@@ -158,7 +161,9 @@ class ViewMaker:
         parameter: Callable[[nn.Parameter], Any],
         buffer: Callable[[Any], Any],
         classes: ViewClasses,
+        write: Callable[[nn.Module, str, Any], None] = setattr,
     ) -> None:
+        self._write = write
         self._parameter = parameter
         self._buffer = buffer
         self._classes = classes
@@ -198,12 +203,12 @@ class ViewMaker:
                 view.__dict__.clear()
         self._made.clear()
         self._stand_ins.clear()
-        del self._parameter, self._buffer
+        del self._parameter, self._buffer, self._write
 
     def fill(self, view: Any, module: nn.Module) -> None:
         """Give an empty object what makes it a view: tables and shared attributes."""
         base, state = type(module), module.__dict__
-        own: dict[str, Any] = {"_view_of": module}
+        own: dict[str, Any] = {"_view_of": module, "_write": self._write}
         for name, value in state.items():
             if name in _TABLES:
                 continue

@@ -114,24 +114,41 @@ class ResidentStage:
         self._stack = stack
         self._device = device
         self._microbatches: list[int] = []
-        self._values: dict[nn.Parameter, Tensor] = {}
-        for index in stage.blocks:
-            for parameter, value in store.upload_block(index, device).items():
-                self._values.setdefault(parameter, value)
-        self.num_bytes = sum(value.nbytes for value in self._values.values())
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
         self._buffers = PlacedBuffers(device, keep_writes=stage.kind is not StageKind.BACKWARD)
-        self._maker = ViewMaker(parameter=self._leaf, buffer=self._buffers.place, classes=classes)
+        # All at once: what is done while a block runs is counted as the block's (side_outputs.py).
+        for index in stage.blocks:
+            for parameter, value in store.upload_block(index, device).items():
+                self._add_leaf(parameter, value)
+            for buffer in stack.blocks[index].buffers():
+                self._buffers.place(buffer)
+        self.num_bytes = sum(leaf.nbytes for leaf in self._leaves.values())
+        self._writes: list[tuple[nn.Module, str, Any]] = []
+        self._maker = ViewMaker(
+            parameter=self._leaves.__getitem__,
+            buffer=self._buffers.place,
+            classes=classes,
+            write=self._write,
+        )
 
-    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _add_leaf(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter not in self._leaves:
             wanted = parameter.requires_grad and self.stage.kind is not StageKind.FORWARD
-            self._leaves[parameter] = nn.Parameter(self._values[parameter], requires_grad=wanted)
-        return self._leaves[parameter]
+            self._leaves[parameter] = nn.Parameter(value, requires_grad=wanted)
 
     def block(self, index: int) -> nn.Module:
         """Return the stand-in for a block: the same code, with parameters that are here."""
         return self._maker.view_of(self._stack.blocks[index])
+
+    def _write(self, module: nn.Module, name: str, value: Any) -> None:
+        if self.stage.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
+            setattr(module, name, value)
+            self._writes.append((module, name, value))
+
+    def take_writes(self) -> list[tuple[nn.Module, str, Any]]:
+        """Return the attributes that the blocks have written since the last call."""
+        writes, self._writes = self._writes, []
+        return writes
 
     def end_forward(self) -> None:
         """Bring back the buffers that a forward pass has written."""
@@ -154,7 +171,6 @@ class ResidentStage:
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""
         self._maker.close()
-        self._values.clear()
         self._leaves.clear()
 
 

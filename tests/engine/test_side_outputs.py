@@ -1,0 +1,224 @@
+"""What blocks leave beside their output reaches the loss with its gradient, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.errors import CaptureError
+from tests.engine.architectures import CausalLM, build_model, decoder_stack, token_batches
+from tests.engine.tiny import (
+    WIDTH,
+    Regressor,
+    cpu_workers,
+    differences,
+    emulated_workers,
+    engine_step,
+    layers_of,
+    plain_step,
+    plan_of,
+    regression_batches,
+)
+
+SERVERS: dict[str, Callable[[int], list[Device]]] = {
+    "processor": cpu_workers,
+    "emulated": emulated_workers,
+}
+
+
+class Leaving(nn.Module):
+    """Leaves a penalty as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.penalty: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(x)
+        self.penalty = hidden.pow(2).mean()
+        return x + torch.tanh(hidden)
+
+
+class Penalised(Regressor):
+    """Adds the blocks' penalties to its loss."""
+
+    def __init__(self, make_block: Callable[[], nn.Module] = Leaving) -> None:
+        super().__init__(make_block=make_block)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        output = self(x)
+        penalty = torch.stack([layer.penalty for layer in self.layers]).sum()  # type: ignore[misc]
+        loss: Tensor = functional.mse_loss(output, y) + penalty
+        return loss
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_attribute_of_a_block(num_workers: int, server: str) -> None:
+    module = Penalised()
+    stack = layers_of(module)
+    batches = regression_batches(3)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
+    result = engine_step(module, stack, plan, batches, devices=SERVERS[server](num_workers))
+    assert not differences(module, result, plain, tolerance=1e-6)
+
+
+def test_only_the_users_loss_decides_what_gets_a_gradient() -> None:
+    """Detached, or used without gradients, a side output is a value like any other."""
+    module = Penalised()
+
+    def call(view: Any, batch: Any, index: int) -> Tensor:
+        loss = functional.mse_loss(view(batch[0]), batch[1])
+        with torch.no_grad():
+            share = view.layers[0].penalty / (1 + view.layers[1].penalty)
+        scaled: Tensor = loss * (1 + view.layers[2].penalty.detach()) * share
+        return scaled
+
+    stack = layers_of(module)
+    batches = regression_batches(3)
+    plain = plain_step(module, batches, call=call)
+    result = engine_step(module, stack, plan_of(stack), batches, call=call)
+    assert not differences(module, result, plain, tolerance=1e-6)
+
+
+def test_a_loss_of_side_outputs_alone() -> None:
+    module = Penalised()
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        view(batch[0])
+        return view.layers[1].penalty + view.layers[2].penalty
+
+    stack = layers_of(module)
+    batches = regression_batches(3)
+    plain = plain_step(module, batches, call=call)
+    result = engine_step(module, stack, plan_of(stack), batches, call=call)
+    got = {name: result.gradients.get(p) for name, p in module.named_parameters()}
+    for name, want in plain.gradients.items():
+        found = got[name]
+        if want is None:
+            assert found is None or not found.any()
+        else:
+            assert found is not None
+            torch.testing.assert_close(found, want)
+
+
+class Differing(nn.Module):
+    """Leaves another tensor when it keeps a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.penalty: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(x)
+        self.penalty = hidden.pow(2).mean() if not torch.is_grad_enabled() else hidden.pow(2)
+        return torch.tanh(hidden)
+
+
+def test_a_recompute_that_makes_another_tensor_is_refused() -> None:
+    module = Penalised(make_block=Differing)
+    stack = layers_of(module)
+    with pytest.raises(CaptureError, match="same functions"):
+        engine_step(module, stack, plan_of(stack), regression_batches(3))
+
+
+def test_a_recompute_writes_no_attributes() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            hidden: Tensor = self.linear(x)
+            return hidden
+
+    module = Regressor(2, make_block=Counting)
+    stack = layers_of(module)
+    engine_step(module, stack, plan_of(stack, num_workers=1), regression_batches(3))
+    assert [layer.num_calls for layer in module.layers] == [3, 3]
+
+
+class Appending(nn.Module):
+    """Appends its penalty to a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, penalties: list[Tensor]) -> Tensor:
+        hidden: Tensor = self.linear(x)
+        penalties.append(hidden.pow(2).mean())
+        return x + torch.tanh(hidden)
+
+
+class Collected(Regressor):
+    """Gives its blocks a list to append to.
+
+    Args:
+        empty: Whether nothing is in it before.
+    """
+
+    def __init__(self, *, empty: bool) -> None:
+        super().__init__(make_block=Appending)
+        self.empty = empty
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden, penalties = self.head(x), [] if self.empty else [torch.zeros((), device=x.device)]
+        for layer in self.layers:
+            hidden = layer(hidden, penalties)
+        output = self.tail(hidden).squeeze(-1)
+        loss: Tensor = functional.mse_loss(output, y) + torch.stack(penalties).sum()
+        return loss
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_list_that_blocks_append_to(empty: bool) -> None:
+    module = Collected(empty=empty)
+    stack = layers_of(module)
+    with pytest.raises(CaptureError, match=r"'layers\.0' adds to a list"):
+        engine_step(module, stack, plan_of(stack), regression_batches(3))
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_router_loss_of_a_mixture_of_experts(name: str, server: str) -> None:
+    module = CausalLM(build_model(name, output_router_logits=True, router_aux_loss_coef=0.5))
+    stack = decoder_stack(module)
+    batches = token_batches(3)
+    plain = plain_step(module, batches)
+    result = engine_step(module, stack, plan_of(stack), batches, devices=SERVERS[server](2))
+    assert not differences(module, result, plain, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_hidden_states_that_a_library_collects(name: str, server: str) -> None:
+    """The hidden states of all layers, the stack's input among them, in the loss."""
+
+    def call(view: Any, batch: Any, index: int) -> Tensor:
+        output = view.model(**batch, labels=batch["input_ids"], output_hidden_states=True)
+        loss: Tensor = output.loss
+        for number, states in enumerate(output.hidden_states):
+            loss = loss + 0.01 * number * states.pow(2).mean() + 0.1 * states.mean()
+        return loss
+
+    module = CausalLM(build_model(name))
+    stack = decoder_stack(module)
+    batches = token_batches(3)
+    plain = plain_step(module, batches, call=call)
+    devices = SERVERS[server](2)
+    result = engine_step(module, stack, plan_of(stack), batches, call=call, devices=devices)
+    assert not differences(module, result, plain, tolerance=1e-6)
