@@ -22,12 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.predict import PipelineLayout
 from roundpipe_lightning.planning.stages import Stage, StageKind
 from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
-from roundpipe_lightning.planning.work import BlockWork, MicrobatchShape, WorkProfile
+from roundpipe_lightning.planning.work import Amount, BlockWork, MicrobatchShape, WorkProfile
 
 RESERVED_BYTES = 384 * 2**20
 """Device memory that a runtime takes for itself: the context and its libraries."""
@@ -224,7 +225,7 @@ class MemoryModel:
     def _device(self, place: _Place, layout: PipelineLayout, shape: MicrobatchShape) -> MemoryNeed:
         stage = place.stage
         inputs = -(-layout.round_size // layout.team_size)
-        boundary = max((b.boundary_bytes.of(shape) for b in self.work.blocks), default=0.0)
+        boundary = self._boundary(shape)
         sizes = {
             MemoryKind.BOUNDARIES: (inputs + _UNDER_WAY) * boundary,
             MemoryKind.ACTIVATIONS: self._activations(stage, layout, shape),
@@ -241,6 +242,15 @@ class MemoryModel:
             num_bytes=_by_size(sizes),
             available_bytes=self.hardware.device_bytes,
         )
+
+    def _boundary(self, shape: MicrobatchShape) -> float:
+        """The largest boundary of one microbatch."""
+        return max((amount.of(shape) for amount in self._boundaries), default=0.0)
+
+    @cached_property
+    def _boundaries(self) -> frozenset[Amount]:
+        """What the blocks hand on, equal ones once."""
+        return frozenset(block.boundary_bytes for block in self.work.blocks)
 
     def _parts(self, stage: Stage, layout: PipelineLayout) -> list[BlockWork]:
         """Blocks and segments of a stage; the head runs again only where it is trained."""
@@ -291,7 +301,7 @@ class MemoryModel:
 
     def _host(self, layout: PipelineLayout, shape: MicrobatchShape) -> dict[MemoryKind, float]:
         work, storage = self.work, self.storage
-        boundary = max((b.boundary_bytes.of(shape) for b in work.blocks), default=0.0)
+        boundary = self._boundary(shape)
         in_flight = min(layout.num_microbatches, 2 * layout.round_size)
         has_copies = not self.hardware.shares_host_memory or storage.master_bytes == 0
         tied = work.tied_parameters
