@@ -7,7 +7,7 @@ uploads every stage's weights T times: `simulate_transfers` decides between them
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from roundpipe_lightning.errors import PlanError
@@ -18,7 +18,15 @@ from roundpipe_lightning.planning.limits import stage_limits
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.search import Effort, StageLimits, best_even, search_partitions
+from roundpipe_lightning.planning.schedule import Schedule
+from roundpipe_lightning.planning.search import (
+    Candidate,
+    Effort,
+    StageLimits,
+    best_even,
+    even_candidates,
+    search_partitions,
+)
 from roundpipe_lightning.planning.simulate import simulate
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.timeline import Timeline
@@ -26,6 +34,9 @@ from roundpipe_lightning.planning.transfers import simulate_transfers
 
 _CONFIRMED = 3
 """Partitions per team and round size that are simulated with their transfers."""
+
+_CONFIRMED_ACTIONS = 40_000
+"""Actions of these simulations together; one is simulated in any case."""
 
 _HOPELESS = 1.01
 """How much longer than the best a confirmed step may be for more of its kind to be confirmed."""
@@ -119,19 +130,16 @@ def plan_training(
     task = _Task(
         profile=profile, hardware=hardware, request=request, limits=limits, hop_seconds=hop
     )
-    best: PlannedTraining | None = None
-    for shape in task.promising_shapes():
-        for partition in task.search(shape):
-            planned = task.predict(shape, partition=partition, num_batches=task.num_looked_at)
-            makespan = planned.timeline.makespan_seconds
-            if best is None or makespan < best.timeline.makespan_seconds:
-                best, best_shape = planned, shape
-            elif makespan > _HOPELESS * best.timeline.makespan_seconds and not request.partitions:
-                break
-    assert best is not None
-    if task.num_looked_at == request.num_batches:
-        return best
-    return task.predict(best_shape, partition=best.plan.partition, num_batches=request.num_batches)
+    best, shape = task.best()
+    num_batches = request.num_batches
+    timeline = best.timeline
+    if num_batches != task.num_looked_at:
+        timeline = task.predict(shape, partition=best.partition, num_batches=num_batches).timeline
+    return PlannedTraining(
+        plan=task.plan(shape, partition=best.partition),
+        costs=task.costs(best.partition),
+        timeline=timeline,
+    )
 
 
 def _hop_seconds(profile: ModelProfile, hardware: HardwareSpec) -> float:
@@ -148,6 +156,15 @@ class _Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Prediction:
+    """A partition and its step."""
+
+    partition: Partition
+    timeline: Timeline
+    makespan_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Task:
     """Everything that stays the same during the search."""
 
@@ -157,22 +174,35 @@ class _Task:
     limits: StageLimits
     hop_seconds: float
 
-    def promising_shapes(self) -> list[_Shape]:
+    def best(self) -> tuple[_Prediction, _Shape]:
+        """Return the best partition found and how its microbatches travel."""
+        even = even_candidates(self.profile, limits=self.limits)
+        best: _Prediction | None = None
+        for shape in self._promising_shapes(even):
+            for partition in self._search(shape, even):
+                found = self.predict(shape, partition=partition, num_batches=self.num_looked_at)
+                if best is None or found.makespan_seconds < best.makespan_seconds:
+                    best, best_shape = found, shape
+                elif found.makespan_seconds > _HOPELESS * best.makespan_seconds:
+                    break
+        assert best is not None
+        return best, best_shape
+
+    def _promising_shapes(self, even: Sequence[Candidate]) -> list[_Shape]:
         """Return the teams and rounds that do best with even stages, the best first."""
-        even = {}
+        makespans = {}
         for shape in self._shapes():
-            found = best_even(self._evaluator(shape), limits=self.limits)
-            even[shape] = found.makespan_seconds
-        if not even:
+            makespans[shape] = best_even(self._evaluator(shape), even=even).makespan_seconds
+        if not makespans:
             request = self.request
             raise PlanError(
                 f"No team size of {request.team_sizes} goes with a round size of "
                 f"{request.round_sizes} and num_microbatches={request.num_microbatches}: a round "
                 "has at least one microbatch per worker of a team, and at most the whole batch."
             )
-        ranked = sorted(even, key=lambda shape: even[shape])
-        limit = _PROMISING * even[ranked[0]]
-        return [shape for shape in ranked if even[shape] <= limit][:_SHAPES_SEARCHED]
+        ranked = sorted(makespans, key=lambda shape: makespans[shape])
+        limit = _PROMISING * makespans[ranked[0]]
+        return [shape for shape in ranked if makespans[shape] <= limit][:_SHAPES_SEARCHED]
 
     def _shapes(self) -> Iterator[_Shape]:
         num_workers, request = self.hardware.num_devices, self.request
@@ -188,7 +218,7 @@ class _Task:
                 if team_size <= round_size <= request.num_microbatches:
                     yield _Shape(team_size=team_size, round_size=round_size)
 
-    def search(self, shape: _Shape) -> list[Partition]:
+    def _search(self, shape: _Shape, even: Sequence[Candidate]) -> list[Partition]:
         """Return promising partitions, the best first, or those that were asked for."""
         if self.request.partitions:
             return list(self.request.partitions)
@@ -197,9 +227,15 @@ class _Task:
             # One worker never waits for another: only the fused stage matters, and even stages do.
             effort = replace(effort, num_actions=0)
         found = search_partitions(
-            self._evaluator(shape), limits=self.limits, effort=effort, num_results=_CONFIRMED
+            self._evaluator(shape),
+            even=even,
+            limits=self.limits,
+            effort=effort,
+            num_results=_CONFIRMED,
         )
-        return [result.partition for result in found]
+        partitions = [result.partition for result in found]
+        num_actions = partitions[0].num_stages * self.request.num_microbatches * self.num_looked_at
+        return partitions[: max(1, _CONFIRMED_ACTIONS // num_actions)]
 
     def _evaluator(self, shape: _Shape) -> Evaluator:
         """Evaluate one of the pipelines that a shape splits the plan into."""
@@ -220,42 +256,55 @@ class _Task:
             backward_upload_seconds=max(forward, shared) if forward else 0.0,
         )
 
-    def predict(self, shape: _Shape, *, partition: Partition, num_batches: int) -> PlannedTraining:
-        """Make the plan of a partition and predict its step with all transfers."""
-        num_microbatches = self.request.num_microbatches * num_batches
-        plan = Plan(
-            model=self.profile.fingerprint,
-            partition=partition,
-            num_workers=self.hardware.num_devices,
-            num_microbatches=num_microbatches,
-            team_size=shape.team_size,
-            round_size=shape.round_size,
-            schedule=round_robin_schedule(
-                partition,
-                num_workers=self.hardware.num_devices,
-                num_microbatches=num_microbatches,
-                round_size=shape.round_size,
-                team_size=shape.team_size,
-            ),
-            block_names=self.profile.block_names,
-        )
-        costs = stage_costs(
-            self.profile,
-            partition=partition,
-            hop_seconds=self.hop_seconds,
-            recompute_start=self.request.recompute_start,
-        )
+    def predict(self, shape: _Shape, *, partition: Partition, num_batches: int) -> _Prediction:
+        """Predict a partition's step with all its transfers."""
+        schedule = self._schedule(shape, partition=partition, num_batches=num_batches)
+        costs = self.costs(partition)
         if self.hardware.shares_host_memory:
-            timeline = simulate(plan.schedule, partition=partition, costs=costs)
+            timeline = simulate(schedule, partition=partition, costs=costs)
         else:
             timeline = simulate_transfers(
-                plan.schedule,
+                schedule,
                 partition=partition,
                 costs=costs,
                 profile=self.profile,
                 hardware=self.hardware,
             )
-        return PlannedTraining(plan=plan, costs=costs, timeline=timeline)
+        return _Prediction(
+            partition=partition, timeline=timeline, makespan_seconds=timeline.makespan_seconds
+        )
+
+    def costs(self, partition: Partition) -> StageCosts:
+        """Return what the stages cost."""
+        return stage_costs(
+            self.profile,
+            partition=partition,
+            hop_seconds=self.hop_seconds,
+            recompute_start=self.request.recompute_start,
+        )
+
+    def plan(self, shape: _Shape, *, partition: Partition) -> Plan:
+        """Make the plan of all batches."""
+        num_batches = self.request.num_batches
+        return Plan(
+            model=self.profile.fingerprint,
+            partition=partition,
+            num_workers=self.hardware.num_devices,
+            num_microbatches=self.request.num_microbatches * num_batches,
+            team_size=shape.team_size,
+            round_size=shape.round_size,
+            schedule=self._schedule(shape, partition=partition, num_batches=num_batches),
+            block_names=self.profile.block_names,
+        )
+
+    def _schedule(self, shape: _Shape, *, partition: Partition, num_batches: int) -> Schedule:
+        return round_robin_schedule(
+            partition,
+            num_workers=self.hardware.num_devices,
+            num_microbatches=self.request.num_microbatches * num_batches,
+            round_size=shape.round_size,
+            team_size=shape.team_size,
+        )
 
     @property
     def num_looked_at(self) -> int:

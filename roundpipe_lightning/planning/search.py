@@ -23,6 +23,7 @@ from random import Random
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
 from roundpipe_lightning.planning.partition import balanced_cuts
+from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.stages import Partition
 
 Counts = tuple[int, ...]
@@ -105,6 +106,7 @@ class Found:
 def search_partitions(
     evaluator: Evaluator,
     *,
+    even: Sequence[Candidate],
     limits: StageLimits,
     effort: Effort,
     num_results: int = 8,
@@ -113,6 +115,7 @@ def search_partitions(
 
     Args:
         evaluator: Knows the model and the workers.
+        even: Partitions to begin with, from `even_candidates`.
         limits: What every partition must keep.
         effort: How long to search.
         num_results: How many to return, at most.
@@ -122,7 +125,6 @@ def search_partitions(
         only = Partition(forward=(), backward=(0,))
         return (Found(partition=only, makespan_seconds=_makespan(evaluator, only)),)
     random = Random(effort.seed)
-    even = _even_candidates(evaluator, limits)
     best = _Island(evaluator, limits, effort, random, in_order=True)
     best.add(even)
     stages = sum(len(c.forward) + len(c.backward) + 1 for c in even) // len(even)
@@ -147,15 +149,14 @@ def search_partitions(
     return last.results(num_results)
 
 
-def best_even(evaluator: Evaluator, *, limits: StageLimits) -> Found:
-    """Return the best partition into stages of about equal duration: what a search begins with.
+def best_even(evaluator: Evaluator, *, even: Sequence[Candidate]) -> Found:
+    """Return the best of the partitions that a search begins with.
 
     Args:
         evaluator: Knows the model and the workers.
-        limits: What the partition must keep.
+        even: The partitions, from `even_candidates`.
     """
-    candidates = _even_candidates(evaluator, limits)
-    table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in candidates])
+    table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in even])
     makespans = evaluator.makespans(table)
     row = int(makespans.argmin())
     return Found(partition=table.partition(row), makespan_seconds=float(makespans[row]))
@@ -167,7 +168,9 @@ def _makespan(evaluator: Evaluator, partition: Partition) -> float:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
+    """A partition, lighter than `Partition`: blocks per stage, `backward` without the fused one."""
+
     forward: Counts
     fused: int
     backward: Counts
@@ -190,9 +193,9 @@ class _Island:
         self._effort = effort
         self._random = random
         self._in_order = in_order
-        self._makespans: dict[_Candidate, float] = {}
+        self._makespans: dict[Candidate, float] = {}
 
-    def add(self, candidates: Sequence[_Candidate]) -> None:
+    def add(self, candidates: Sequence[Candidate]) -> None:
         new = [c for c in dict.fromkeys(candidates) if c not in self._makespans]
         if not new:
             return
@@ -225,11 +228,11 @@ class _Island:
             found.append(Found(partition=partition, makespan_seconds=self._makespans[candidate]))
         return tuple(found)
 
-    def _parents(self) -> list[_Candidate]:
+    def _parents(self) -> list[Candidate]:
         ranked = sorted(self._makespans, key=lambda candidate: self._makespans[candidate])
         return ranked[: self._effort.num_parents]
 
-    def _child(self, parents: list[_Candidate]) -> _Candidate:
+    def _child(self, parents: list[Candidate]) -> Candidate:
         """Vary a parent, a good one more often than a bad one."""
         random, limits = self._random, self._limits
         parent = parents[int(len(parents) * random.random() ** 2)]
@@ -248,7 +251,7 @@ class _Island:
         if self._in_order:
             forward.sort()
             backward.sort(reverse=True)
-        return _Candidate(tuple(forward), fused, tuple(backward))
+        return Candidate(tuple(forward), fused, tuple(backward))
 
 
 def _change_counts(counts: list[int], *, limit: int, random: Random) -> None:
@@ -299,28 +302,32 @@ def _take_one(counts: list[int], place: int) -> None:
         counts.pop(place)
 
 
-def _even_candidates(evaluator: Evaluator, limits: StageLimits) -> list[_Candidate]:
-    """Return partitions into any reasonable number of stages of about equal duration."""
-    profile = evaluator.profile
+def even_candidates(profile: ModelProfile, *, limits: StageLimits) -> tuple[Candidate, ...]:
+    """Return partitions into any reasonable number of stages of about equal duration.
+
+    Args:
+        profile: The model.
+        limits: What every partition must keep.
+    """
     candidates = []
-    for fused in range(min(limits.fused, profile.num_blocks) + 1):
+    for fused in _spread(0, min(limits.fused, profile.num_blocks), count=4):
         blocks = profile.blocks[: profile.num_blocks - fused]
         if not blocks:
-            candidates.append(_Candidate((), fused, ()))
+            candidates.append(Candidate((), fused, ()))
             continue
         forward_seconds = [block.forward_seconds for block in blocks]
         backward_seconds = [
             block.recompute_seconds + block.backward_seconds for block in reversed(blocks)
         ]
         share = sum(forward_seconds) / (sum(backward_seconds) or 1.0)
+        fewest = -(-len(blocks) // limits.forward)
         for num_backward in _spread(-(-len(blocks) // limits.backward), len(blocks)):
             backward = _cuts(backward_seconds, num_backward, limits.backward)
             for extra in (0, 1, 3):
-                fewest = -(-len(blocks) // limits.forward)
                 num_forward = min(len(blocks), max(fewest, 1, round(num_backward * share) + extra))
                 forward = _cuts(forward_seconds, num_forward, limits.forward)
-                candidates.append(_Candidate(forward, fused, backward))
-    return list(dict.fromkeys(candidates))
+                candidates.append(Candidate(forward, fused, backward))
+    return tuple(dict.fromkeys(candidates))
 
 
 def _cuts(weights: Sequence[float], num_parts: int, limit: int) -> Counts:
@@ -332,16 +339,17 @@ def _cuts(weights: Sequence[float], num_parts: int, limit: int) -> Counts:
 
 
 def _spread(first: int, last: int, *, count: int = 12) -> list[int]:
-    step = max(1, (last - first) // count)
+    """Return about `count` whole numbers from `first` to `last`, evenly spaced, both included."""
+    step = max(1, -(-(last - first) // count))
     return sorted({*range(first, last, step), last})
 
 
-def _random_candidate(num_blocks: int, limits: StageLimits, random: Random) -> _Candidate:
+def _random_candidate(num_blocks: int, limits: StageLimits, random: Random) -> Candidate:
     fused = random.randint(0, min(limits.fused, num_blocks))
     rest = num_blocks - fused
     forward = _random_counts(rest, limit=limits.forward, random=random)
     backward = _random_counts(rest, limit=limits.backward, random=random)
-    return _Candidate(tuple(sorted(forward)), fused, tuple(sorted(backward, reverse=True)))
+    return Candidate(tuple(sorted(forward)), fused, tuple(sorted(backward, reverse=True)))
 
 
 def _random_counts(total: int, *, limit: int, random: Random) -> list[int]:

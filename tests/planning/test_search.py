@@ -12,7 +12,12 @@ from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
 from roundpipe_lightning.planning.partition import balanced_partition
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.search import Effort, StageLimits, search_partitions
+from roundpipe_lightning.planning.search import (
+    Effort,
+    StageLimits,
+    even_candidates,
+    search_partitions,
+)
 from roundpipe_lightning.planning.simulate import simulate
 from roundpipe_lightning.planning.stages import Partition
 from tests.planning.profiles import random_profiles, uniform_profile
@@ -89,7 +94,9 @@ def test_found_partitions_keep_the_limits(
 ) -> None:
     evaluator = Evaluator(profile=profile, num_workers=workers, rounds=(4,), hop_seconds=0.1)
     limits = StageLimits(forward=limit + 1, backward=limit, fused=fused)
-    found = search_partitions(evaluator, limits=limits, effort=QUICK)
+    found = search_partitions(
+        evaluator, even=even_candidates(profile, limits=limits), limits=limits, effort=QUICK
+    )
     assert found
     assert all(limits.allow(result.partition) for result in found)
     assert [r.makespan_seconds for r in found] == sorted(r.makespan_seconds for r in found)
@@ -100,7 +107,12 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
     profile = uniform_profile(28, tail=3.0)
     evaluator = Evaluator(profile=profile, num_workers=8, rounds=(16,), hop_seconds=0.2)
     limits = StageLimits(forward=28, backward=4, fused=4)
-    best = search_partitions(evaluator, limits=limits, effort=Effort(num_actions=2_000_000))
+    best = search_partitions(
+        evaluator,
+        even=even_candidates(profile, limits=limits),
+        limits=limits,
+        effort=Effort(num_actions=2_000_000),
+    )
     even = [
         balanced_partition(profile, num_fused=fused, num_forward=forward, num_backward=backward)
         for fused in range(4)
@@ -109,14 +121,20 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
     ]
     table = PartitionTable.of([(p.forward, p.backward) for p in even])
     assert simulated(evaluator, best[0].partition) < 0.98 * min(evaluator.makespans(table))
-    again = search_partitions(evaluator, limits=limits, effort=Effort(num_actions=2_000_000))
+    again = search_partitions(
+        evaluator,
+        even=even_candidates(profile, limits=limits),
+        limits=limits,
+        effort=Effort(num_actions=2_000_000),
+    )
     assert again == best
 
 
 def test_a_model_without_blocks_has_one_partition() -> None:
     evaluator = Evaluator(profile=uniform_profile(0), num_workers=2, rounds=(3,), hop_seconds=0.0)
     limits = StageLimits(forward=1, backward=1, fused=0)
-    (found,) = search_partitions(evaluator, limits=limits, effort=QUICK)
+    even = even_candidates(evaluator.profile, limits=limits)
+    (found,) = search_partitions(evaluator, even=even, limits=limits, effort=QUICK)
     assert found.partition == Partition(forward=(), backward=(0,))
     assert found.makespan_seconds == 6.0
 
