@@ -52,6 +52,8 @@ def test_the_document_prints_these_numbers(result: Any) -> None:
     document = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
     for row in (*result["throughput"], *result["sequences"]):
         first = " | ".join(row[key] for key in ("model", "system") if key in row)
-        cells = re.search(rf"^\| {first} \| [\d,]+ \| [\d,]+ \| (\S+)% \|$", document, re.MULTILINE)
+        cells = re.search(
+            rf"^\| {re.escape(first)} \| [\d,]+ \| [\d,]+ \| (\S+)% \|$", document, re.MULTILINE
+        )
         assert cells is not None, row
         assert float(cells[1]) / 100 == pytest.approx(row["error"], abs=0.011), row
