@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from decoder_sizes import Architecture
 
-from roundpipe_lightning.planning.architecture import Architecture
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile, fingerprint
 
 DEFAULT_TIMINGS = Path(__file__).parent / "published_pipeline_timings.yaml"
