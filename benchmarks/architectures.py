@@ -269,16 +269,16 @@ def examine(name: str) -> Report:
         profile_module(module, stack), num_workers=NUM_WORKERS, num_microbatches=NUM_MICROBATCHES
     )
     devices = [CpuDevice(index) for index in range(NUM_WORKERS)]
-    passes = mock.patch.object(StackRun, "forward", autospec=True, side_effect=StackRun.forward)
+    passes = mock.patch.object(StackRun, "backward", autospec=True, side_effect=StackRun.backward)
     try:
-        with passes as forward, Engine(module, stack=stack, devices=devices, plan=plan) as engine:
+        with passes as pipelined, Engine(module, stack=stack, devices=devices, plan=plan) as engine:
             got = train_pipelined(module, engine)
     except RoundPipeError as error:
         return Report(verdict=Verdict.REFUSED, reason=_described(error), **facts)
     except Exception as error:  # noqa: BLE001 - reported
         return Report(verdict=Verdict.BROKEN, reason=_described(error), **facts)
-    if forward.call_count < NUM_STEPS * NUM_MICROBATCHES:
-        reason = f"the blocks ran as a pipeline {forward.call_count} times"
+    if pipelined.call_count < NUM_STEPS * NUM_MICROBATCHES:
+        reason = f"the blocks ran as a pipeline {pipelined.call_count} times"
         return Report(verdict=Verdict.NOT_PIPELINED, reason=reason, **facts)
     found = differences(want, got)
     if not found:

@@ -1,31 +1,30 @@
 """Capture: how user code, unchanged, hands a stack of blocks to the engine.
 
-In a view every block is a proxy. Proxies 0..n-2 note their arguments and hand a phantom on; the
-last one passes the whole list of calls to the engine and returns what the real blocks make of it:
+In a view every block is a proxy. A proxy gives its call to the engine, which runs the block on the
+worker of its stage, and gets phantoms of the block's outputs for the user's code to hand on:
 
 ```
-user code      h = embed(ids)     h = layer0(h, m)    h = layer1(h, m)         head(h)
-in the view    h ────────────────▶ note ── phantom ──▶ note, run 0 and 1 ── h ──▶
+user code      h = embed(ids)     h, w = layer0(h, m)    h, w = layer1(h, m)      head(h)
+in the view    h ───────────────▶ run 0 ── phantoms ───▶ run 1 ── the outputs ──▶
 ```
 
-A phantom has the shape, the dtype and the device of the tensor it stands for, but no values: any
-use of it between two blocks is glue, and raises an error that names the blocks and the operation.
+A phantom has the shape, the dtype and the device of the tensor it stands for, but no values: using
+it between two blocks is glue, which the recompute would miss, and raises an error that names the
+block and the operation. After the last block, phantoms that the user's code has kept (hidden
+states, router logits) stand for their values, with a gradient.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.trees import containers_in, map_leaves, tensors_in
+from roundpipe_lightning.engine.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.errors import CaptureError, GlueError
 
@@ -44,22 +43,40 @@ _METADATA_ATTRIBUTES = frozenset(
 )
 
 
-#: Objects that a block cannot write into.
-_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PAST_FUNCTIONS = (
+    "{} received an output of a block past PyTorch's functions (a custom autograd.Function, "
+    "probably), where the engine cannot put in its values. Give it a tensor made by an operation, "
+    "`x + 0` say, or move it into a block."
+)
+
+
+class Standing(Protocol):
+    """What a phantom stands for."""
+
+    @property
+    def block_name(self) -> str:
+        """The block that made it."""
+
+    def real(self) -> Tensor | None:
+        """Return the tensor, where the user's code may use it; None while blocks are to come."""
+
+    def detached(self) -> Tensor | None:
+        """Return the values, which may be used at any time; None if they have been dropped."""
 
 
 class Phantom(Tensor):
-    """Stands for the output of a block that has not run yet."""
+    """Stands for a tensor that a block has made and that user code only hands on."""
 
-    block_name: str
+    value: Any  # a Standing
 
     @staticmethod
-    def of(tensor: Tensor, block_name: str) -> Phantom:
+    def of(tensor: Tensor, value: Standing, *, requires_grad: bool) -> Phantom:
         """Make the phantom of a tensor.
 
         Args:
             tensor: Gives shape, strides, dtype and device.
-            block_name: The block whose output it stands for.
+            value: What it stands for.
+            requires_grad: What it says of itself.
         """
         phantom: Phantom = torch.Tensor._make_wrapper_subclass(
             Phantom,
@@ -67,9 +84,12 @@ class Phantom(Tensor):
             strides=tensor.stride(),
             dtype=tensor.dtype,
             device=tensor.device,
-            requires_grad=tensor.requires_grad,
+            requires_grad=requires_grad,
         )
-        phantom.block_name = block_name
+        phantom.value = value
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                phantom.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return phantom
 
     @classmethod
@@ -87,13 +107,24 @@ class Phantom(Tensor):
         if name in allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        found = [x for x in tensors_in((args, kwargs)) if isinstance(x, Phantom)]
-        raise GlueError(
-            f"`{name}` uses the output of block {found[0].block_name!r} before it has been "
-            "computed: there is glue between this block and the next, or code that keeps the "
-            "outputs of single blocks. The engine runs the blocks of a stack as one chain. Move "
-            "the operation into a block, or name other blocks with RoundPipeStrategy(blocks=[...])."
+        real: dict[Phantom, Tensor] = {}
+        for phantom in tensors_in((args, kwargs)):
+            if isinstance(phantom, Phantom):
+                value: Standing = phantom.value
+                without_graph = name == "detach" or not torch.is_grad_enabled()
+                tensor = value.detached() if without_graph else value.real()
+                if tensor is None:
+                    raise GlueError(
+                        f"`{name}` uses an output of block {value.block_name!r} between "
+                        "the blocks of its stack: there is glue, which the recompute would miss. "
+                        "Move the operation into a block, or name other blocks with "
+                        "RoundPipeStrategy(blocks=[...])."
+                    )
+                real[phantom] = tensor
+        args, kwargs = map_tensors(
+            lambda x: real[x] if isinstance(x, Phantom) else x, (args, kwargs)
         )
+        return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the stub lacks `cls`
@@ -103,111 +134,27 @@ class Phantom(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return cls.__torch_function__(func, types, args, kwargs)
+        raise CaptureError(_PAST_FUNCTIONS.format(f"`{func}`"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name of the block."""
-        return f"<output of {self.block_name}, not computed yet>"
+        return f"<output of {self.value.block_name}>"
 
 
-class ObjectCopies:
-    """Copies of the objects that blocks are given, a cache of keys and values for example.
-
-    A block that writes into such an object writes again when it is recomputed: so each pass through
-    a stage has a copy, and the object itself stays as it was when the stack was called.
-
-    Args:
-        wanted: Whether to copy; without a recompute the objects themselves are used.
-    """
-
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
-        self._memo: dict[int, Any] = {}  # an object that several blocks are given stays one
-
-    def of(self, value: Any) -> Any:
-        """Return the object that stands for `value`; itself if it cannot change or be copied."""
-        if not self._wanted or isinstance(value, _UNCHANGING) or callable(value):
-            return value
-        try:
-            return copy.deepcopy(value, self._memo)
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-            return value
+def _refuse_gradient(gradient: Tensor) -> None:  # noqa: ARG001 - a tensor's hook
+    """Raise when a gradient arrives at a phantom: it belongs to the tensor behind it."""
+    raise CaptureError(_PAST_FUNCTIONS.format("An operation"))
 
 
-@dataclass(frozen=True)
-class BlockCall:
-    """The arguments of one block's call, the tensor that flows through the stack taken out.
+def without_phantoms(node: Any) -> Any:
+    """Return nested containers with the tensors that phantoms among theirs stand for."""
 
-    Attributes:
-        args: Positional arguments; the flowing tensor's place holds None.
-        kwargs: Keyword arguments, likewise.
-        place: Where the flowing tensor goes: a position or a keyword.
-        block_name: Whose call it is.
-    """
+    def real(tensor: Tensor) -> Tensor:
+        value = tensor.value.real() if isinstance(tensor, Phantom) else tensor
+        assert isinstance(value, Tensor), "asked after the last block"
+        return value
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    place: int | str
-    block_name: str
-
-    @classmethod
-    def split(
-        cls, args: tuple[Any, ...], kwargs: dict[str, Any], *, block_name: str
-    ) -> tuple[BlockCall, Tensor]:
-        """Take the flowing tensor out: the first argument, else the first tensor keyword."""
-        if args and isinstance(args[0], Tensor):
-            return cls((None, *args[1:]), kwargs, 0, block_name), args[0]
-        for key, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return cls(args, {**kwargs, key: None}, key, block_name), value
-        raise CaptureError(
-            f"Block {block_name!r} was called without a tensor as its first argument: the engine "
-            "does not know what flows through the stack."
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments."""
-        return list(tensors_in((self.args, self.kwargs)))
-
-    def run(
-        self,
-        block: nn.Module,
-        flowing: Tensor,
-        *,
-        swap: Callable[[Tensor], Tensor],
-        copies: ObjectCopies,
-        watched: AbstractContextManager[None],
-    ) -> Any:
-        """Call a block with these arguments.
-
-        Args:
-            block: The block, or its stand-in on a worker.
-            flowing: The tensor that flows through the stack.
-            swap: Brings every other tensor argument to where the block computes.
-            copies: Gives what stands for arguments that are neither tensors nor containers.
-            watched: Entered for the call itself.
-
-        Raises:
-            CaptureError: If the block adds to a list or a dict among them.
-        """
-        args, kwargs = map_leaves(
-            lambda leaf: swap(leaf) if isinstance(leaf, Tensor) else copies.of(leaf),
-            (self.args, self.kwargs),
-        )
-        lists = [(node, len(node)) for node in containers_in((args, kwargs)) if node is not kwargs]
-        if isinstance(self.place, int):
-            args = (flowing, *args[1:])
-        else:
-            kwargs = {**kwargs, self.place: flowing}
-        with watched:
-            result = block(*args, **kwargs)
-        if any(len(node) != size for node, size in lists):
-            raise CaptureError(
-                f"Block {self.block_name!r} adds to a list or a dict that it is given, or takes "
-                "something out: the next blocks and the code after the stack would not see it. Let "
-                "it keep what it collects as an attribute, `self.collected = ...`, instead."
-            )
-        return result
+    return map_tensors(real, node)
 
 
 class RunHere(Enum):
@@ -256,82 +203,40 @@ def make_proxies(
     return proxies
 
 
-class StackCapture:
-    """Notes the calls of a stack's blocks until all are there.
+def check_order(stack: BlockStack, *, index: int, num_called: int) -> None:
+    """Raise unless it is a block's turn.
 
     Args:
         stack: The blocks.
+        index: The block that is called.
+        num_called: How many were called before.
+
+    Raises:
+        CaptureError: If blocks were skipped, repeated or called out of order.
     """
+    if index != num_called:
+        due = f"block {stack.names[num_called]!r} was due"
+        if num_called:
+            due += f" after {stack.names[num_called - 1]!r}"
+        raise CaptureError(
+            f"Block {stack.names[index]!r} was called where {due}. Every block of a stack must be "
+            "called once, in order. Name the blocks that are with RoundPipeStrategy(blocks=[...])."
+        )
 
-    def __init__(self, stack: BlockStack) -> None:
-        self._stack = stack
-        self.reset()
 
-    def reset(self) -> None:
-        """Wait for block 0 again."""
-        self._calls: list[BlockCall] = []
-        self._entry: Tensor | None = None
-        self._passed: Tensor | None = None
+def check_finished(stack: BlockStack, *, num_called: int) -> None:
+    """Raise if some blocks were called and the others never were.
 
-    def note(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Phantom | tuple[Tensor, Sequence[BlockCall]]:
-        """Note one block's call.
+    Args:
+        stack: The blocks.
+        num_called: How many were called.
 
-        Returns:
-            The phantom to hand on; after the last block, the stack's input and the calls of all
-            blocks.
-
-        Raises:
-            GlueError: If the block is not fed by the block before.
-            CaptureError: If blocks were skipped, repeated or called out of order.
-        """
-        names, expected = self._stack.names, len(self._calls)
-        if index != expected:
-            due = f"block {names[expected]!r} was due"
-            if expected:
-                due += f" after {names[expected - 1]!r}"
-            self.reset()
-            raise CaptureError(
-                f"Block {names[index]!r} was called where {due}. Every block of a stack must be "
-                "called once, in order. Name the blocks that are with "
-                "RoundPipeStrategy(blocks=[...])."
-            )
-        call, flowing = BlockCall.split(args, kwargs, block_name=names[index])
-        if index == 0:
-            self._entry = flowing
-        elif flowing is not self._passed:
-            raise GlueError(
-                f"Block {names[index]!r} is not fed by the output of block {names[index - 1]!r}: "
-                "there is glue between them. Move it into a block, or name other blocks with "
-                "RoundPipeStrategy(blocks=[...])."
-            )
-        for tensor in call.tensors():
-            if isinstance(tensor, Phantom):
-                raise GlueError(
-                    f"Block {names[index]!r} takes the output of block {tensor.block_name!r} as a "
-                    "second input: only one tensor can flow through a stack."
-                )
-        self._calls.append(call)
-        if index + 1 < len(names):
-            assert self._entry is not None, "set with block 0"
-            self._passed = Phantom.of(self._entry, names[index])
-            return self._passed
-        entry, calls = self._entry, self._calls
-        self.reset()
-        assert entry is not None, "set with block 0"
-        return entry, calls
-
-    def check_finished(self) -> None:
-        """Raise if some blocks were called and the others never were.
-
-        Raises:
-            CaptureError: Naming the first block that is missing.
-        """
-        if self._calls:
-            names, num = self._stack.names, len(self._calls)
-            raise CaptureError(
-                f"Blocks {names[0]!r} to {names[num - 1]!r} were called, but {names[num]!r} and "
-                f"what follows were not: they would be skipped in silence. Name the {num} blocks "
-                "in use with RoundPipeStrategy(blocks=[...])."
-            )
+    Raises:
+        CaptureError: Naming the first block that is missing.
+    """
+    if num_called < len(stack.names):
+        raise CaptureError(
+            f"Blocks {stack.names[0]!r} to {stack.names[num_called - 1]!r} were called, but "
+            f"{stack.names[num_called]!r} and what follows were not: they would be skipped in "
+            f"silence. Name the {num_called} blocks in use with RoundPipeStrategy(blocks=[...])."
+        )

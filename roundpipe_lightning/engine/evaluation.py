@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture import RUN_HERE, StackCapture, make_proxies
+from roundpipe_lightning.engine.capture import RUN_HERE, make_proxies, without_phantoms
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.engine.trees import map_tensors
@@ -59,7 +59,7 @@ class Evaluation:
             stream=None,
             classes=classes,
         )
-        self._capture = None if stack is None else StackCapture(stack)
+        self._runs: list[StackRun] = []  # the present pass, and those whose values are in use
 
     @property
     def stage(self) -> Stage:
@@ -125,11 +125,13 @@ class Evaluation:
                 with user.active():
                     output = call(view, here)
                 user.write_buffers_back()
-                if self._capture is not None:
-                    self._capture.check_finished()
-                return map_tensors(self._to_host, output)
+                if self._runs:
+                    self._runs[-1].check_finished()
+                return map_tensors(self._to_host, without_phantoms(output))
         finally:
             self._deactivate()
+            while self._runs:
+                self._runs.pop().close()
             user.close()
             for worker in self._workers:
                 worker.clear()
@@ -139,23 +141,25 @@ class Evaluation:
 
     def _block_called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._stack is not None, "a proxy stands for a block of a stack"
-        assert self._capture is not None, "made with the stack"
         if torch.is_grad_enabled():
             return RUN_HERE
         with self._user.suspended():
-            noted = self._capture.note(index, args, kwargs)
-            if isinstance(noted, Tensor):
-                return noted
-            entry, calls = noted
-            self._user.write_buffers_back()
-            self._go_to(0)
-            run = StackRun(
+            if not self._runs or self._runs[-1].finished:
+                self._start_pass(self._stack)
+            return self._runs[-1].call(index, args, kwargs)
+
+    def _start_pass(self, stack: BlockStack) -> None:
+        self._user.write_buffers_back()
+        if self._runs and not self._runs[-1].is_held:
+            self._runs.pop().close()
+        self._go_to(0)
+        self._runs.append(
+            StackRun(
                 self,
                 user=self._user,
-                stack=self._stack,
+                stack=stack,
                 partition=self._plan.partition,
-                entry=entry,
-                calls=calls,
                 keep_boundaries=False,
             )
-            return run.forward()
+        )
+        self._user.cut = self._runs[-1].cut

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture import RUN_HERE, StackCapture, make_proxies
+from roundpipe_lightning.engine.capture import RUN_HERE, make_proxies, without_phantoms
 from roundpipe_lightning.engine.gradients import GradientLedger
 from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
 from roundpipe_lightning.engine.stack import BlockStack
@@ -115,7 +115,6 @@ class Microbatch:
             ),
             classes=context.classes,
         )
-        self._capture = None if context.stack is None else StackCapture(context.stack)
 
     # ------------------------------------------------------------------------------------ turns
 
@@ -192,8 +191,10 @@ class Microbatch:
                 self._run_step()
         finally:
             self._deactivate()
+            if self._stack_run is not None:
+                self._stack_run.close()
+                self._stack_run = None
             self._user.close()
-            self._stack_run = None
 
     def _run_step(self) -> None:
         context, user = self._context, self._user
@@ -232,34 +233,28 @@ class Microbatch:
         with user.active():
             output = context.call(view, batch, self.index)
         user.write_buffers_back()
-        if self._capture is not None:
-            self._capture.check_finished()
-        return output
+        if self._stack_run is not None:
+            self._stack_run.check_finished()
+        return without_phantoms(output)
 
     def _block_called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a proxy: note the call; with the last one, run the stack."""
-        context, capture = self._context, self._capture
+        """Serve a proxy: run the block in its stage, in the first pass through the stack."""
+        context, run = self._context, self._stack_run
         assert context.stack is not None, "a proxy stands for a block of a stack"
-        assert capture is not None, "made with the stack"
         without_gradient = context.backward and not torch.is_grad_enabled()
-        if self._stack_run is not None or without_gradient:
+        if without_gradient or (run is not None and run.finished):
             return RUN_HERE
         with self._user.suspended():
-            noted = capture.note(index, args, kwargs)
-            if isinstance(noted, Tensor):
-                return noted
-            entry, calls = noted
-            self._user.write_buffers_back()
-            self._stack_run = StackRun(
-                self,
-                user=self._user,
-                stack=context.stack,
-                partition=context.plan.partition,
-                entry=entry,
-                calls=calls,
-                keep_boundaries=context.backward,
-            )
-            return self._stack_run.forward()
+            if run is None:
+                run = self._stack_run = StackRun(
+                    self,
+                    user=self._user,
+                    stack=context.stack,
+                    partition=context.plan.partition,
+                    keep_boundaries=context.backward,
+                )
+                self._user.cut = run.cut
+            return run.call(index, args, kwargs)
 
     def _run_backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:

@@ -13,7 +13,7 @@ BACKWARD  block 3: the 17th function gives t'        backward([output, t'], [gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
     Attributes:
         run: The microbatch's side outputs.
         block: Index of the block.
-        function: Number of the torch function within the block; 0 is the block's input.
+        function: Number of the torch function within the block; 0 are the block's inputs.
         position: Which of the function's results.
     """
 
@@ -65,13 +65,13 @@ class SideOutputs:
         self._block = self._num_functions = 0
 
     @contextmanager
-    def block(self, index: int, watch: Watch, flowing: Tensor) -> Iterator[None]:
+    def block(self, index: int, watch: Watch, taken: Sequence[Tensor]) -> Iterator[None]:
         """Watch over the functions of a block until the end of the context."""
         if watch is Watch.FIND and not any(origin.block == index for origin in self._leaves):
             watch = Watch.NOTHING
         self._watch, self._block, self._num_functions = watch, index, -1
-        self.note(flowing)
-        self._num_functions = 0  # whatever was asked about the input
+        self.note(list(taken))
+        self._num_functions = 0  # whatever was asked about the inputs
         try:
             yield
         finally:

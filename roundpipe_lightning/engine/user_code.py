@@ -74,6 +74,8 @@ class UserCode(TorchFunctionMode):
         super().__init__()
         self.stream = stream
         self.side_outputs = SideOutputs()
+        #: Gives what a later segment uses for a tensor of an earlier one; None where there is none.
+        self.cut: Callable[[Tensor], Tensor] | None = None
         self._module = module
         self._worker = worker
         self._devices = tuple(w.device for w in workers)
@@ -133,7 +135,7 @@ class UserCode(TorchFunctionMode):
         self._leaves.clear()
         self._buffers.clear()
         self.side_outputs.clear()
-        self.stream = None
+        self.stream = self.cut = None
         del self._worker
 
     # ----------------------------------------------------------------------------------- places
@@ -179,6 +181,8 @@ class UserCode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._active and (name := _name_of(func)) not in _QUESTIONS:
+            if self.cut is not None:
+                args, kwargs = self._cut_off(self.cut, name, args, kwargs)
             if self._crosses and name not in _KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs)
             else:
@@ -190,6 +194,20 @@ class UserCode(TorchFunctionMode):
         result = self.stream.call(func, args, kwargs)
         self.side_outputs.note(result)
         return result
+
+    def _cut_off(
+        self,
+        cut: Callable[[Tensor], Tensor],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put leaves in for tensors of earlier segments, but for one that is written into."""
+        written = args[0] if args and _writes_first(name) else kwargs.get("out")
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+            lambda x: x if x is written else cut(x), (args, kwargs)
+        )
+        return found
 
     def _leaf_for(self, value: Any) -> Any:
         """Return the leaf of a master or a side output, also in a list; all else as it is."""
@@ -248,8 +266,13 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _stays_with_first(name: str) -> bool:
     """Say whether a function writes into its first argument, or gives a view of it."""
+    return name == "__getitem__" or _writes_first(name)
+
+
+def _writes_first(name: str) -> bool:
+    """Say whether a function writes into its first argument."""
     if name.startswith("__"):
-        return name in ("__getitem__", "__setitem__") or (
+        return name == "__setitem__" or (
             name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         )
     return name.endswith("_")

@@ -1,0 +1,170 @@
+"""A block's arguments and outputs: private copies of containers, and what a block put into them.
+
+A block gets copies of every list, dict and object among its arguments, with other tensors inside,
+so that it can be run again later from the same state. What it wrote into a copy is one of its
+outputs, and is written into the user's container with a stand-in for every tensor:
+
+```
+user's code     shared ──┐                           ┌──▶ shared["k"] = stand-in for tensor 1
+                         copy ──▶ block ──▶ changes ─┤
+                                    └── result ──────┴──▶ stand-in for tensor 0
+```
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+
+class Reference:
+    """Stands for a tensor in arguments that are kept."""
+
+
+Swap: TypeAlias = Callable[[Any, bool], Any]
+"""Gives what stands for a tensor or a reference; the flag says that it is inside an object."""
+
+_OPAQUE = (
+    str, bytes, int, float, complex, bool, type(None), type, nn.Module, enum.Enum,
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+
+
+class _Missing(enum.Enum):
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that a block put into a container or an object it was given.
+
+    Attributes:
+        target: The user's container.
+        key: Key, index or attribute name.
+        value: What is there now.
+        in_object: Whether the target is an object, or inside one, rather than a plain container.
+    """
+
+    target: Any
+    key: Any
+    value: Any
+    in_object: bool
+
+    def apply(self, value: Any) -> None:
+        """Write a value into the user's container."""
+        if isinstance(self.target, list) and self.key == len(self.target):
+            self.target.append(value)
+        elif isinstance(self.target, list | MutableMapping):
+            self.target[self.key] = value
+        else:
+            self.target.__dict__[self.key] = value
+
+
+@dataclass(frozen=True)
+class _Pair:
+    original: Any
+    twin: Any
+    before: dict[Any, Any]
+    in_object: bool
+
+
+class Copies:
+    """Copies of nested containers and objects with other tensors inside.
+
+    Args:
+        swap: Gives what stands for a tensor.
+        objects: Whether to look inside of objects that are no containers.
+        known: What stands for some tensors, containers and objects, by their identity.
+    """
+
+    def __init__(
+        self, swap: Swap, *, objects: bool = True, known: Mapping[int, Any] | None = None
+    ) -> None:
+        self._swap = swap
+        self._objects = objects
+        self._known = known or {}
+        self._memo: dict[int, tuple[Any, Any]] = {}
+        self._pairs: list[_Pair] = []
+
+    def of(self, node: Any, *, in_object: bool = False) -> Any:
+        """Return the copy of anything; what cannot hold a tensor is returned as it is."""
+        if id(node) in self._known:
+            return self._known[id(node)]
+        if id(node) in self._memo:
+            return self._memo[id(node)][1]
+        if isinstance(node, Tensor | Reference):
+            return self._note(node, self._swap(node, in_object))
+        if isinstance(node, _OPAQUE):
+            return node
+        if isinstance(node, tuple | frozenset):
+            return self._tuple(node, in_object=in_object)
+        if isinstance(node, list | MutableMapping):
+            return self._filled(node, in_object=in_object)
+        if self._objects and _has_state(node):
+            plain = dataclasses.is_dataclass(node) or isinstance(node, Mapping)
+            return self._filled(node, in_object=in_object or not plain)
+        return node
+
+    def originals(self) -> dict[int, Any]:
+        """Return what was copied, by the identity of what stands for it."""
+        return {id(twin): original for original, twin in self._memo.values()}
+
+    def changes(self) -> Iterator[Change]:
+        """Return what has been put into the copies since they were made, in a fixed order.
+
+        Raises:
+            KeyError: If something was taken out of one.
+        """
+        for pair in self._pairs:
+            now = _children(pair.twin)
+            for key in pair.before:
+                if key not in now:
+                    raise KeyError(key)
+            for key, value in now.items():
+                if pair.before.get(key, _Missing.MISSING) is not value:
+                    yield Change(
+                        target=pair.original, key=key, value=value, in_object=pair.in_object
+                    )
+
+    def _note(self, original: Any, twin: Any) -> Any:
+        self._memo[id(original)] = (original, twin)
+        return twin
+
+    def _tuple(self, node: Any, *, in_object: bool) -> Any:
+        children = [self.of(child, in_object=in_object) for child in node]
+        if all(a is b for a, b in zip(children, node, strict=True)):
+            return node
+        made = type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
+        return self._note(node, made)
+
+    def _filled(self, node: Any, *, in_object: bool) -> Any:
+        twin = self._note(node, copy.copy(node))
+        children = {
+            key: self.of(child, in_object=in_object) for key, child in _children(node).items()
+        }
+        for key, child in children.items():
+            if isinstance(twin, list | MutableMapping):
+                twin[key] = child
+            else:
+                twin.__dict__[key] = child
+        self._pairs.append(_Pair(node, twin, children, in_object))
+        return twin
+
+
+def _has_state(node: Any) -> bool:
+    return isinstance(getattr(node, "__dict__", None), dict) and not isinstance(node, Sequence)
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    if isinstance(node, list):
+        return dict(enumerate(node))
+    if isinstance(node, MutableMapping):
+        return {key: node[key] for key in node}
+    return dict(node.__dict__)
