@@ -1,0 +1,159 @@
+"""What a user has settled about the stages; the planner chooses the rest.
+
+A hint that cannot be kept is refused with the reason, never bent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.partition import balanced_cuts
+from roundpipe_lightning.planning.search import StageLimits
+from roundpipe_lightning.planning.stages import Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionHints:
+    """Hints about stages, teams and rounds; None leaves a choice to the planner.
+
+    Attributes:
+        forward: Blocks of every FORWARD stage, as in `Partition.forward`.
+        backward: Blocks of the FUSED and every BACKWARD stage, as in `Partition.backward`.
+        most_forward: Blocks of a FORWARD stage, at most.
+        most_backward: Blocks of a BACKWARD stage, at most.
+        most_fused: Blocks of the FUSED stage, at most.
+        team_size: Workers of a team.
+        round_size: Microbatches of a round.
+
+    Raises:
+        PlanError: A hint cannot be kept by itself, or two contradict each other.
+    """
+
+    forward: tuple[int, ...] | None = None
+    backward: tuple[int, ...] | None = None
+    most_forward: int | None = None
+    most_backward: int | None = None
+    most_fused: int | None = None
+    team_size: int | None = None
+    round_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse hints that no plan can keep."""
+        counts = (
+            ("limits.forward", self.most_forward, 1),
+            ("limits.backward", self.most_backward, 1),
+            ("limits.fused", self.most_fused, 0),
+            ("team_size", self.team_size, 1),
+            ("round_size", self.round_size, 1),
+        )
+        for name, value, least in counts:
+            if value is not None and value < least:
+                raise PlanError(f"partition.{name}={value} must be {least} or more.")
+        self._check_cuts()
+        if self.team_size and self.round_size and self.round_size < self.team_size:
+            raise PlanError(
+                f"partition.round_size={self.round_size} leaves workers of a team of "
+                f"partition.team_size={self.team_size} without a microbatch: a round has at least "
+                "one for each of them."
+            )
+
+    def _check_cuts(self) -> None:
+        """Refuse cuts that cut nothing, disagree, or break the limits beside them."""
+        if self.forward is not None and self.backward is not None:
+            Partition(forward=self.forward, backward=self.backward)
+        for name, counts in (("forward", self.forward), ("backward", (self.backward or (0,))[1:])):
+            if any(count < 1 for count in counts or ()):
+                raise PlanError(
+                    f"partition.{name}={list(counts or ())}: every stage needs at least one block."
+                )
+        if self.backward is not None and (not self.backward or self.backward[0] < 0):
+            raise PlanError(
+                f"partition.backward={list(self.backward)} must begin with the blocks of the fused "
+                "stage, 0 or more."
+            )
+        backward = self.backward or (0,)
+        for name, most, count in (
+            ("forward", self.most_forward, max(self.forward or (0,))),
+            ("backward", self.most_backward, max(backward[1:], default=0)),
+            ("fused", self.most_fused, backward[0]),
+        ):
+            if most is not None and count > most:
+                cut = "forward" if name == "forward" else "backward"
+                raise PlanError(
+                    f"partition.{cut} has a stage of {count} blocks, but "
+                    f"partition.limits.{name}={most} allows at most {most}: drop one of the two."
+                )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a cut is fixed."""
+        return self.forward is not None or self.backward is not None
+
+    def check(self, *, num_blocks: int, num_devices: int, num_microbatches: int) -> None:
+        """Refuse hints that do not fit a model, a machine or a batch.
+
+        Raises:
+            PlanError: A hint cannot be kept.
+        """
+        for name, counts in (("forward", self.forward), ("backward", self.backward)):
+            total = sum(counts or ())
+            if total > num_blocks or (name == "backward" and counts and total != num_blocks):
+                raise PlanError(
+                    f"partition.{name}={list(counts or ())} has {total} blocks, the model has "
+                    f"{num_blocks}."
+                )
+        divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+        if self.team_size is not None and self.team_size not in divisors:
+            raise PlanError(
+                f"partition.team_size={self.team_size} does not divide the {num_devices} devices: "
+                f"choose from {divisors}."
+            )
+        for name, value in (("round_size", self.round_size), ("team_size", self.team_size)):
+            if value is not None and value > num_microbatches:
+                raise PlanError(
+                    f"partition.{name}={value} is more than the {num_microbatches} microbatches of "
+                    "a batch."
+                )
+
+    def limited(self, limits: StageLimits) -> StageLimits:
+        """Return limits that keep the hints too."""
+
+        def least(limit: int, most: int | None) -> int:
+            return limit if most is None else min(limit, most)
+
+        return StageLimits(
+            forward=least(limits.forward, self.most_forward),
+            backward=least(limits.backward, self.most_backward),
+            fused=least(limits.fused, self.most_fused),
+        )
+
+    def partitions(self, num_blocks: int, *, limits: StageLimits) -> tuple[Partition, ...]:
+        """Return the partitions that keep the fixed cuts; none where no cut is fixed.
+
+        Where one cut is fixed, the other one is even, in any number of stages that the limits
+        allow.
+        """
+        if not self.cuts:
+            return ()
+        if self.forward is not None and self.backward is not None:
+            return (Partition(forward=self.forward, backward=self.backward),)
+        if self.backward is not None:
+            rest = num_blocks - self.backward[0]
+            cuts = _even_cuts(rest, most=limits.forward)
+            return tuple(Partition(forward=cut, backward=self.backward) for cut in cuts)
+        assert self.forward is not None
+        fused = num_blocks - sum(self.forward)
+        cuts = _even_cuts(sum(self.forward), most=limits.backward)
+        return tuple(Partition(forward=self.forward, backward=(fused, *cut)) for cut in cuts)
+
+
+def _even_cuts(num_blocks: int, *, most: int) -> Sequence[tuple[int, ...]]:
+    """Cuts into stages of about equal size, the largest at most `most`."""
+    if num_blocks == 0:
+        return [()]
+    counts = range(-(-num_blocks // most), num_blocks + 1)
+    step = max(1, len(counts) // 12)
+    cuts = (balanced_cuts([1.0] * num_blocks, num_parts=count) for count in counts[::step])
+    return list(dict.fromkeys(cuts))

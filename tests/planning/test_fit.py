@@ -1,0 +1,154 @@
+"""Plans within a machine's memory, and what is missing where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.fit import (
+    TrainingJob,
+    fit_training,
+    fits_memory,
+    stage_limits_within,
+)
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.hints import PartitionHints
+from roundpipe_lightning.planning.memory import RESERVED_BYTES
+from roundpipe_lightning.planning.predict import PipelineLayout
+from roundpipe_lightning.planning.search import Effort
+from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.storage import ParameterStorage
+from roundpipe_lightning.planning.work import (
+    Amount,
+    BlockWork,
+    MicrobatchShape,
+    Peak,
+    Work,
+    WorkProfile,
+)
+
+MIB = 2**20
+
+
+def part(name: str, *, mib: int = 100) -> BlockWork:
+    """A block that takes a tenth of a second and keeps 1 MiB per token."""
+    products = Amount(per_token=1e11)
+    return BlockWork(
+        name=name,
+        forward=Work(matrix_operations=products),
+        backward=Work(matrix_operations=products + products),
+        num_parameters=mib * MIB // 2,
+        num_trainable=mib * MIB // 2,
+        parameter_bytes=mib * MIB,
+        trainable_bytes=mib * MIB,
+        boundary_bytes=Amount(per_token=0.1 * MIB),
+        kept_bytes=Amount(per_token=MIB),
+        forward_peak_bytes=Peak(amounts=(Amount(per_token=0.5 * MIB),)),
+        peak_bytes=Peak(amounts=(Amount(per_token=1.5 * MIB),)),
+    )
+
+
+def job(*, num_blocks: int = 6, device_mib: int = 4000, **changes: Any) -> TrainingJob:
+    blocks = tuple(part(f"layers.{index}") for index in range(num_blocks))
+    hardware = replace(
+        load_hardware("rtx4090x4"),
+        device_bytes=device_mib * MIB + RESERVED_BYTES,
+        host_bytes=2**37,
+    )
+    whole = TrainingJob(
+        work=WorkProfile(blocks=blocks, tail=part("tail", mib=20)),
+        hardware=hardware,
+        dtype="bfloat16",
+        storage=ParameterStorage(),
+        shape=MicrobatchShape(sequences=1, seq_len=100),
+        num_microbatches=8,
+        effort=Effort(num_actions=0, num_children=16, num_parents=8),
+    )
+    return replace(whole, **changes)
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 9), st.integers(500, 6000))
+def test_a_plan_fits_or_bytes_are_missing(num_blocks: int, device_mib: int) -> None:
+    asked = job(num_blocks=num_blocks, device_mib=device_mib)
+    answer = fit_training(asked)
+    assert answer.fits is fits_memory(asked)
+    assert answer.fits is not bool(answer.memory.reason)
+    if answer.planned is not None:
+        plan = answer.planned.plan
+        assert plan.partition == answer.layout.partition
+        assert not answer.memory.device.missing_bytes
+        assert answer.tokens_per_second > 0
+    else:
+        assert answer.tokens_per_second == 0
+        assert answer.memory.device.missing_bytes
+
+
+def test_limits_are_the_most_that_fits() -> None:
+    asked = job()
+    limits = stage_limits_within(asked, round_size=8, team_size=4)
+    assert limits is not None
+
+    def fits(forward: int, backward: int) -> bool:
+        partition = Partition(
+            forward=(forward,) * (6 // forward) + ((6 % forward,) if 6 % forward else ()),
+            backward=(
+                0,
+                *(backward,) * (6 // backward),
+                *((6 % backward,) if 6 % backward else ()),
+            ),
+        )
+        layout = PipelineLayout(partition=partition, num_microbatches=8, round_size=8, team_size=4)
+        return asked.report(layout).fits
+
+    assert fits(1, limits.backward)
+    assert limits.backward == 6 or not fits(1, limits.backward + 1)
+    roomy = stage_limits_within(job(device_mib=10**6), round_size=8, team_size=4)
+    assert roomy is not None
+    assert (roomy.forward, roomy.fused, roomy.backward) == (6, 6, 6)
+    assert stage_limits_within(job(device_mib=100), round_size=8, team_size=4) is None
+
+
+def test_a_host_that_is_too_small_is_said_with_a_plan() -> None:
+    asked = job()
+    small = replace(asked, hardware=replace(asked.hardware, host_bytes=2**28))
+    answer = fit_training(small)
+    assert answer.planned is not None
+    assert not answer.fits
+    assert "host memory are missing" in answer.memory.reason
+    assert not fits_memory(small)
+
+
+def test_hints_are_kept() -> None:
+    cuts = PartitionHints(forward=(1, 3), backward=(2, 2, 2))
+    answer = fit_training(job(hints=cuts))
+    assert answer.layout.partition == Partition(forward=(1, 3), backward=(2, 2, 2))
+    hints = PartitionHints(most_forward=1, most_backward=1, most_fused=0, team_size=2, round_size=4)
+    answer = fit_training(job(hints=hints))
+    assert answer.layout.partition == Partition(forward=(1,) * 6, backward=(0,) + (1,) * 6)
+    assert (answer.layout.team_size, answer.layout.round_size) == (2, 4)
+
+
+def test_cuts_that_do_not_fit_are_said_with_their_size() -> None:
+    answer = fit_training(job(device_mib=1000, hints=PartitionHints(backward=(0, 6))))
+    assert answer.planned is None
+    assert answer.layout.partition.backward == (0, 6)
+    assert answer.memory.device.missing_bytes
+
+
+def test_hints_that_cannot_be_kept_are_refused() -> None:
+    with pytest.raises(PlanError, match="has 5 blocks, the model has 6"):
+        fit_training(job(hints=PartitionHints(backward=(2, 3))))
+
+
+def test_accumulated_batches_are_one_stream() -> None:
+    answer = fit_training(job(num_batches=2))
+    assert answer.planned is not None
+    assert answer.planned.plan.num_microbatches == 16
+    single = fit_training(job())
+    assert answer.tokens_per_second >= single.tokens_per_second
