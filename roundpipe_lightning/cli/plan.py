@@ -1,0 +1,151 @@
+"""`roundpipe-plan`: what a training needs and how fast it will be, before it runs.
+
+No device is touched and no weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from roundpipe_lightning.cli.build import USER_ERRORS
+from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.files import write_atomically
+from roundpipe_lightning.cli.plan_answer import answer, gains, longest_seq_len
+from roundpipe_lightning.cli.plan_changes import cheapest_changes
+from roundpipe_lightning.cli.plan_report import PlanReport
+from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
+from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.planning.fit import FitAnswer, fit_training
+from roundpipe_lightning.planning.hints import PartitionHints
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.render import render_svg, render_trace
+
+log = logging.getLogger(__name__)
+
+EXIT_FITS = 0
+"""Exit status where the job fits."""
+
+EXIT_ERROR = 1
+"""Exit status after an error that names its cause."""
+
+EXIT_DOES_NOT_FIT = 3
+"""Exit status where the job does not fit; what is missing has been printed."""
+
+
+def main() -> None:
+    """Run the command line. `--help` lists the groups, `--cfg job` prints the configuration."""
+    statuses = [EXIT_FITS]
+
+    def job(config: DictConfig) -> None:
+        statuses.append(run(config))
+
+    try:
+        folder = find_config_folder()
+        hydra.main(version_base="1.3", config_path=str(folder), config_name="plan")(job)()
+    except RoundPipeError as error:
+        statuses.append(_explain(error))
+    if EXIT_ERROR in statuses:
+        sys.exit(EXIT_ERROR)
+    sys.exit(max(statuses))
+
+
+def run(config: DictConfig) -> int:
+    """Print the answer to a configuration, or the error, and return the exit status."""
+    try:
+        report = plan(config)
+    except USER_ERRORS as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        return _explain(error)
+    if config.output == "json":
+        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
+    else:
+        sys.stdout.write(report.to_text())
+    return EXIT_FITS if report.answer.fits else EXIT_DOES_NOT_FIT
+
+
+def _explain(error: Exception) -> int:
+    log.error("%s", error)
+    sys.stderr.write(f"\nError: {error}\n")
+    return EXIT_ERROR
+
+
+def plan(config: DictConfig) -> PlanReport:
+    """Answer a configuration, and write the plan and its pictures into the run's folder.
+
+    Args:
+        config: The composed configuration, see `conf/plan.yaml`.
+
+    Raises:
+        RoundPipeError: The configuration cannot work.
+    """
+    if config.output not in ("text", "json"):
+        raise ConfigurationError(f"output={config.output} is not one of text, json.")
+    settings = read_settings(config)
+    maker = JobMaker()
+    longest = None
+    if config.longest:
+        longest = longest_seq_len(settings, maker=maker)
+        settings = replace(settings, seq_len=longest or settings.seq_len)
+    elif settings.longest_position is not None and settings.seq_len > settings.longest_position:
+        raise ConfigurationError(
+            f"data.seq_len={settings.seq_len} is longer than the {settings.longest_position} "
+            "positions of the model (max_position_embeddings). Lower data.seq_len, or raise "
+            "model.architecture.max_position_embeddings."
+        )
+    found = answer(settings, maker=maker)
+    folder = Path(config.paths.output_dir)
+    report = PlanReport(
+        settings=settings,
+        answer=found,
+        gains=gains(found),
+        changes=[] if found.fits else cheapest_changes(settings, maker=maker),
+        longest_seq_len=longest,
+        files={name: str(path) for name, path in _write(found, folder).items()},
+    )
+    write_atomically(folder / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
+    return report
+
+
+def _write(found: FitAnswer, folder: Path) -> dict[str, Path]:
+    """Write the plan of one batch, which `partition=saved` reads, and the step's pictures."""
+    if found.planned is None:
+        return {}
+    pictured = {"predicted": found.planned.timeline}
+    texts = {
+        "timeline.svg": render_svg(pictured),
+        "timeline.json": render_trace(pictured),
+        "plan.json": _one_batch(found).to_json(),
+    }
+    for name, text in texts.items():
+        write_atomically(folder / name, text)
+    return {name: folder / name for name in texts}
+
+
+def _one_batch(found: FitAnswer) -> Plan:
+    """The plan of a single batch: accumulated ones are run one after the other."""
+    job, planned = found.job, found.planned
+    assert planned is not None
+    if job.num_batches == 1:
+        return planned.plan
+    hints = PartitionHints(
+        forward=planned.plan.partition.forward,
+        backward=planned.plan.partition.backward,
+        team_size=planned.plan.team_size,
+        round_size=planned.plan.round_size,
+    )
+    single = fit_training(replace(job, num_batches=1, hints=hints)).planned
+    assert single is not None
+    return single.plan
+
+
+if __name__ == "__main__":
+    main()

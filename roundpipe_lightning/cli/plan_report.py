@@ -1,0 +1,297 @@
+"""The answer of `roundpipe-plan`: one object for programs, a page for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundpipe_lightning.cli.plan_changes import VerifiedChange
+from roundpipe_lightning.cli.plan_settings import PlanSettings
+from roundpipe_lightning.planning.fit import FitAnswer
+from roundpipe_lightning.planning.memory import MemoryNeed
+from roundpipe_lightning.planning.stages import StageKind
+from roundpipe_lightning.planning.transfers import stage_bytes
+from roundpipe_lightning.planning.work import time_model
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """Everything that `roundpipe-plan` says.
+
+    Attributes:
+        settings: What was asked.
+        answer: The plan, or what is missing.
+        gains: By what share twice as much of a resource shortens the step; the bottleneck first.
+        changes: What makes it fit, where it does not.
+        longest_seq_len: The longest sequence that fits, where it was asked for.
+        files: What was written, by name.
+    """
+
+    settings: PlanSettings
+    answer: FitAnswer
+    gains: dict[str, float] = field(default_factory=dict)
+    changes: list[VerifiedChange] = field(default_factory=list)
+    longest_seq_len: int | None = None
+    files: dict[str, str] = field(default_factory=dict)
+
+    # --- for programs -----------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; bytes, seconds and shares from 0 to 1."""
+        answer, settings = self.answer, self.settings
+        work, job = answer.job.work, answer.job
+        memory = answer.memory
+        return {
+            "fits": answer.fits,
+            "model": {
+                "num_blocks": len(work.blocks),
+                "num_parameters": work.num_parameters,
+                "num_trainable": work.num_trainable,
+                "fingerprint": work.fingerprint,
+            },
+            "machine": {
+                "name": settings.hardware.name,
+                "num_devices": settings.hardware.num_devices,
+                "device_bytes": settings.hardware.device_bytes,
+                "host_bytes": settings.hardware.host_bytes,
+            },
+            "job": {
+                "seq_len": job.shape.seq_len,
+                "batch_size": settings.batch_size,
+                "num_batches": settings.num_batches,
+                "num_microbatches": job.num_microbatches,
+                "sequences_per_microbatch": job.shape.sequences,
+                "precision": settings.precision.name,
+            },
+            "plan": self._plan(),
+            "memory": {"device": _need(memory.device), "host": _need(memory.host)},
+            "moved": self._moved(),
+            "predicted": self._predicted(),
+            "bottleneck": {"resource": next(iter(self.gains), None), "gains": self.gains},
+            "missing": self.missing or None,
+            "changes": [_change(change) for change in self.changes],
+            "longest_seq_len": self.longest_seq_len,
+            "files": self.files,
+        }
+
+    def _plan(self) -> dict[str, Any] | None:
+        layout = self.answer.layout
+        if self.answer.planned is None:
+            return None
+        return {
+            "forward_partition": list(layout.partition.forward),
+            "backward_partition": list(layout.partition.backward),
+            "num_stages": layout.partition.num_stages,
+            "team_size": layout.team_size,
+            "round_size": layout.round_size,
+            "num_rounds": -(-layout.num_microbatches // layout.round_size),
+        }
+
+    def _predicted(self) -> dict[str, float] | None:
+        prediction, planned = self.answer.prediction, self.answer.planned
+        if prediction is None or planned is None:
+            return None
+        return {
+            "step_seconds": prediction.step_seconds,
+            "pipeline_seconds": prediction.pipeline_seconds,
+            "optimizer_seconds": prediction.optimizer_seconds,
+            "tokens_per_second": self.answer.tokens_per_second,
+            "idle_share": max(0.0, prediction.idle_share),
+            "pipeline_idle_share": max(0.0, planned.timeline.idle_share),
+        }
+
+    def _moved(self) -> dict[str, float] | None:
+        """Bytes of a step, all devices together."""
+        answer, job = self.answer, self.answer.job
+        prediction = answer.prediction
+        if prediction is None:
+            return None
+        if job.hardware.shares_host_memory:
+            return dict.fromkeys(("weights", "gradients", "boundaries_up", "boundaries_down"), 0.0)
+        partition = answer.layout.partition
+        profile = time_model(job.work, hardware=job.hardware, shape=job.shape, dtype=job.dtype)
+        moved = [
+            stage_bytes(profile, stage=stage, partition=partition) for stage in partition.stages()
+        ]
+        count = job.step_microbatches
+        return {
+            "weights": prediction.uploaded_bytes,
+            "gradients": prediction.downloaded_bytes,
+            "boundaries_up": float(count * sum(each.input_bytes for each in moved)),
+            "boundaries_down": float(count * sum(each.output_bytes for each in moved)),
+        }
+
+    @property
+    def missing(self) -> str:
+        """What is missing; empty where it fits."""
+        answer = self.answer
+        if answer.planned is not None:
+            return answer.memory.reason
+        need, work = answer.memory.device, answer.job.work
+        if answer.job.hints.cuts:
+            head = f"{self.settings.hardware.name} cannot hold the stages that are asked for."
+        else:
+            block = max(work.blocks, key=lambda b: b.parameter_bytes, default=work.tail)
+            head = (
+                f"{self.settings.hardware.name} cannot hold even one block: the largest, "
+                f"{block.name}, has {block.parameter_bytes / _GIB:.2f} GiB of weights, and a stage "
+                f"of one block needs {need.total_bytes / _GIB:.2f} GiB of a device, which has "
+                f"{need.available_bytes / _GIB:.2f} GiB."
+            )
+        return f"{head} {answer.memory.reason}".strip()
+
+    # --- for people -------------------------------------------------------------------------------
+
+    def to_text(self) -> str:
+        """One page."""
+        lines = [*self._job_lines(), *self._plan_lines()]
+        memory = self.answer.memory
+        lines += ["", "Memory", *_need_lines("device", memory.device)]
+        lines += _need_lines("host", memory.host)
+        lines += self._step_lines()
+        if self.longest_seq_len is not None:
+            lines += ["", *self._longest_lines()]
+        if self.answer.fits:
+            lines += ["", "It fits."]
+        else:
+            lines += ["", f"It does not fit. {self.missing}", *self._change_lines()]
+        if self.files:
+            lines += ["", *(f"{name}: {path}" for name, path in self.files.items())]
+        return "\n".join(lines) + "\n"
+
+    def _job_lines(self) -> list[str]:
+        settings, job = self.settings, self.answer.job
+        hardware, work = settings.hardware, job.work
+        trained = work.num_trainable / max(work.num_parameters, 1)
+        batches = f" x {job.num_batches} batches" if job.num_batches > 1 else ""
+        return [
+            (
+                f"{hardware.name}: {hardware.num_devices} x {hardware.device_name}, "
+                f"{_gib(hardware.device_bytes)} each, {_gib(hardware.host_bytes)} of host memory"
+            ),
+            (
+                f"Model: {work.num_parameters:,} parameters in {len(work.blocks)} blocks, "
+                f"{trained:.3%} of them trained, {settings.precision.name}"
+            ),
+            (
+                f"Step: {settings.batch_size} sequences of {job.shape.seq_len:,} tokens{batches}, "
+                f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
+            ),
+        ]
+
+    def _plan_lines(self) -> list[str]:
+        layout = self.answer.layout
+        if self.answer.planned is None:
+            return []
+        partition = layout.partition
+        kinds = ", ".join(
+            f"{count} {kind.name.lower()}"
+            for kind in StageKind
+            if (count := sum(stage.kind is kind for stage in partition.stages()))
+        )
+        rounds = -(-layout.num_microbatches // layout.round_size)
+        return [
+            "",
+            f"Stages: {kinds}",
+            f"  forward  {_runs(partition.forward)}",
+            f"  backward {_runs(partition.backward)} (the fused stage first)",
+            (
+                f"Teams of {layout.team_size}, {rounds} round{'s' * (rounds > 1)} of "
+                f"{layout.round_size} microbatches"
+            ),
+        ]
+
+    def _step_lines(self) -> list[str]:
+        prediction, moved, predicted = self.answer.prediction, self._moved(), self._predicted()
+        if prediction is None or moved is None or predicted is None:
+            return []
+        names = ("weights up", "gradients down", "boundaries up", "boundaries down")
+        sizes = ", ".join(
+            f"{_gib(size)} of {name}" for name, size in zip(names, moved.values(), strict=True)
+        )
+        lines = [
+            "",
+            f"Moved per step: {sizes}",
+            (
+                f"Predicted step: {prediction.step_seconds:.4g} s, of which the optimizer "
+                f"{prediction.optimizer_seconds:.3g} s; "
+                f"{self.answer.tokens_per_second:,.0f} tokens/s"
+            ),
+            (
+                f"Devices wait {predicted['idle_share']:.1%} of the step, "
+                f"{predicted['pipeline_idle_share']:.1%} of the pipeline's part"
+            ),
+        ]
+        if self.gains:
+            shares = ", ".join(f"{name} {gain:.0%}" for name, gain in self.gains.items())
+            lines.append(f"Bottleneck: {next(iter(self.gains))}")
+            lines.append(f"  shorter steps if twice as fast: {shares}")
+        return lines
+
+    def _longest_lines(self) -> list[str]:
+        longest = self.longest_seq_len
+        if not longest:
+            return ["No sequence fits, however short."]
+        lines = [f"Longest sequence that fits: {longest:,} tokens"]
+        limit = self.settings.longest_position
+        if limit is not None and longest > limit:
+            lines.append(f"  but the model knows {limit:,} positions")
+        return lines
+
+    def _change_lines(self) -> list[str]:
+        if not self.changes:
+            return ["No change that was tried makes it fit."]
+        lines = ["What makes it fit, the cheapest first:"]
+        for change in self.changes:
+            speed = f"{change.answer.tokens_per_second:,.0f} tokens/s"
+            lines.append(f"  {' '.join(change.change.overrides)}  ({speed})")
+        return lines
+
+
+def _need(need: MemoryNeed) -> dict[str, Any]:
+    return {
+        "stage": need.stage or None,
+        "by_kind": {kind.value: size for kind, size in need.num_bytes},
+        "total_bytes": need.total_bytes,
+        "available_bytes": need.available_bytes,
+        "missing_bytes": need.missing_bytes,
+    }
+
+
+def _need_lines(name: str, need: MemoryNeed) -> list[str]:
+    at = f" at stage {need.stage}" if need.stage else ""
+    lines = [f"  {name}{at}: {_gib(need.total_bytes)} of {_gib(need.available_bytes)}"]
+    lines += [f"    {kind.value:16} {_gib(size):>12}" for kind, size in need.num_bytes]
+    return lines
+
+
+def _change(change: VerifiedChange) -> dict[str, Any]:
+    answer = change.answer
+    assert answer.prediction is not None
+    return {
+        "overrides": list(change.change.overrides),
+        "price": change.change.price.name.lower(),
+        "step_seconds": answer.prediction.step_seconds,
+        "tokens_per_second": answer.tokens_per_second,
+        "device_bytes": answer.memory.device.total_bytes,
+        "host_bytes": answer.memory.host.total_bytes,
+    }
+
+
+def _runs(counts: tuple[int, ...]) -> str:
+    """Stage sizes, equal neighbours together: `3 x 2, 1`."""
+    if not counts:
+        return "none"
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][1] == count:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, count])
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for times, count in runs)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:,.2f} GiB"

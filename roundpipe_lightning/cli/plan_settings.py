@@ -1,0 +1,380 @@
+"""What `roundpipe-plan` is asked: a configuration turned into the planner's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from roundpipe_lightning.cli.build import build
+from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
+from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.work_profile import causal_lm_call, work_profile
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+from roundpipe_lightning.modules.lora import LoraAdapters
+from roundpipe_lightning.planning.fit import TrainingJob
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.hardware_files import hardware_from_mapping, load_hardware
+from roundpipe_lightning.planning.hints import PartitionHints
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.search import Effort
+from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile
+
+QUICK = Effort(num_actions=0)
+"""A look at even stages and little more: to compare numbers of microbatches with."""
+
+_MOST_SEQUENCES = 8
+"""Sequences of a microbatch that are tried where the number of microbatches is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats, in bytes.
+
+    Attributes:
+        name: As `Trainer(precision=...)` takes it.
+        dtype: Name of the compute dtype.
+        master_bytes: Of a trainable parameter's master beside the copy that is uploaded.
+        gradient_bytes: Of a gradient on the host.
+    """
+
+    name: str
+    dtype: str
+    master_bytes: int
+    gradient_bytes: int
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What the optimizer steps."""
+        return torch.float32 if self.master_bytes else getattr(torch, self.dtype)
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision(name="32-true", dtype="float32", master_bytes=0, gradient_bytes=4),
+        Precision(name="bf16-true", dtype="bfloat16", master_bytes=0, gradient_bytes=2),
+        Precision(name="16-true", dtype="float16", master_bytes=0, gradient_bytes=2),
+        Precision(name="bf16-mixed", dtype="bfloat16", master_bytes=4, gradient_bytes=4),
+        Precision(name="16-mixed", dtype="float16", master_bytes=4, gradient_bytes=4),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What is to be planned.
+
+    Attributes:
+        source: The model.
+        lora: Its adapters; None: every parameter is trained.
+        optimizer: Makes the optimizer from parameters.
+        blocks: Names of the blocks; None: they are found.
+        hardware: The machine.
+        precision: Number formats.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences of a batch.
+        num_batches: Batches that are accumulated.
+        num_microbatches: Parts of a batch; None: the planner chooses.
+        hints: What is settled about the stages.
+        frozen_bits: Of a parameter that is not trained.
+        weights: Where the weights lie that are uploaded.
+        own_loss: Whether the model's own loss is measured instead of a fused one.
+        given_plan: The saved plan that the hints are those of; None: there is none.
+
+    Raises:
+        ConfigurationError: A figure is out of its range.
+    """
+
+    source: ModelSource
+    lora: LoraAdapters | None
+    optimizer: functools.partial[Any]
+    blocks: tuple[str, ...] | None
+    hardware: HardwareSpec
+    precision: Precision
+    seq_len: int
+    batch_size: int
+    num_batches: int
+    num_microbatches: int | None
+    hints: PartitionHints
+    frozen_bits: int = 16
+    weights: WeightStorage = WeightStorage.PAGE_LOCKED
+    own_loss: bool = False
+    given_plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        counts = (
+            ("data.seq_len", self.seq_len),
+            ("data.batch_size", self.batch_size),
+            ("trainer.accumulate_grad_batches", self.num_batches),
+            ("partition.num_microbatches", self.num_microbatches),
+        )
+        for name, value in counts:
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name}={value} must be 1 or more.")
+        if self.num_microbatches is not None and self.num_microbatches > self.batch_size:
+            raise ConfigurationError(
+                f"partition.num_microbatches={self.num_microbatches} is more than the "
+                f"data.batch_size={self.batch_size} windows of a batch. Lower the one or raise the "
+                "other."
+            )
+
+    @property
+    def longest_position(self) -> int | None:
+        """Positions that the model knows; None where it has no such limit."""
+        config = self.source.load_config().get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) else None
+
+    def microbatch_counts(self) -> list[int]:
+        """Numbers of microbatches to choose from: one sequence each, or more for every device."""
+        if self.num_microbatches is not None:
+            return [self.num_microbatches]
+        fewest = min(self.hardware.num_devices, self.batch_size)
+        sizes = (2**power for power in range(_MOST_SEQUENCES.bit_length()))
+        counts = dict.fromkeys(-(-self.batch_size // size) for size in sizes)
+        return [count for count in counts if count >= fewest]
+
+
+class JobMaker:
+    """Makes jobs of settings, and measures every model once.
+
+    Args:
+        effort: How long plans are searched for.
+    """
+
+    def __init__(self, *, effort: Effort | None = None) -> None:
+        self.effort = effort or Effort()
+        self._measured: dict[tuple[Any, ...], WorkProfile] = {}
+        self._state_bytes: dict[torch.dtype, float] = {}
+
+    def work(self, settings: PlanSettings) -> WorkProfile:
+        """Measure a model on the meta device.
+
+        Raises:
+            RoundPipeError: The model cannot be built or measured, or is not the given plan's.
+        """
+        key = (settings.lora, settings.precision.dtype, settings.own_loss, settings.blocks)
+        if key not in self._measured:
+            self._measured[key] = _measure(settings)
+        work = self._measured[key]
+        if settings.given_plan is not None:
+            names = tuple(block.name for block in work.blocks)
+            settings.given_plan.check_model(work.fingerprint, block_names=names)
+        return work
+
+    def job(
+        self, settings: PlanSettings, *, num_microbatches: int, effort: Effort | None = None
+    ) -> TrainingJob:
+        """Return the job of settings with a number of microbatches."""
+        precision = settings.precision
+        dtype = precision.state_dtype
+        if dtype not in self._state_bytes:
+            self._state_bytes[dtype] = _state_bytes(settings.optimizer, dtype)
+        storage = ParameterStorage(
+            weights=settings.weights,
+            master_bytes=precision.master_bytes,
+            gradient_bytes=precision.gradient_bytes,
+            optimizer_bytes=self._state_bytes[dtype],
+            frozen_bits=settings.frozen_bits,
+        )
+        sequences = -(-settings.batch_size // num_microbatches)
+        return TrainingJob(
+            work=self.work(settings),
+            hardware=settings.hardware,
+            dtype=precision.dtype,
+            storage=storage,
+            shape=MicrobatchShape(sequences=sequences, seq_len=settings.seq_len),
+            num_microbatches=num_microbatches,
+            num_batches=settings.num_batches,
+            hints=settings.hints,
+            effort=effort or self.effort,
+        )
+
+
+def _measure(settings: PlanSettings) -> WorkProfile:
+    """Build the module that would be trained, without weights, and count what it does."""
+    module = CausalLanguageModule(settings.source, optimizer=settings.optimizer)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, settings.precision.dtype))
+    try:
+        with torch.device("meta"):
+            module.model = dataclasses.replace(settings.source, weights="random").build()
+            if settings.lora is not None:
+                module.model = settings.lora.apply(module.model)  # type: ignore[assignment]
+    finally:
+        torch.set_default_dtype(before)
+    names = list(settings.blocks) if settings.blocks is not None else None
+    stack = find_blocks(module, names)
+    return work_profile(module, stack, call=_own_loss if settings.own_loss else _fused_loss)
+
+
+def _fused_loss(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
+    model: nn.Module = module.model  # type: ignore[assignment]
+    return causal_lm_call(model, sequences, seq_len)
+
+
+def _own_loss(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
+    tokens = torch.zeros((sequences, seq_len), dtype=torch.long, device="meta")
+    loss: Tensor = module({"input_ids": tokens, "labels": tokens}).loss
+    return loss
+
+
+def _state_bytes(optimizer: functools.partial[Any], dtype: torch.dtype) -> float:
+    """Bytes of optimizer state per parameter: one small matrix is stepped once."""
+    rows = 256
+    parameter = nn.Parameter(torch.zeros(rows, rows, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    stepped = optimizer([parameter])
+    stepped.step()
+    states: Iterable[Mapping[str, Any]] = stepped.state.values()
+    tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+    return sum(t.nbytes for t in tensors if t.numel() > 1) / parameter.numel()
+
+
+# --- from a configuration ---------------------------------------------------------------------
+
+
+def read_settings(config: DictConfig) -> PlanSettings:
+    """Turn a composed configuration into settings.
+
+    Raises:
+        RoundPipeError: A setting cannot work.
+    """
+    hints, num_microbatches = config.partition, config.partition.num_microbatches
+    lora = _lora(config.peft)
+    _check_word("loss", config.loss, ("fused", "own"))
+    _check_word("weights", config.weights, [storage.value for storage in WeightStorage])
+    _check_word("trainer.precision", config.trainer.precision, PRECISIONS)
+    blocks = hints.blocks
+    settings = PlanSettings(
+        source=build(config.model),
+        lora=lora,
+        optimizer=build(config.optimizer),
+        blocks=None if blocks is None else (blocks,) if isinstance(blocks, str) else tuple(blocks),
+        hardware=_hardware(config),
+        precision=PRECISIONS[config.trainer.precision],
+        seq_len=_whole("data.seq_len", config.data.get("seq_len")),
+        batch_size=_whole("data.batch_size", config.data.get("batch_size")),
+        num_batches=_whole(
+            "trainer.accumulate_grad_batches", config.trainer.get("accumulate_grad_batches", 1)
+        ),
+        num_microbatches=(
+            None
+            if num_microbatches == "auto"
+            else _whole("partition.num_microbatches", num_microbatches)
+        ),
+        hints=_hints(hints),
+        frozen_bits=16 if lora is None else int(config.peft.frozen_bits),
+        weights=WeightStorage(config.weights),
+        own_loss=config.loss == "own",
+    )
+    return settings if hints.plan == "auto" else _with_plan(settings, Plan.load(hints.plan))
+
+
+def _whole(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give a whole number.")
+    return value
+
+
+def _check_word(name: str, value: object, known: Iterable[str]) -> None:
+    known = list(known)
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+        hint = f" The nearest is {near[0]}." if near else ""
+        raise ConfigurationError(f"{name}={value} is not one of {', '.join(known)}.{hint}")
+
+
+def _lora(config: DictConfig) -> LoraAdapters | None:
+    _check_word("peft.method", config.method, ("none", "lora"))
+    if config.method == "none":
+        return None
+    return LoraAdapters(
+        rank=config.rank,
+        alpha=config.alpha,
+        dropout=config.dropout,
+        target_modules=tuple(config.target_modules),
+    )
+
+
+def _hardware(config: DictConfig) -> HardwareSpec:
+    if config.hardware_file is not None:
+        return load_hardware(config.hardware_file)
+    name = "hardware"
+    if HydraConfig.initialized():
+        name = str(HydraConfig.get().runtime.choices.get("hardware", name))
+    figures = OmegaConf.to_container(config.hardware, resolve=True)
+    assert isinstance(figures, dict)
+    if "num_devices" not in figures:
+        raise HardwareError(
+            f"hardware={name} has no figures to plan with. Name a machine, such as "
+            "hardware=rtx4090x8 (conf/hardware has them all), or describe yours: "
+            "hardware_file=path/to/mine.yaml."
+        )
+    try:
+        return hardware_from_mapping({"name": name, **{str(k): v for k, v in figures.items()}})
+    except HardwareError as error:
+        raise HardwareError(f"hardware={name}: {error}") from error
+
+
+def _hints(config: DictConfig) -> PartitionHints:
+    def cut(name: str) -> tuple[int, ...] | None:
+        counts = config.get(name)
+        if counts is None:
+            return None
+        if isinstance(counts, (str, int)) or not all(isinstance(n, int) for n in counts):
+            raise ConfigurationError(
+                f"partition.{name}={counts}: give whole numbers, such as partition.{name}=[2,3,3]."
+            )
+        return tuple(counts)
+
+    limits = config.limits
+    return PartitionHints(
+        forward=cut("forward"),
+        backward=cut("backward"),
+        most_forward=limits.forward,
+        most_backward=limits.backward,
+        most_fused=limits.fused,
+        team_size=config.team_size,
+        round_size=config.round_size,
+    )
+
+
+def _with_plan(settings: PlanSettings, plan: Plan) -> PlanSettings:
+    """Settle everything that a saved plan settles."""
+    given = settings.hints
+    taken = [name for name, value in dataclasses.asdict(given).items() if value is not None]
+    if taken:
+        raise PlanError(
+            f"partition.plan settles the stages, teams and rounds, but there is a hint beside it "
+            f"({', '.join(taken)}): drop one of the two."
+        )
+    if plan.num_workers != settings.hardware.num_devices:
+        raise PlanError(
+            f"The plan is for {plan.num_workers} workers, but {settings.hardware.name} has "
+            f"{settings.hardware.num_devices} devices. Choose another machine or make a new plan."
+        )
+    hints = PartitionHints(
+        forward=plan.partition.forward,
+        backward=plan.partition.backward,
+        team_size=plan.team_size,
+        round_size=plan.round_size,
+    )
+    if settings.num_microbatches not in (None, plan.num_microbatches):
+        raise PlanError(
+            f"partition.num_microbatches={settings.num_microbatches}, but the plan is for "
+            f"{plan.num_microbatches}: drop one of the two."
+        )
+    return dataclasses.replace(
+        settings, hints=hints, num_microbatches=plan.num_microbatches, given_plan=plan
+    )

@@ -1,0 +1,214 @@
+"""`roundpipe-plan`: the answer, what makes it fit, hints, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from roundpipe_lightning import Plan
+from roundpipe_lightning.cli.build import build_run
+from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FITS, runfrom roundpipe_lightning.errors import ConfigurationError
+from tests.cli.small import compose_small
+
+GPU = ("hardware=rtx4090x4", "data.batch_size=8")
+TIGHT = (*GPU, "hardware.device.device_bytes=430000000")
+"""Device memory for some of the tiny model's microbatches, beside what the runtime takes."""
+
+MIB = 2**20
+
+
+def configure(folder: Path, *overrides: str) -> DictConfig:
+    everything = [f"paths.output_dir={folder}", *overrides]
+    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+        return compose("plan", overrides=everything)
+
+
+class Ask:
+    """Asks in this process."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._capsys = capsys
+
+    def json(self, *overrides: str, status: int = EXIT_FITS) -> dict[str, Any]:
+        assert run(configure(self.folder, "output=json", *overrides)) == status
+        lines = self._capsys.readouterr().out.splitlines()
+        assert len(lines) == 1, "one object, nothing else"
+        answer: dict[str, Any] = json.loads(lines[0])
+        return answer
+
+    def text(self, *overrides: str, status: int = EXIT_FITS) -> str:
+        assert run(configure(self.folder, *overrides)) == status
+        return self._capsys.readouterr().out
+
+    def error(self, *overrides: str) -> str:
+        assert run(configure(self.folder, *overrides)) == EXIT_ERROR
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        assert "Traceback" not in captured.err
+        return captured.err
+
+
+@pytest.fixture
+def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    return Ask(tmp_path, capsys)
+
+
+def test_the_answer_is_one_object_and_a_folder(ask: Ask) -> None:
+    answer = ask.json(*GPU)
+    assert answer["fits"] is True
+    assert answer["model"]["num_parameters"] > 1_609_344  # and a few buffers
+    assert answer["job"]["num_microbatches"] in (4, 8)
+    plan = Plan.load(ask.folder / "plan.json")
+    assert list(plan.partition.forward) == answer["plan"]["forward_partition"]
+    assert list(plan.partition.backward) == answer["plan"]["backward_partition"]
+    assert plan.num_microbatches == answer["job"]["num_microbatches"]
+    assert plan.block_names[0] == "model.model.layers.0"
+    for place in ("device", "host"):
+        need = answer["memory"][place]
+        assert need["total_bytes"] == sum(need["by_kind"].values()) <= need["available_bytes"]
+    assert answer["moved"]["weights"] > 0
+    predicted = answer["predicted"]
+    assert predicted["tokens_per_second"] == pytest.approx(8 * 128 / predicted["step_seconds"])
+    assert 0 <= predicted["idle_share"] < 1
+    gains = answer["bottleneck"]["gains"]
+    assert answer["bottleneck"]["resource"] == max(gains, key=gains.__getitem__)
+    assert answer["changes"] == []
+    ET.parse(ask.folder / "timeline.svg")
+    assert json.loads((ask.folder / "timeline.json").read_text())["traceEvents"]
+    assert json.loads((ask.folder / "report.json").read_text()) == answer
+
+
+def test_a_page_for_people(ask: Ask) -> None:
+    page = ask.text(*GPU)
+    for words in ("Stages:", "Teams of", "Memory", "Moved per step", "tokens/s", "Bottleneck"):
+        assert words in page
+    assert page.count("It fits.") == 1
+    assert str(ask.folder / "timeline.svg") in page
+
+
+def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
+    answer = ask.json(*TIGHT, "data.seq_len=1024", status=EXIT_DOES_NOT_FIT)
+    assert answer["fits"] is False
+    assert answer["plan"] is None
+    assert "cannot hold even one block: the largest, model.model.layers." in answer["missing"]
+    assert 1 <= len(answer["changes"]) <= 3
+    shorter = [c for c in answer["changes"] if c["overrides"][-1].startswith("data.seq_len")]
+    assert shorter
+    for change in answer["changes"]:
+        if not any(override.startswith("hardware=") for override in change["overrides"]):
+            again = ask.json(*TIGHT, "data.seq_len=1024", *change["overrides"])
+            assert again["fits"] is True
+
+
+def test_host_memory_that_is_missing_is_named_with_what_mends_it(ask: Ask) -> None:
+    small = (*GPU, f"hardware.host_bytes={20 * MIB}")
+    answer = ask.json(*small, status=EXIT_DOES_NOT_FIT)
+    assert answer["plan"] is not None
+    assert "of host memory are missing" in answer["missing"]
+    assert len(answer["changes"]) == 3
+    assert answer["changes"][0]["price"] == "nothing" or "trainer.precision=bf16-true" in str(
+        answer["changes"]
+    )
+    page = ask.text(*small, status=EXIT_DOES_NOT_FIT)
+    assert "It does not fit." in page
+    assert "the cheapest first" in page
+
+
+def test_the_longest_sequence(ask: Ask) -> None:
+    answer = ask.json(*TIGHT, "longest=true")
+    longest = answer["longest_seq_len"]
+    assert answer["job"]["seq_len"] == longest
+    assert longest > 0
+    wider = "model.architecture.max_position_embeddings=100000"
+    assert ask.json(*TIGHT, wider, f"data.seq_len={longest}")["fits"]
+    longer = f"data.seq_len={longest + 128}"
+    ask.json(*TIGHT, wider, longer, "partition.num_microbatches=8", status=EXIT_DOES_NOT_FIT)
+
+
+def test_adapters_leave_most_of_the_memory_free(ask: Ask) -> None:
+    whole = ask.json(*GPU)
+    adapted = ask.json(*GPU, "peft=lora", "peft.rank=4")
+    assert adapted["model"]["num_trainable"] < 0.1 * whole["model"]["num_trainable"]
+    assert adapted["moved"]["gradients"] < 0.1 * whole["moved"]["gradients"]
+    kinds = adapted["memory"]["host"]["by_kind"]
+    assert kinds["optimizer state"] < 0.1 * whole["memory"]["host"]["by_kind"]["optimizer state"]
+
+
+def test_hints_are_kept(ask: Ask) -> None:
+    cuts = ("partition.forward=[1,2,3]", "partition.backward=[2,3,3]")
+    answer = ask.json(*GPU, *cuts, "partition.team_size=2", "partition.round_size=4")
+    assert answer["plan"]["forward_partition"] == [1, 2, 3]
+    assert answer["plan"]["backward_partition"] == [2, 3, 3]
+    assert (answer["plan"]["team_size"], answer["plan"]["round_size"]) == (2, 4)
+    limits = ("partition.limits.forward=2", "partition.limits.backward=1")
+    answer = ask.json(*GPU, *limits, "partition.limits.fused=0", "partition.team_size=1")
+    assert answer["plan"]["backward_partition"] == [0] + [1] * 8
+    assert max(answer["plan"]["forward_partition"]) <= 2
+
+
+def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
+    cuts = ("partition.forward=[4,2]", "partition.backward=[2,3,3]", "partition.team_size=1")
+    made = ask.json(*GPU, *cuts)
+    saved = ask.folder / "saved.json"
+    (ask.folder / "plan.json").rename(saved)
+    again = ask.json(*GPU, f"partition.plan={saved}")
+    assert again["plan"] == made["plan"]
+    assert again["predicted"] == made["predicted"]
+    assert "drop one" in ask.error(*GPU, f"partition.plan={saved}", "partition.team_size=1")
+    assert "4 workers" in ask.error("hardware=rtx4090x2", f"partition.plan={saved}")
+    fewer = "model.architecture.num_hidden_layers=7"
+    assert "8 blocks" in ask.error(*GPU, f"partition.plan={saved}", fewer)
+    saved.write_text(saved.read_text().replace('"format_version": 1', '"format_version": 99'))
+    assert "format_version=99" in ask.error(*GPU, f"partition.plan={saved}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["hardware=auto"], "no figures to plan with"),
+        (["hardware.host_bytes=-1"], "host_bytes=-1"),
+        (["~hardware.host_bytes"], "missing figures: host_bytes"),
+        (["hardware_file=nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["hardware_file=rtx409x8"], "rtx4090x8"),
+        (["output=jsn"], "output=jsn is not one of text, json"),
+        (["loss=fusd"], "The nearest is fused"),
+        (["trainer.precision=bf16-mix"], "The nearest is bf16-mixed"),
+        (["data.seq_len=1e9"], "data.seq_len=1000000000.0: give a whole number"),
+        (["data.seq_len=2048"], "longer than the 1024 positions"),
+        (["partition.num_microbatches=9"], "more than the data.batch_size=8"),
+        (["partition.plan=nowhere.json"], "nowhere.json"),
+        (["partition.forward=[5,5]"], "has 10 blocks, the model has 8"),
+        (["partition.forward=[4,4]", "partition.backward=[2,6]"], "sum"),
+        (["partition.team_size=3"], "does not divide the 4 devices"),
+        (["partition.forward=4"], "give whole numbers, such as"),
+        (["peft=lora", "peft.target_modules=[q_prj]"], "The nearest are q_proj"),
+        (["peft=lora", "peft.rank=0"], "peft.rank=0"),
+        (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
+    ],
+)
+def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: str) -> None:
+    assert reason in ask.error(*GPU, *overrides)
+    assert list(ask.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("peft=lora", "peft=lora can be planned"),
+        ("partition.team_size=2", "partition.team_size: hints are for roundpipe-plan"),
+        ("partition.limits.fused=2", "partition.limits.fused: hints are for roundpipe-plan"),
+    ],
+)
+def test_training_refuses_what_it_does_not_know(
+    tmp_path: Path, override: str, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        build_run(compose_small(tmp_path, override))

@@ -1,0 +1,51 @@
+"""`roundpipe-plan` as a user runs it: in a process of its own, in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.small import environment, files
+
+
+def roundpipe_plan(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "roundpipe_lightning.cli.plan", *overrides],
+        cwd=folder,
+        env=environment(PYTHONPATH=str(Path(__file__).parents[2])),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
+    done = roundpipe_plan(tmp_path, "hardware=rtx4090x2", "output=json", "peft=lora")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    answer = json.loads(done.stdout)
+    assert answer["machine"]["name"] == "rtx4090x2"
+    [folder] = (tmp_path / "logs" / "plan" / "runs").iterdir()
+    assert files(folder) >= {"plan.json", "report.json", "timeline.json", "timeline.svg"}
+
+
+def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
+    done = roundpipe_plan(
+        tmp_path,
+        "hardware=rtx4090x1",
+        "hardware.device.device_bytes=400000000",
+        "hydra.run.dir=run",
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "cannot hold even one block" in done.stdout
+    assert done.stderr == ""
+
+
+def test_unknown_machines_end_with_1(tmp_path: Path) -> None:
+    done = roundpipe_plan(tmp_path, "hardware=rtx4090x9")
+    assert done.returncode == 1
+    assert "rtx4090x8" in done.stderr
+    assert "Traceback" not in done.stderr
