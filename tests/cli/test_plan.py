@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FITS, runfrom roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FITS, run
+from roundpipe_lightning.errors import ConfigurationError
 from tests.cli.small import compose_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
@@ -207,8 +208,6 @@ def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: 
         ("partition.limits.fused=2", "partition.limits.fused: hints are for roundpipe-plan"),
     ],
 )
-def test_training_refuses_what_it_does_not_know(
-    tmp_path: Path, override: str, reason: str
-) -> None:
+def test_training_refuses_what_it_does_not_know(tmp_path: Path, override: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         build_run(compose_small(tmp_path, override))
