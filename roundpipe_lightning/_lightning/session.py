@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from roundpipe_lightning._lightning.options import Options
 from roundpipe_lightning._lightning.training import MicrobatchedStep
@@ -57,6 +58,7 @@ class Session:
         given_plan: Plan | None,
     ) -> None:
         self._num_workers = len(devices)
+        self._keeps_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
         stack = find_blocks(module, options.block_names)
         if stack is None:
             warnings.warn(
@@ -136,7 +138,11 @@ class Session:
         """Return the plan for a number of microbatches, made once."""
         if num_microbatches not in self._plans:
             self._plans[num_microbatches] = default_plan(
-                self.profile, num_workers=self._num_workers, num_microbatches=num_microbatches
+                self.profile,
+                num_workers=self._num_workers,
+                num_microbatches=num_microbatches,
+                # Running statistics are written in the order of the microbatches.
+                round_sizes=[num_microbatches] if self._keeps_statistics else (),
             )
         return self._plans[num_microbatches]
 

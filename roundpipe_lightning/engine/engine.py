@@ -9,11 +9,12 @@ microbatch threads    user code and stages, turn by turn ──┘ gradients, lo
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from roundpipe_lightning.engine.threads import Failure, Run, ThreadTeam
 from roundpipe_lightning.engine.turns import StepAborted, TurnGraph, Turns
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
-from roundpipe_lightning.errors import BatchError, PlanError, RoundPipeError, WatchdogError
+from roundpipe_lightning.errors import BatchError, PlanError, WatchdogError
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
 
@@ -53,6 +54,10 @@ class StepResult:
     losses: tuple[Tensor | None, ...]
     gradients: dict[nn.Parameter, Tensor]
     timeline: Timeline
+
+
+class UnusedStackWarning(UserWarning):
+    """A step did not call the stack that the engine was to pipeline."""
 
 
 class Engine:
@@ -90,6 +95,7 @@ class Engine:
         self._classes = ViewClasses()
         self._graphs: dict[int, tuple[Plan, TurnGraph]] = {}
         self._team: ThreadTeam | None = None
+        self._warned_of_unused_stack = False
         self._resources = ExitStack()
         self._store: HostStore | None = None
         self._workers: tuple[Worker, ...] = ()
@@ -220,6 +226,9 @@ class Engine:
             self._run_all(runs, context)
             for device in self._devices:
                 device.synchronize()
+        trained = backward and any(run.loss is not None for run in runs)
+        if trained and not any(run.called_stack for run in runs):
+            self._warn_of_unused_stack()
         return StepResult(
             outputs=tuple(run.output for run in runs),
             losses=tuple(run.loss for run in runs),
@@ -254,6 +263,17 @@ class Engine:
             classes=self._classes,
         )
         return evaluation.run(call, batch, overrides=overrides or {}, stand_ins=stand_ins or {})
+
+    def _warn_of_unused_stack(self) -> None:
+        if self._stack is not None and not self._warned_of_unused_stack:
+            self._warned_of_unused_stack = True
+            warnings.warn(
+                f"The training step never ran the blocks of {self._stack.name!r} as one chain, so "
+                "the module ran as one stage. Name the blocks that it calls one after the other "
+                "with RoundPipeStrategy(blocks=[...]).",
+                category=UnusedStackWarning,
+                stacklevel=3,
+            )
 
     def _context(self, plan: Plan, **given: Any) -> StepContext:
         if plan is not self._plan:
@@ -307,7 +327,7 @@ class Engine:
         try:
             run = team.start([r.run for r in runs], on_failure=on_failure)
             self._watch(run, runs, context)
-        except BaseException:
+        except BaseException as error:
             # Ctrl-C, or the watchdog: release every waiter and let running code come to its end.
             context.turns.abort()
             ended = run is not None and run.wait(_grace_seconds(self._timeout_seconds))
@@ -315,16 +335,21 @@ class Engine:
                 self._team.close(timeout_seconds=0.0)  # stuck in user code: end when that ends
                 self._team = None
             self._clear_workers()
+            if isinstance(error, WatchdogError) and failures:
+                self._raise_first(failures, runs)  # the cause, rather than the wait for the others
             raise
         self._clear_workers()
         if failures:
-            failure = failures[0]
-            add_note(failure.error, f"This happened in {runs[failure.index].place}.")
-            try:
-                raise failure.error
-            finally:  # its traceback refers to this frame: no circle that holds the step's tensors
-                failures.clear()
-                del failure
+            self._raise_first(failures, runs)
+
+    def _raise_first(self, failures: list[Failure], runs: Sequence[Microbatch]) -> NoReturn:
+        failure = failures[0]
+        add_note(failure.error, f"This happened in {runs[failure.index].place}.")
+        try:
+            raise failure.error
+        finally:  # its traceback refers to this frame: no circle that holds the step's tensors
+            failures.clear()
+            del failure
 
     def _clear_workers(self) -> None:
         for worker in self._workers:
@@ -359,11 +384,9 @@ class Engine:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Attach a note to an exception; Python 3.10 shows it in our own errors only."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif isinstance(error, RoundPipeError):
-        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
+    """Attach a note to an exception, also in Python 3.10, which keeps but does not print it."""
+    noted: Any = error
+    noted.__notes__ = [*getattr(error, "__notes__", []), note]
 
 
 def _grace_seconds(timeout_seconds: float) -> float:

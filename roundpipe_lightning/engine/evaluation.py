@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture import RUN_HERE, make_proxies, without_phantoms
+from roundpipe_lightning.engine.capture import RUN_HERE, without_phantoms
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.engine.trees import map_tensors
@@ -76,6 +76,9 @@ class Evaluation:
         """Go on with the next stage; nobody has to be waited for."""
         self._go_to(self._position + 1)
 
+    def buffers_written(self) -> None:
+        """Accept it: an evaluation is one microbatch."""
+
     def _go_to(self, position: int) -> None:
         self._deactivate()
         self._position = position
@@ -110,17 +113,12 @@ class Evaluation:
         try:
             self._go_to(0)
             with self.worker.device.thread_context(), user:
-                user.maker.add_stand_ins(stand_ins)
-                if self._stack is not None:
-                    user.maker.add_stand_ins(
-                        make_proxies(
-                            self._stack,
-                            maker=user.maker,
-                            classes=self._classes,
-                            called=self._block_called,
-                        )
-                    )
-                view = user.root_view(overrides)
+                view = user.open_view(
+                    self._stack,
+                    called=self._block_called,
+                    overrides=overrides,
+                    stand_ins=stand_ins,
+                )
                 here = map_tensors(self.worker.device.upload, batch)
                 with user.active():
                     output = call(view, here)

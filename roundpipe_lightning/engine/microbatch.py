@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture import RUN_HERE, make_proxies, without_phantoms
+from roundpipe_lightning.engine.capture import RUN_HERE, without_phantoms
 from roundpipe_lightning.engine.gradients import GradientLedger
 from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
 from roundpipe_lightning.engine.stack import BlockStack
@@ -103,6 +103,7 @@ class Microbatch:
         self._activation: AbstractContextManager[Any] | None = None
         self._begin_mark: Any = None
         self._stack_run: StackRun | None = None
+        self._called_stack = False
         self._user = UserCode(
             module=context.module,
             worker=lambda: self.worker,
@@ -182,6 +183,11 @@ class Microbatch:
 
     # -------------------------------------------------------------------------------------- run
 
+    @property
+    def called_stack(self) -> bool:
+        """Whether the user's code has run the stack through the stages."""
+        return self._called_stack
+
     def run(self) -> None:
         """Run the user's step and all stages. The engine calls this in the microbatch's thread."""
         device = self.worker.device
@@ -218,24 +224,39 @@ class Microbatch:
 
     def _run_user_code(self) -> Any:
         context, user = self._context, self._user
-        user.maker.add_stand_ins(context.stand_ins(self.index))
-        if context.stack is not None:
-            user.maker.add_stand_ins(
-                make_proxies(
-                    context.stack,
-                    maker=user.maker,
-                    classes=context.classes,
-                    called=self._block_called,
-                )
-            )
-        view = user.root_view(context.overrides(self.index))
+        view = user.open_view(
+            context.stack,
+            called=self._block_called,
+            overrides=context.overrides(self.index),
+            stand_ins=context.stand_ins(self.index),
+        )
         batch = map_tensors(self.worker.device.upload, self._batch)
         with user.active():
             output = context.call(view, batch, self.index)
-        user.write_buffers_back()
+        self._write_buffers_back()
         if self._stack_run is not None:
             self._stack_run.check_finished()
         return without_phantoms(output)
+
+    def _write_buffers_back(self) -> None:
+        if self._user.write_buffers_back():
+            self.buffers_written()
+
+    def buffers_written(self) -> None:
+        """Refuse writes into buffers where microbatches do not come one after the other.
+
+        Raises:
+            ConfigurationError: If the plan has several rounds or teams.
+        """
+        plan = self._context.plan
+        if plan.team_size > 1 or plan.round_size < plan.num_microbatches:
+            raise ConfigurationError(
+                "The forward pass writes into buffers of the module (running statistics, for "
+                f"example), but the plan has rounds of {plan.round_size} of "
+                f"{plan.num_microbatches} microbatches and teams of {plan.team_size}: the "
+                "microbatches would write in no order. Use a plan of one round without teams: "
+                "default_plan(..., round_sizes=[num_microbatches])."
+            )
 
     def _block_called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a proxy: run the block in its stage, in the first pass through the stack."""
@@ -254,6 +275,7 @@ class Microbatch:
                     keep_boundaries=context.backward,
                 )
                 self._user.cut = run.cut
+                self._called_stack = True
             return run.call(index, args, kwargs)
 
     def _run_backward(self, loss: Tensor) -> None:

@@ -48,6 +48,9 @@ class TurnTaker(Protocol):
     def next_turn(self) -> None:
         """End this turn and wait for the next."""
 
+    def buffers_written(self) -> None:
+        """Hear that the forward pass wrote into buffers of the module."""
+
 
 class StackRun:
     """One microbatch in a stack.
@@ -172,14 +175,16 @@ class StackRun:
             for value in call.values:
                 value.here = None
         self._here.clear()
-        self._user.write_buffers_back()
+        if self._user.write_buffers_back():
+            self._taker.buffers_written()
         self._taker.next_turn()
 
     def _end_forward_of_stage(self) -> None:
         worker, stage = self._taker.worker, self._taker.stage
         if stage.blocks:
             worker.count_bytes(self._boundary_bytes())
-            worker.resident(stage).end_forward()
+            if worker.resident(stage).end_forward():
+                self._taker.buffers_written()
 
     def _keep_values(self) -> None:
         """Bring to the host what later blocks or the user's code may take."""
@@ -299,7 +304,7 @@ class StackRun:
         def watched(taken: Sequence[Tensor]) -> AbstractContextManager[None]:
             return self._user.side_outputs.block(index, self._watch, taken)
 
-        with self._user.in_block(index):
+        with self._user.in_block(index, resident):
             if given is None:
                 outcome = call.run_again(
                     block, self._take_argument, watched=watched, block_name=name

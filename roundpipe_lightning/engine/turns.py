@@ -15,8 +15,6 @@ One gate, one waiter: nobody is woken in vain. A gate is a lock that is held unt
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from roundpipe_lightning.planning.dependencies import dependencies
@@ -99,17 +97,6 @@ class Turns:
         self._aborted = False
         self._begun: set[ActionKey] = set()
         self._ended: set[ActionKey] = set()
-
-    @contextmanager
-    def turn(self, action: Action) -> Iterator[None]:
-        """Own the action's worker for the time of the context.
-
-        Raises:
-            StepAborted: If the step has failed elsewhere.
-        """
-        self.begin(action)
-        yield
-        self.end(action)
 
     def begin(self, action: Action) -> None:
         """Wait until it is the action's turn.

@@ -22,13 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_lightning.engine.capture import make_proxies
 from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.engine.gradients import Gradients, fold
 from roundpipe_lightning.engine.randomness import RandomStream
 from roundpipe_lightning.engine.side_outputs import SideOutputs
+from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
-from roundpipe_lightning.engine.worker import PlacedBuffers, Worker
+from roundpipe_lightning.engine.worker import PlacedBuffers, ResidentStage, Worker
+from roundpipe_lightning.errors import CaptureError
 
 #: Functions that ask about a tensor and give no tensor that its gradient flows through.
 _QUESTIONS = frozenset(
@@ -82,6 +85,8 @@ class UserCode(TorchFunctionMode):
         self._host = CpuDevice()
         self._crosses = not all(device.shares_host_memory for device in self._devices)
         self._active = False
+        self._classes = classes
+        self._resident: ResidentStage | None = None
         self._masters = frozenset(module.parameters())
         self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
         self._buffers: dict[int, PlacedBuffers] = {}
@@ -89,8 +94,26 @@ class UserCode(TorchFunctionMode):
 
     # ------------------------------------------------------------------------------------ views
 
-    def root_view(self, overrides: Mapping[str, Any]) -> nn.Module:
-        """Return the view of the module, with some attributes of its own."""
+    def open_view(
+        self,
+        stack: BlockStack | None,
+        *,
+        called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+        overrides: Mapping[str, Any],
+        stand_ins: Mapping[nn.Module, nn.Module],
+    ) -> nn.Module:
+        """Make the view of the module.
+
+        Args:
+            stack: The blocks that are proxies in it, or None.
+            called: What the proxies call.
+            overrides: Attributes that the root view has of its own.
+            stand_ins: Further modules that are something else in the view.
+        """
+        self.maker.add_stand_ins(stand_ins)
+        if stack is not None:
+            proxies = make_proxies(stack, maker=self.maker, classes=self._classes, called=called)
+            self.maker.add_stand_ins(proxies)
         extra = (
             (RootView,) if isinstance(getattr(type(self._module), "device", None), property) else ()
         )
@@ -114,11 +137,15 @@ class UserCode(TorchFunctionMode):
         with self.suspended():
             return self._buffers[worker.index].place(buffer)
 
-    def write_buffers_back(self) -> None:
-        """Bring to the host what user code wrote into buffers; called at the end of its turn."""
+    def write_buffers_back(self) -> bool:
+        """Bring to the host what user code wrote into buffers; called at the end of its turn.
+
+        Returns:
+            Whether it wrote into any.
+        """
         worker = self._worker()
         placed = self._buffers.get(worker.index) or PlacedBuffers(worker.device, keep_writes=True)
-        placed.write_back(self.maker.made, owner_of=self.owner_of)
+        return placed.write_back(self.maker.made, owner_of=self.owner_of)
 
     def take_gradients(self) -> Gradients:
         """Download and clear the gradients of all leaves, summed over the workers."""
@@ -157,9 +184,15 @@ class UserCode(TorchFunctionMode):
         """Let operations be until the end of the context: the engine or a block runs."""
         yield from self._switched(active=False)
 
-    def in_block(self, index: int) -> AbstractContextManager[None]:
-        """Draw random numbers as block `index` until the end of the context."""
-        return nullcontext() if self.stream is None else self.stream.block(index)
+    @contextmanager
+    def in_block(self, index: int, resident: ResidentStage) -> Iterator[None]:
+        """Run block `index` of a stage until the end of the context."""
+        self._resident = resident
+        try:
+            with nullcontext() if self.stream is None else self.stream.block(index):
+                yield
+        finally:
+            self._resident = None
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Refuse to draw random numbers until the end of the context."""
@@ -189,6 +222,8 @@ class UserCode(TorchFunctionMode):
                 args = tuple([self._leaf_for(x) for x in args])
                 if kwargs:
                     kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
+        elif self._resident is not None and any(type(x) is nn.Parameter for x in args):
+            args = tuple([self._resident_leaf_for(x) for x in args])
         if self.stream is None:
             return func(*args, **kwargs)
         result = self.stream.call(func, args, kwargs)
@@ -208,6 +243,20 @@ class UserCode(TorchFunctionMode):
             lambda x: x if x is written else cut(x), (args, kwargs)
         )
         return found
+    def _resident_leaf_for(self, value: Any) -> Any:
+        """Return the stage's leaf of a master that a block reaches past its stand-in."""
+        if not (isinstance(value, nn.Parameter) and value in self._masters):
+            return value
+        assert self._resident is not None, "a block runs"
+        leaf = self._resident.leaf_of(value)
+        if leaf is None:
+            name = next(n for n, p in self._module.named_parameters() if p is value)
+            raise CaptureError(
+                f"A block uses the parameter {name!r}, which is not registered in it: the worker "
+                "that runs the block does not have it. Register it in the block, or hand it to the "
+                "block as an argument."
+            )
+        return leaf
 
     def _leaf_for(self, value: Any) -> Any:
         """Return the leaf of a master or a side output, also in a list; all else as it is."""

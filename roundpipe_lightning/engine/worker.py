@@ -54,17 +54,22 @@ class PlacedBuffers:
         views: Mapping[nn.Module, nn.Module],
         *,
         owner_of: Callable[[Tensor], Device] | None = None,
-    ) -> None:
+    ) -> bool:
         """Bring buffers that changed here to the host, and those that were assigned anew.
 
         Args:
             views: Views by their originals.
             owner_of: Says where an assigned tensor is, if it may be elsewhere than here.
+
+        Returns:
+            Whether there was anything to bring.
         """
         if not self._keep_writes:
-            return
+            return False
+        wrote = False
         for original, view in views.items():
-            self._bring_home([b for b in original.buffers(recurse=False) if b in self._placed])
+            placed = [b for b in original.buffers(recurse=False) if b in self._placed]
+            wrote |= self._bring_home(placed)
             table: LazyTable[Tensor] = view.__dict__["_buffers"]
             for name, value in table.take_assigned().items():
                 present = self._placed.get(original.__dict__["_buffers"].get(name))
@@ -73,21 +78,24 @@ class PlacedBuffers:
                 owner = self._device if owner_of is None or value is None else owner_of(value)
                 host = None if value is None else owner.download(value)
                 original.__dict__["_buffers"][name] = host
+                wrote = True
+        return wrote
 
-    def _bring_home(self, buffers: Sequence[Tensor]) -> None:
+    def _bring_home(self, buffers: Sequence[Tensor]) -> bool:
         """Download the buffers of one module if one of them has changed.
 
         All of them, because batch normalisation writes its running statistics behind the back of
         the version counter; only its count of batches tells.
         """
-        changed = [self._placed[b][0]._version != self._placed[b][1] for b in buffers]
-        if self._device.shares_host_memory or not any(changed):
-            return
+        if not any(self._placed[b][0]._version != self._placed[b][1] for b in buffers):
+            return False
         for buffer in buffers:
             placed = self._placed[buffer][0]
-            with torch.no_grad():
-                buffer.copy_(self._device.download(placed))
+            if not self._device.shares_host_memory:
+                with torch.no_grad():
+                    buffer.copy_(self._device.download(placed))
             self._placed[buffer] = (placed, placed._version)
+        return True
 
 
 class ResidentStage:
@@ -150,9 +158,13 @@ class ResidentStage:
         writes, self._writes = self._writes, []
         return writes
 
-    def end_forward(self) -> None:
-        """Bring back the buffers that a forward pass has written."""
-        self._buffers.write_back(self._maker.made)
+    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what stands for a parameter here; None if the stage does not have it."""
+        return self._leaves.get(parameter)
+
+    def end_forward(self) -> bool:
+        """Bring back what a forward pass wrote into buffers; say whether it was anything."""
+        return self._buffers.write_back(self._maker.made)
 
     def end_backward(self, microbatch: int) -> None:
         """Note that a microbatch's gradients have been added to the leaves."""

@@ -21,6 +21,7 @@ def default_plan(
     num_workers: int,
     num_microbatches: int,
     block_names: Sequence[str] | None = None,
+    round_sizes: Sequence[int] = (),
     recompute_start: RecomputeStart = RecomputeStart.WITH_GRADIENT,
 ) -> Plan:
     """Return a balanced round-robin plan.
@@ -34,6 +35,8 @@ def default_plan(
         num_workers: Number of workers.
         num_microbatches: Number of microbatches per step.
         block_names: Names of the blocks; the profile's where none are given.
+        round_sizes: Round sizes to choose from; empty: some that suit the counts. A model whose
+            forward pass writes running statistics needs one round: `[num_microbatches]`.
         recompute_start: When the workers begin a recompute.
 
     Raises:
@@ -47,7 +50,7 @@ def default_plan(
     best_rank: tuple[float, ...] | None = None
     for partition in _even_partitions(timed, num_workers=num_workers):
         costs = stage_costs(timed, partition=partition, recompute_start=recompute_start)
-        for round_size in _round_sizes(num_workers, num_microbatches):
+        for round_size in round_sizes or _round_sizes(num_workers, num_microbatches):
             schedule = round_robin_schedule(
                 partition,
                 num_workers=num_workers,
