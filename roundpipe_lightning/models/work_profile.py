@@ -15,25 +15,22 @@ experts' weights as bytes. Gradients are added to those that are there already.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.meta_attention import FusedAttention, transformers_attention
-from roundpipe_lightning.models.meter import Count, Meter
+from roundpipe_lightning.models.meta_attention import transformers_attention
+from roundpipe_lightning.models.meta_run import Call, Part, measure_run, num_bytes
+from roundpipe_lightning.models.meter import Count
 from roundpipe_lightning.models.profile import module_fingerprint
 from roundpipe_lightning.planning.work import Amount, BlockWork, Peak, Work, WorkProfile
 
 __all__ = ["Call", "causal_lm_call", "work_profile"]
-
-Call: TypeAlias = Callable[[nn.Module, int, int], Any]
-"""Runs a module on so many sequences of so many tokens, and returns its loss or any result."""
 
 _ATTENTION = "roundpipe_counted"
 _LONG = 16
@@ -68,7 +65,7 @@ def work_profile(
         seq_len: Tokens of the shorter sequences. Where attention has a window, results are best
             close to it.
         fused_attention: Whether transformers' models use fused attention whatever their
-            configuration says.
+            configuration says, where their code allows it.
 
     Raises:
         ConfigurationError: The module has parameters elsewhere, or its code needs values.
@@ -77,25 +74,20 @@ def work_profile(
         raise ConfigurationError(
             "Work is measured without weights: build the module under torch.device('meta')."
         )
-    with _attention(module, fused=fused_attention), _gradients(module):
-        runs, long_runs = (
-            [_measure(module, stack, call, *shape) for shape in _shapes(length)]
-            for length in (seq_len, _LONG * seq_len)
-        )
+    runs, long_runs = _short_and_long(module, stack, call, seq_len=seq_len, fused=fused_attention)
     names = stack.names if stack is not None else ()
     owners = [list(block.modules()) for block in (stack.blocks if stack is not None else ())]
     inside = {inner for modules in owners for inner in modules}
     rest = [m for m in module.modules() if m not in inside]
-    in_head = runs[0].head_modules if stack is not None else set()
+    in_head = runs.head_modules if stack is not None else set()
     head, tail = ([m for m in rest if (m in in_head) == wanted] for wanted in (True, False))
     shared = _tensors(head) & _tensors(tail)
     parts = [
         _block_work(
             name,
             modules,
-            runs=[run.parts[index] for run in runs],
-            long_runs=[run.parts[index] for run in long_runs],
-            seq_len=seq_len,
+            runs=runs.of(index),
+            long_runs=long_runs.of(index),
         )
         for index, (name, modules) in enumerate(
             zip(["head segment", *names, "tail segment"], [head, *owners, tail], strict=True)
@@ -110,185 +102,119 @@ def work_profile(
     )
 
 
-def _shapes(seq_len: int) -> tuple[tuple[int, int], ...]:
-    return ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-
-
-# --- one run ------------------------------------------------------------------------------------
+# --- all runs -----------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
-class _Part:
-    """What one segment or block did in one run."""
-
-    forward: Count = field(default_factory=Count)
-    backward: Count = field(default_factory=Count)
-    boundary_bytes: int = 0
-    kept_bytes: int = 0
-    forward_peak_bytes: int = 0
-    peak_bytes: int = 0
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """What the head, every block, and the tail did, in this order."""
-
-    parts: list[_Part]
-    head_modules: set[nn.Module]
-
-
-def _measure(
-    module: nn.Module, stack: BlockStack | None, call: Call, sequences: int, seq_len: int
-) -> _Run:
-    """Run the user's code once; blocks measure themselves and stand in for their likes."""
-    meter = Meter()
-    blocks = stack.blocks if stack is not None else ()
-    recorder = _Recorder(meter=meter, last=len(blocks) - 1)
-    kinds = _kinds(blocks)
-    hooks = [m.register_forward_hook(recorder.saw) for m in module.modules()]
-    try:
-        with FusedAttention(), meter, contextlib.ExitStack() as patches:
-            for index, block in enumerate(blocks):
-                step = recorder.step(index, kinds[index], block.forward)
-                patches.enter_context(_replaced_forward(block, step))
-            recorder.begin()
-            result = call(module, sequences, seq_len)
-            recorder.end(result)
-    except (RuntimeError, NotImplementedError) as error:
-        raise ConfigurationError(
-            f"The work of {type(module).__name__} cannot be measured without values: {error}. "
-            "Its plan can be made from its parameters alone, or from measured times."
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    parts = [recorder.head, *(recorder.blocks[kind] for kind in kinds), recorder.tail]
-    return _Run(parts=parts, head_modules=recorder.head_modules)
-
-
-class _Recorder:
-    """Follows one run through the segments.
+class _Runs:
+    """One sequence of `seq_len` tokens, one twice as long, and two of `seq_len`.
 
     Attributes:
-        head: What the head segment did.
-        blocks: What the blocks did, by kind.
-        tail: What the tail segment did.
+        seq_len: Tokens of the shorter sequences.
+        parts: Per run what the head, every block, and the tail did, in this order.
         head_modules: The modules that ran before the first block.
     """
 
-    def __init__(self, *, meter: Meter, last: int) -> None:
-        self.head, self.tail = _Part(), _Part()
-        self.blocks: dict[int, _Part] = {}
-        self.head_modules: set[nn.Module] = set()
-        self._meter = meter
-        self._last = last
-        self._in_head = last >= 0
-        self._head_output: Tensor | None = None
-        self._tail_input: Tensor | None = None
-        self._outputs: dict[int, Any] = {}
-        self._before = 0
+    seq_len: int
+    parts: list[list[Part]]
+    head_modules: set[nn.Module]
 
-    def saw(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        """Note a module that has run."""
-        if self._in_head:
-            self.head_modules.add(module)
-
-    def begin(self) -> None:
-        """Begin the first segment."""
-        self._meter.reset()
-        self._before = self._meter.live_bytes
-
-    def step(self, index: int, kind: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs in place of a block's forward."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if index == 0:
-                self._end_head(_hidden(args, kwargs))
-            if kind not in self.blocks:
-                self.blocks[kind], self._outputs[kind] = _measure_block(
-                    self._meter, forward, args, kwargs
-                )
-            output = self._outputs[kind]
-            if index == self._last:
-                output = self._begin_tail(output)
-            return output
-
-        return run
-
-    def end(self, result: Any) -> None:
-        """End the tail segment: run its backward, then the head's."""
-        meter = self._meter
-        self.tail.forward = meter.count
-        self.tail.kept_bytes = meter.live_bytes - self._before
-        losses = [leaf for leaf in tree_leaves(result) if _needs_grad(leaf)]
-        peak = meter.peak_bytes
-        meter.reset()
-        if losses:
-            torch.autograd.backward(losses, [torch.empty_like(loss) for loss in losses])
-        self.tail.backward = meter.count
-        self.tail.peak_bytes = max(peak, meter.peak_bytes) - self._before
-        if self._head_output is not None and self._head_output.requires_grad:
-            meter.reset()
-            self._head_output.backward(torch.empty_like(self._head_output))
-            self.head.backward = meter.count
-
-    def _end_head(self, hidden: Tensor) -> None:
-        meter = self._meter
-        self._in_head = False
-        self._head_output = hidden
-        self.head.forward = meter.count
-        self.head.boundary_bytes = _size(hidden)
-        self.head.kept_bytes = meter.live_bytes - self._before
-        self.head.peak_bytes = meter.peak_bytes - self._before
-        self.head.forward_peak_bytes = self.head.peak_bytes
-
-    def _begin_tail(self, output: Any) -> Any:
-        fresh = tree_map(_leaf, output)
-        self._meter.reset()
-        self._before = self._meter.live_bytes
-        return fresh
+    def of(self, index: int) -> _PartRuns:
+        """One part in all runs."""
+        return _PartRuns(seq_len=self.seq_len, runs=[parts[index] for parts in self.parts])
 
 
-def _measure_block(
-    meter: Meter, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[_Part, Any]:
-    """Run a block forward and backward on leaves of its own."""
-    part = _Part()
-    hidden = _hidden(args, kwargs)
+@dataclass(kw_only=True)
+class _PartRuns:
+    """The three runs of one part."""
 
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return _leaf(leaf) if leaf is hidden else leaf.detach()
+    seq_len: int
+    runs: list[Part]
 
-    args, kwargs = tree_map(own, (args, kwargs))
-    before = meter.live_bytes
-    with torch.no_grad():
-        meter.reset()
-        output = forward(*args, **kwargs)
-        part.forward = meter.count
-        part.forward_peak_bytes = meter.peak_bytes - before
-    part.boundary_bytes = max((_size(leaf) for leaf in _floats(output)), default=0)
-    outside = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-    output = None
-    before = meter.live_bytes
-    with torch.enable_grad():
-        meter.reset()
-        result = forward(*args, **kwargs)
-        part.kept_bytes = meter.live_bytes - before
-        roots = [leaf for leaf in tree_leaves(result) if _needs_grad(leaf)]
-        peak = meter.peak_bytes
-        result = None
-        if roots:
-            gradients = [torch.empty_like(root) for root in roots[:1]]
-            meter.reset()
-            torch.autograd.backward(roots[:1], gradients)
-            part.backward = meter.count
-    part.peak_bytes = max(peak, meter.peak_bytes) - before
-    return part, outside
+    def amount(self, value: Callable[[Part], float]) -> Amount:
+        """Fit one of the numbers."""
+        return Amount.fit(*(value(run) for run in self.runs), seq_len=self.seq_len)
 
 
-# --- pieces -------------------------------------------------------------------------------------
+def _short_and_long(
+    module: nn.Module, stack: BlockStack | None, call: Call, *, seq_len: int, fused: bool
+) -> tuple[_Runs, _Runs]:
+    """Run short sequences, and long ones if the model takes them.
+
+    Some models' code handles its masks itself and cannot do without them: they are measured with
+    the attention that their configuration names.
+    """
+    with _gradients(module):
+        try:
+            with _attention(module, fused=fused):
+                runs = _three_runs(module, stack, call, seq_len=seq_len)
+        except ConfigurationError:
+            if not fused:
+                raise
+            fused = False
+            runs = _three_runs(module, stack, call, seq_len=seq_len)
+        try:
+            with _attention(module, fused=fused):
+                return runs, _three_runs(module, stack, call, seq_len=_LONG * seq_len)
+        except ConfigurationError:
+            return runs, runs
+
+
+def _three_runs(module: nn.Module, stack: BlockStack | None, call: Call, *, seq_len: int) -> _Runs:
+    shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
+    runs = [measure_run(module, stack, call, *shape) for shape in shapes]
+    return _Runs(
+        seq_len=seq_len,
+        parts=[run.parts for run in runs],
+        head_modules=runs[0].head_modules,
+    )
+
+
+def _block_work(
+    name: str,
+    modules: Iterable[nn.Module],
+    *,
+    runs: _PartRuns,
+    long_runs: _PartRuns,
+) -> BlockWork:
+    """Put the runs and the parameters together."""
+    amount = runs.amount
+
+    def peak(value: Callable[[Part], float]) -> Peak:
+        return Peak(amounts=(amount(value), long_runs.amount(value)))
+
+    def work(count: Callable[[Part], Count]) -> Work:
+        return Work(
+            matrix_operations=amount(lambda run: count(run).matrix_operations),
+            grouped_operations=amount(lambda run: count(run).grouped_operations),
+            matrix_bytes=amount(lambda run: count(run).matrix_bytes),
+            attention_operations=amount(lambda run: count(run).attention_operations),
+            memory_bytes=amount(lambda run: count(run).memory_bytes),
+        )
+
+    tensors = _tensors(modules)
+    trained = {tensor for tensor in tensors if tensor.requires_grad}
+    return BlockWork(
+        name=name,
+        forward=work(lambda run: run.forward),
+        backward=work(lambda run: run.backward),
+        num_parameters=sum(tensor.numel() for tensor in tensors),
+        num_trainable=sum(tensor.numel() for tensor in trained),
+        parameter_bytes=sum(num_bytes(tensor) for tensor in tensors),
+        trainable_bytes=sum(num_bytes(tensor) for tensor in trained),
+        boundary_bytes=amount(lambda run: run.boundary_bytes),
+        kept_bytes=amount(lambda run: run.kept_bytes),
+        forward_peak_bytes=peak(lambda run: run.forward_peak_bytes),
+        peak_bytes=peak(lambda run: run.peak_bytes),
+    )
+
+
+def _tensors(modules: Iterable[nn.Module]) -> set[Tensor]:
+    owned = [(*m._parameters.values(), *m._buffers.values()) for m in modules]  # noqa: SLF001
+    return {tensor for tensors in owned for tensor in tensors if tensor is not None}
+
+
+# --- how the model runs --------------------------------------------------------------------------
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -306,99 +232,6 @@ class _FusedLoss(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         changed: Tensor = logits.detach().mul_(gradient)
         return changed
-
-
-def _block_work(
-    name: str,
-    modules: Sequence[nn.Module],
-    *,
-    runs: Sequence[_Part],
-    long_runs: Sequence[_Part],
-    seq_len: int,
-) -> BlockWork:
-    """Put the runs and the parameters together."""
-
-    def amount(value: Callable[[_Part], float]) -> Amount:
-        return Amount.fit(*(value(run) for run in runs), seq_len=seq_len)
-
-    def peak(value: Callable[[_Part], float]) -> Peak:
-        long = Amount.fit(*(value(run) for run in long_runs), seq_len=_LONG * seq_len)
-        return Peak(amounts=(amount(value), long))
-
-    def work(count: Callable[[_Part], Count]) -> Work:
-        return Work(
-            matrix_operations=amount(lambda run: count(run).matrix_operations),
-            grouped_operations=amount(lambda run: count(run).grouped_operations),
-            matrix_bytes=amount(lambda run: count(run).matrix_bytes),
-            attention_operations=amount(lambda run: count(run).attention_operations),
-            memory_bytes=amount(lambda run: count(run).memory_bytes),
-        )
-
-    tensors = _tensors(modules)
-    trained = {tensor for tensor in tensors if tensor.requires_grad}
-    return BlockWork(
-        name=name,
-        forward=work(lambda run: run.forward),
-        backward=work(lambda run: run.backward),
-        num_parameters=sum(tensor.numel() for tensor in tensors),
-        num_trainable=sum(tensor.numel() for tensor in trained),
-        parameter_bytes=sum(_size(tensor) for tensor in tensors),
-        trainable_bytes=sum(_size(tensor) for tensor in trained),
-        boundary_bytes=amount(lambda run: run.boundary_bytes),
-        kept_bytes=amount(lambda run: run.kept_bytes),
-        forward_peak_bytes=peak(lambda run: run.forward_peak_bytes),
-        peak_bytes=peak(lambda run: run.peak_bytes),
-    )
-
-
-def _tensors(modules: Iterable[nn.Module]) -> set[Tensor]:
-    owned = [(*m._parameters.values(), *m._buffers.values()) for m in modules]  # noqa: SLF001
-    return {tensor for tensors in owned for tensor in tensors if tensor is not None}
-
-
-def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
-    """Number the kinds of blocks: equal types, parameters and plain attributes are one kind.
-
-    An attribute that differs in every block is the block's number or name, and says nothing.
-    """
-    described = [_description(block) for block in blocks]
-    keys = {key for description in described for key in description}
-    telling = [
-        key
-        for key in sorted(keys)
-        if len({description.get(key) for description in described}) < max(len(blocks), 2)
-    ]
-    seen: dict[tuple[str | None, ...], int] = {}
-    return [
-        seen.setdefault(tuple(description.get(key) for key in telling), len(seen))
-        for description in described
-    ]
-
-
-def _description(block: nn.Module) -> Mapping[str, str]:
-    lines: dict[str, str] = {}
-    for name, module in block.named_modules():
-        lines[f"{name}:"] = f"{type(module).__module__}.{type(module).__qualname__}"
-        for key, value in vars(module).items():
-            if isinstance(value, bool | int | float | str) or value is None:
-                lines[f"{name}:{key}"] = repr(value)
-    for name, parameter in block.named_parameters():
-        lines[name] = f"{parameter.dtype} {tuple(parameter.shape)} {parameter.requires_grad}"
-    return lines
-
-
-@contextlib.contextmanager
-def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let an instance run something else for a while."""
-    own = block.__dict__.get("forward")
-    block.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del block.__dict__["forward"]
-        else:
-            block.__dict__["forward"] = own
 
 
 @contextlib.contextmanager
@@ -438,30 +271,3 @@ def _attention(module: nn.Module, *, fused: bool) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]  # noqa: SLF001
-
-
-def _hidden(args: Any, kwargs: Any) -> Tensor:
-    """The tensor that flows from block to block: the first one with a gradient or of numbers."""
-    floats = _floats((args, kwargs))
-    if not floats:
-        raise ConfigurationError("A block is called without a tensor of numbers.")
-    return floats[0]
-
-
-def _floats(tree: Any) -> list[Tensor]:
-    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [leaf for leaf in leaves if leaf.is_floating_point()]
-
-
-def _leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -211,3 +211,38 @@ def test_code_that_needs_values_is_refused() -> None:
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match="cannot be measured without values"):
         work_profile(model, None, call=call)
+
+
+def test_models_that_need_their_masks_are_measured_as_configured() -> None:
+    with torch.device("meta"):
+        config = AutoConfig.for_model(
+            "mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=512, max_seq_len=8192
+        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    work = measure(model)
+    assert work.blocks[0].kept_bytes.per_square > 0  # scores are kept
+    assert work.blocks[0].forward.matrix_operations.per_square > 0
+
+
+def test_long_sequences_are_tried_only() -> None:
+    def call(module: nn.Module, sequences: int, seq_len: int) -> Any:
+        if seq_len > 256:
+            raise ValueError("too long")
+        return plain_call(module, sequences, seq_len)
+
+    with torch.device("meta"):
+        model = Plain()
+    block = work_profile(model, find_blocks(model, None), call=call, seq_len=128).blocks[0]
+    assert len(set(block.peak_bytes.amounts)) == 1
+
+
+def test_blocks_that_do_not_run_have_no_work() -> None:
+    class Skipping(Plain):
+        def forward(self, features: Tensor) -> Tensor:
+            return self.leave(self.enter(features))  # type: ignore[no-any-return]
+
+    with torch.device("meta"):
+        model = Skipping()
+    work = work_profile(model, find_blocks(model, None), call=plain_call, seq_len=128)
+    assert work.blocks[0].forward.matrix_operations.of(SHAPE) == 0
+    assert work.blocks[0].num_parameters == 16 * 48 + 48
