@@ -69,7 +69,7 @@ class PlanningRequest:
         effort: How long to search per team and round size.
 
     Raises:
-        PlanError: If a count is less than 1.
+        PlanError: If a count is less than 1, or a partition breaks the limits.
     """
 
     num_microbatches: int
@@ -93,6 +93,13 @@ class PlanningRequest:
         for name, value in counts:
             if value < 1:
                 raise PlanError(f"{name}: {value} must be 1 or more.")
+        for partition in self.partitions:
+            if self.limits is not None and not self.limits.allow(partition):
+                raise PlanError(
+                    f"partitions: '{partition}' has a stage with more blocks than the limits "
+                    f"forward={self.limits.forward}, backward={self.limits.backward}, "
+                    f"fused={self.limits.fused} allow: change either."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +134,12 @@ def plan_training(
     hop = (
         request.hop_seconds if request.hop_seconds is not None else _hop_seconds(profile, hardware)
     )
+    for partition in request.partitions:
+        if partition.num_blocks != profile.num_blocks:
+            raise PlanError(
+                f"partitions: '{partition}' has {partition.num_blocks} blocks, the model has "
+                f"{profile.num_blocks}."
+            )
     task = _Task(
         profile=profile, hardware=hardware, request=request, limits=limits, hop_seconds=hop
     )
@@ -176,14 +189,18 @@ class _Task:
 
     def best(self) -> tuple[_Prediction, _Shape]:
         """Return the best partition found and how its microbatches travel."""
-        even = even_candidates(self.profile, limits=self.limits)
+        asked = self.request.partitions
+        even = tuple(
+            Candidate(partition.forward, partition.backward[0], partition.backward[1:])
+            for partition in asked
+        ) or even_candidates(self.profile, limits=self.limits)
         best: _Prediction | None = None
         for shape in self._promising_shapes(even):
             for partition in self._search(shape, even):
                 found = self.predict(shape, partition=partition, num_batches=self.num_looked_at)
                 if best is None or found.makespan_seconds < best.makespan_seconds:
                     best, best_shape = found, shape
-                elif found.makespan_seconds > _HOPELESS * best.makespan_seconds:
+                elif not asked and found.makespan_seconds > _HOPELESS * best.makespan_seconds:
                     break
         assert best is not None
         return best, best_shape

@@ -149,3 +149,25 @@ def test_a_request_that_contradicts_the_machine_is_refused(
 def test_a_request_for_nothing_is_refused() -> None:
     with pytest.raises(PlanError, match="num_batches: 0"):
         PlanningRequest(num_microbatches=1, num_batches=0)
+
+
+def test_partitions_that_contradict_the_limits_or_the_model_are_refused() -> None:
+    partition = Partition(forward=(4,), backward=(0, 4))
+    with pytest.raises(PlanError, match=r"'forward 4 \| backward 0 4' .* backward=2"):
+        PlanningRequest(
+            num_microbatches=4,
+            partitions=(partition,),
+            limits=StageLimits(forward=4, backward=2, fused=1),
+        )
+    request = PlanningRequest(num_microbatches=4, partitions=(partition,))
+    with pytest.raises(PlanError, match="has 4 blocks, the model has 6"):
+        plan_training(uniform_profile(6), hardware=machine(2), request=request)
+
+
+def test_the_best_of_the_asked_partitions_is_taken_wherever_it_stands() -> None:
+    good = Partition(forward=(2, 2, 2, 2), backward=(0, 1, 1, 1, 1, 1, 1, 1, 1))
+    bad = Partition(forward=(8,), backward=(0, 8))
+    for asked in ((bad, good), (good, bad), (bad, bad, good)):
+        request = PlanningRequest(num_microbatches=8, partitions=asked, team_sizes=(1,))
+        planned = plan_training(uniform_profile(8), hardware=machine(4), request=request)
+        assert planned.plan.partition == good
