@@ -1,0 +1,62 @@
+"""Whatever the planner chooses, the engine computes the same gradients with it."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.search import Effort, StageLimits
+from tests.engine.tiny import (
+    Regressor,
+    differences,
+    engine_step,
+    layers_of,
+    plain_step,
+    regression_batches,
+)
+from tests.planning.machines import machine
+
+NUM_BLOCKS = 6
+
+_seconds = st.floats(min_value=0.01, max_value=5.0, allow_nan=False)
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(_seconds, _seconds), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from([1e30, 30.0]),
+)
+def test_the_engine_runs_random_plans_with_unchanged_results(
+    durations: list[tuple[float, float]],
+    num_workers: int,
+    num_microbatches: int,
+    num_batches: int,
+    link: float,
+) -> None:
+    module = Regressor(NUM_BLOCKS)
+    stack = layers_of(module)
+    blocks = tuple(
+        BlockProfile(
+            name=name, forward_seconds=forward, backward_seconds=backward, parameter_bytes=100
+        )
+        for name, (forward, backward) in zip(stack.names, durations, strict=True)
+    )
+    planned = plan_training(
+        ModelProfile(blocks=blocks, fingerprint="tiny"),
+        hardware=machine(num_workers, link=link),
+        request=PlanningRequest(
+            num_microbatches=num_microbatches,
+            num_batches=num_batches,
+            limits=StageLimits(forward=4, backward=3, fused=2),
+            effort=Effort(num_actions=20_000, num_children=16, num_parents=6),
+        ),
+    )
+    batches = regression_batches(num_microbatches * num_batches)
+    plain = plain_step(module, batches)
+    result = engine_step(module, stack, planned.plan, batches)
+    assert not differences(module, result, plain)
