@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from roundpipe_lightning.cli.plan_settings import QUICK, JobMaker, PlanSettings
-from roundpipe_lightning.planning.fit import FitAnswer, TrainingJob, fit_training, fits_memory
+from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings
+from roundpipe_lightning.planning.fit import (
+    FitAnswer,
+    Search,
+    TrainingJob,
+    fit_training,
+    fits_memory,
+)
 from roundpipe_lightning.planning.hardware import HardwareSpec, MatrixRates
 
 _LONGEST = 2**22
@@ -24,7 +30,7 @@ def answer(settings: PlanSettings, *, maker: JobMaker) -> FitAnswer:
     """
     counts = [n for n in settings.microbatch_counts() if _allows(settings, n)]
     if len(counts) > 1:
-        jobs = [maker.job(settings, num_microbatches=n, effort=QUICK) for n in counts]
+        jobs = [maker.job(settings, num_microbatches=n, search=Search.QUICK) for n in counts]
         fitting = [job for job in jobs if fits_memory(job)]
         if len(fitting) > 1:
             quick = [fit_training(job) for job in fitting]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from roundpipe_lightning.cli.plan_answer import longest_seq_len
-from roundpipe_lightning.cli.plan_settings import PRECISIONS, QUICK, JobMaker, PlanSettings
+from roundpipe_lightning.cli.plan_settings import PRECISIONS, JobMaker, PlanSettings
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.modules.lora import LoraAdapters
-from roundpipe_lightning.planning.fit import FitAnswer, fit_training, fits_memory
+from roundpipe_lightning.planning.fit import FitAnswer, Search, fit_training, fits_memory
 from roundpipe_lightning.planning.hardware_files import hardware_names, load_hardware
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.storage import WeightStorage
@@ -115,7 +115,9 @@ def _plan(change: Change, maker: JobMaker) -> FitAnswer | None:
     """Plan a change; None where it does not fit, or is refused."""
     settings = change.settings
     try:
-        job = maker.job(settings, num_microbatches=settings.microbatch_counts()[0], effort=QUICK)
+        job = maker.job(
+            settings, num_microbatches=settings.microbatch_counts()[0], search=Search.QUICK
+        )
         answer = fit_training(job)
     except RoundPipeError:
         return None
@@ -202,7 +204,7 @@ def _machines(settings: PlanSettings, maker: JobMaker) -> Iterator[Change]:
     """More host memory, and the machine with the smallest devices that are large enough."""
     hardware = settings.hardware
     count = settings.microbatch_counts()[0]
-    job = maker.job(settings, num_microbatches=count, effort=QUICK)
+    job = maker.job(settings, num_microbatches=count, search=Search.QUICK)
     missing = fit_training(job).memory.host.missing_bytes
     if missing:
         size = 64 * _GIB

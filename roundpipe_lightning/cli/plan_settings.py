@@ -20,17 +20,13 @@ from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules.lora import LoraAdapters
-from roundpipe_lightning.planning.fit import TrainingJob
+from roundpipe_lightning.planning.fit import Search, TrainingJob
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import hardware_from_mapping, load_hardware
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.search import Effort
 from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile
-
-QUICK = Effort(num_actions=0)
-"""A look at even stages and little more: to compare numbers of microbatches with."""
 
 _MOST_SEQUENCES = 8
 """Sequences of a microbatch that are tried where the number of microbatches is not given."""
@@ -146,14 +142,9 @@ class PlanSettings:
 
 
 class JobMaker:
-    """Makes jobs of settings, and measures every model once.
+    """Makes jobs of settings, and measures every model once."""
 
-    Args:
-        effort: How long plans are searched for.
-    """
-
-    def __init__(self, *, effort: Effort | None = None) -> None:
-        self.effort = effort or Effort()
+    def __init__(self) -> None:
         self._measured: dict[tuple[Any, ...], WorkProfile] = {}
         self._state_bytes: dict[torch.dtype, float] = {}
 
@@ -173,7 +164,7 @@ class JobMaker:
         return work
 
     def job(
-        self, settings: PlanSettings, *, num_microbatches: int, effort: Effort | None = None
+        self, settings: PlanSettings, *, num_microbatches: int, search: Search = Search.FULL
     ) -> TrainingJob:
         """Return the job of settings with a number of microbatches."""
         precision = settings.precision
@@ -197,7 +188,7 @@ class JobMaker:
             num_microbatches=num_microbatches,
             num_batches=settings.num_batches,
             hints=settings.hints,
-            effort=effort or self.effort,
+            search=search,
         )
 
 

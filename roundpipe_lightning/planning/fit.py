@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 
 from roundpipe_lightning.errors import PlanError
@@ -23,13 +24,24 @@ from roundpipe_lightning.planning.predict import (
     UpdateTiming,
     predict_step,
 )
-from roundpipe_lightning.planning.search import Effort, StageLimits
+from roundpipe_lightning.planning.search import StageLimits
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.storage import ParameterStorage
 from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile, time_model
 
 _ONES = StageLimits(forward=1, fused=0, backward=1)
 """The smallest stages."""
+
+
+class Search(Enum):
+    """How thoroughly to look for stages."""
+
+    FULL = "full"
+    """As thoroughly as the planner does."""
+
+    QUICK = "quick"
+    """Even stages alone, as large as they may be or half of it, in teams of 1 or of all: to compare
+    jobs with each other, or to show that one fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +58,7 @@ class TrainingJob:
         num_batches: Batches that are accumulated before the weights change.
         hints: What the user has settled.
         timing: When the optimizer runs.
-        effort: How long to search for each kind of teams and rounds.
+        search: How thoroughly to look for stages.
     """
 
     work: WorkProfile
@@ -58,7 +70,7 @@ class TrainingJob:
     num_batches: int = 1
     hints: PartitionHints = field(default_factory=PartitionHints)
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
-    effort: Effort = field(default_factory=Effort)
+    search: Search = Search.FULL
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -221,6 +233,8 @@ def _shapes(job: TrainingJob) -> Iterator[tuple[int, int]]:
     """Team and round sizes to choose from."""
     hints, num_devices = job.hints, job.hardware.num_devices
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    if job.search is Search.QUICK:
+        divisors = sorted({1, num_devices})
     teams = divisors if hints.team_size is None else [hints.team_size]
     rounds = {job.num_microbatches, min(num_devices, job.num_microbatches)}
     for team_size in teams:
@@ -231,8 +245,18 @@ def _shapes(job: TrainingJob) -> Iterator[tuple[int, int]]:
 
 def _requests(job: TrainingJob) -> Iterator[PlanningRequest]:
     """One request for all teams that have the same stage limits."""
+    num_blocks = len(job.work.blocks)
     for (limits, round_size), teams in _by_limits(job).items():
-        yield _request(job, limits, teams=tuple(teams), round_size=round_size)
+        request = _request(job, limits, teams=tuple(teams), round_size=round_size)
+        if job.search is Search.QUICK:
+            half = StageLimits(
+                forward=-(-limits.forward // 2),
+                fused=limits.fused // 2,
+                backward=-(-limits.backward // 2),
+            )
+            even = dict.fromkeys((_even(num_blocks, limits), _even(num_blocks, half)))
+            request = replace(request, partitions=tuple(even))
+        yield request
 
 
 def _fixed_requests(job: TrainingJob) -> Iterator[PlanningRequest]:
@@ -264,7 +288,6 @@ def _request(
         round_sizes=(round_size,),
         limits=limits,
         recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
-        effort=job.effort,
     )
 
 
@@ -331,4 +354,11 @@ def _chunks(total: int, size: int) -> tuple[int, ...]:
     return (size,) * full + ((rest,) if rest else ())
 
 
-__all__ = ["FitAnswer", "TrainingJob", "fit_training", "fits_memory", "stage_limits_within"]
+__all__ = [
+    "FitAnswer",
+    "Search",
+    "TrainingJob",
+    "fit_training",
+    "fits_memory",
+    "stage_limits_within",
+]

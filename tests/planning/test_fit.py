@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.fit import (
+    Search,
     TrainingJob,
     fit_training,
     fits_memory,
@@ -20,7 +21,6 @@ from roundpipe_lightning.planning.hardware_files import load_hardware
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.predict import PipelineLayout
-from roundpipe_lightning.planning.search import Effort
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.storage import ParameterStorage
 from roundpipe_lightning.planning.work import (
@@ -67,7 +67,6 @@ def job(*, num_blocks: int = 6, device_mib: int = 4000, **changes: Any) -> Train
         storage=ParameterStorage(),
         shape=MicrobatchShape(sequences=1, seq_len=100),
         num_microbatches=8,
-        effort=Effort(num_actions=0, num_children=16, num_parents=8),
     )
     return replace(whole, **changes)
 
@@ -75,7 +74,7 @@ def job(*, num_blocks: int = 6, device_mib: int = 4000, **changes: Any) -> Train
 @settings(max_examples=10)
 @given(st.integers(1, 9), st.integers(500, 6000))
 def test_a_plan_fits_or_bytes_are_missing(num_blocks: int, device_mib: int) -> None:
-    asked = job(num_blocks=num_blocks, device_mib=device_mib)
+    asked = job(num_blocks=num_blocks, device_mib=device_mib, search=Search.QUICK)
     answer = fit_training(asked)
     assert answer.fits is fits_memory(asked)
     assert answer.fits is not bool(answer.memory.reason)
@@ -87,6 +86,12 @@ def test_a_plan_fits_or_bytes_are_missing(num_blocks: int, device_mib: int) -> N
     else:
         assert answer.tokens_per_second == 0
         assert answer.memory.device.missing_bytes
+
+
+def test_a_quick_look_fits_too_and_is_not_faster() -> None:
+    full, quick = (fit_training(job(search=search)) for search in (Search.FULL, Search.QUICK))
+    assert quick.fits
+    assert full.tokens_per_second >= quick.tokens_per_second
 
 
 def test_limits_are_the_most_that_fits() -> None:
