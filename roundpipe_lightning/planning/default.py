@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.costs import RecomputeStart
+from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
 from roundpipe_lightning.planning.partition import balanced_cuts, balanced_partition
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule, split_rounds
 from roundpipe_lightning.planning.stages import Partition
 
 
@@ -26,9 +26,9 @@ def default_plan(
 ) -> Plan:
     """Return a balanced round-robin plan.
 
-    A few even partitions and round sizes are simulated and the shortest step is taken; of equally
-    short ones that with the smallest BACKWARD stages (they need the least memory), then the largest
-    rounds (they upload the weights least often).
+    The makespans of a few even partitions and round sizes are compared and the shortest is taken;
+    of equally short ones that with the smallest BACKWARD stages (they need the least memory), then
+    the largest rounds (they upload the weights least often).
 
     Args:
         profile: The model. Where all durations are zero, a block's backward counts as two forwards.
@@ -42,34 +42,41 @@ def default_plan(
     Raises:
         PlanError: If a count is less than 1 or the names are not as many as the blocks.
     """
-    for name, value in (("num_workers", num_workers), ("num_microbatches", num_microbatches)):
+    counts = [("num_workers", num_workers), ("num_microbatches", num_microbatches)]
+    for name, value in [*counts, *(("round_sizes", size) for size in round_sizes)]:
         if value < 1:
             raise PlanError(f"{name}={value} must be 1 or more.")
     names = tuple(profile.block_names if block_names is None else block_names)
     timed = _with_durations(profile)
-    best_rank: tuple[float, ...] | None = None
-    for partition in _even_partitions(timed, num_workers=num_workers):
-        costs = stage_costs(timed, partition=partition, recompute_start=recompute_start)
-        for round_size in round_sizes or _round_sizes(num_workers, num_microbatches):
-            schedule = round_robin_schedule(
-                partition,
-                num_workers=num_workers,
-                num_microbatches=num_microbatches,
-                round_size=round_size,
-            )
-            makespan = simulate(schedule, partition=partition, costs=costs).makespan_seconds
+    partitions = list(_even_partitions(timed, num_workers=num_workers))
+    table = PartitionTable.of([(p.forward, p.backward) for p in partitions])
+    ranked: list[tuple[tuple[float, ...], int, Partition]] = []
+    for round_size in round_sizes or _round_sizes(num_workers, num_microbatches):
+        evaluator = Evaluator(
+            profile=timed,
+            num_workers=num_workers,
+            rounds=split_rounds(num_microbatches, round_size=round_size),
+            hop_seconds=0.0,
+            recompute_start=recompute_start,
+        )
+        for partition, makespan in zip(partitions, evaluator.makespans(table), strict=True):
             seconds = float(f"{makespan:.6g}")
             rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
-            if best_rank is None or rank < best_rank:
-                best_rank, chosen = rank, (partition, round_size, schedule)
-    partition, round_size, schedule = chosen
+            ranked.append((rank, len(ranked), partition))
+    rank, _, partition = min(ranked)
+    round_size = -int(rank[2])
     return Plan(
         model=profile.fingerprint,
         partition=partition,
         num_workers=num_workers,
         num_microbatches=num_microbatches,
         round_size=round_size,
-        schedule=schedule,
+        schedule=round_robin_schedule(
+            partition,
+            num_workers=num_workers,
+            num_microbatches=num_microbatches,
+            round_size=round_size,
+        ),
         block_names=names,
     )
 

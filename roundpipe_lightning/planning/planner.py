@@ -17,7 +17,7 @@ from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.limits import stage_limits
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule, split_rounds
 from roundpipe_lightning.planning.schedule import Schedule
 from roundpipe_lightning.planning.search import (
     Candidate,
@@ -257,7 +257,7 @@ class _Task:
     def _evaluator(self, shape: _Shape) -> Evaluator:
         """Evaluate one of the pipelines that a shape splits the plan into."""
         hardware, team_size = self.hardware, shape.team_size
-        rounds = _rounds(
+        rounds = split_rounds(
             self.request.num_microbatches * self.num_looked_at, round_size=shape.round_size
         )
         forward = hardware.upload_seconds(1.0, num_devices=hardware.num_devices)
@@ -327,9 +327,3 @@ class _Task:
     def num_looked_at(self) -> int:
         """Accumulated batches that plans are compared by."""
         return min(self.request.num_batches, _BATCHES_SEARCHED)
-
-
-def _rounds(num_microbatches: int, *, round_size: int) -> tuple[int, ...]:
-    """Return the number of microbatches of every round."""
-    full, rest = divmod(num_microbatches, round_size)
-    return (round_size,) * full + ((rest,) if rest else ())

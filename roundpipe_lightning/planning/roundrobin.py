@@ -65,3 +65,9 @@ def round_robin_schedule(
                     Action(kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=worker)
                 )
     return Schedule(workers=tuple(map(tuple, rows)))
+
+
+def split_rounds(num_microbatches: int, *, round_size: int) -> tuple[int, ...]:
+    """Return the number of microbatches of every round; the last one may have fewer."""
+    full, rest = divmod(num_microbatches, round_size)
+    return (round_size,) * full + ((rest,) if rest else ())

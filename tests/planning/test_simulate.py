@@ -152,3 +152,5 @@ def test_a_default_plan_needs_workers_and_microbatches() -> None:
         default_plan(uniform_profile(2), num_workers=0, num_microbatches=1)
     with pytest.raises(PlanError, match="num_microbatches=0"):
         default_plan(uniform_profile(2), num_workers=1, num_microbatches=0)
+    with pytest.raises(PlanError, match="round_sizes=0"):
+        default_plan(uniform_profile(2), num_workers=1, num_microbatches=1, round_sizes=[0])
