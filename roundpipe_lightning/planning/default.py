@@ -63,8 +63,8 @@ def default_plan(
             seconds = float(f"{makespan:.6g}")
             rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
             ranked.append((rank, len(ranked), partition))
-    rank, _, partition = min(ranked)
-    round_size = -int(rank[2])
+    best, _, partition = min(ranked)
+    round_size = -int(best[2])
     return Plan(
         model=profile.fingerprint,
         partition=partition,
