@@ -51,12 +51,16 @@ servers = pytest.mark.parametrize("server", SERVERS)
 
 
 def assert_equal_to_plain_loop(module: Any, server: str, *, num_microbatches: int = 3) -> None:
-    """Compare to the bit in one round of all microbatches, else within rounding."""
+    """Compare to the bit in one round of all microbatches, else within rounding.
+
+    What writes into buffers runs in one round only.
+    """
     stack, batches = layers_of(module), regression_batches(num_microbatches)
     original = copy.deepcopy(module.state_dict())
     plain = plain_step(module, batches)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    for round_size, tolerance in ((num_microbatches, 0.0), (1, 1e-6)):
+    writes = not all(torch.equal(original[n], b) for n, b in buffers.items() if n in original)
+    for round_size, tolerance in ((num_microbatches, 0.0), (1, 1e-6))[: 1 if writes else 2]:
         module.load_state_dict(original)
         devices = SERVERS[server]()
         plan = plan_of(
