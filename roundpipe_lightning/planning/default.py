@@ -48,23 +48,13 @@ def default_plan(
             raise PlanError(f"{name}={value} must be 1 or more.")
     names = tuple(profile.block_names if block_names is None else block_names)
     timed = _with_durations(profile)
-    partitions = list(_even_partitions(timed, num_workers=num_workers))
-    table = PartitionTable.of([(p.forward, p.backward) for p in partitions])
-    ranked: list[tuple[tuple[float, ...], int, Partition]] = []
-    for round_size in round_sizes or _round_sizes(num_workers, num_microbatches):
-        evaluator = Evaluator(
-            profile=timed,
-            num_workers=num_workers,
-            rounds=split_rounds(num_microbatches, round_size=round_size),
-            hop_seconds=0.0,
-            recompute_start=recompute_start,
-        )
-        for partition, makespan in zip(partitions, evaluator.makespans(table), strict=True):
-            seconds = float(f"{makespan:.6g}")
-            rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
-            ranked.append((rank, len(ranked), partition))
-    best, _, partition = min(ranked)
-    round_size = -int(best[2])
+    partition, round_size = _best(
+        timed,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        round_sizes=round_sizes or _round_sizes(num_workers, num_microbatches),
+        recompute_start=recompute_start,
+    )
     return Plan(
         model=profile.fingerprint,
         partition=partition,
@@ -79,6 +69,34 @@ def default_plan(
         ),
         block_names=names,
     )
+
+
+def _best(
+    profile: ModelProfile,
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    round_sizes: Sequence[int],
+    recompute_start: RecomputeStart,
+) -> tuple[Partition, int]:
+    """Return the best even partition and round size."""
+    partitions = list(_even_partitions(profile, num_workers=num_workers))
+    table = PartitionTable.of([(p.forward, p.backward) for p in partitions])
+    ranked: list[tuple[tuple[float, ...], int, Partition]] = []
+    for round_size in round_sizes:
+        evaluator = Evaluator(
+            profile=profile,
+            num_workers=num_workers,
+            rounds=split_rounds(num_microbatches, round_size=round_size),
+            hop_seconds=0.0,
+            recompute_start=recompute_start,
+        )
+        for partition, makespan in zip(partitions, evaluator.makespans(table), strict=True):
+            seconds = float(f"{makespan:.6g}")
+            rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
+            ranked.append((rank, len(ranked), partition))
+    best, _, partition = min(ranked)
+    return partition, -int(best[2])
 
 
 def _with_durations(profile: ModelProfile) -> ModelProfile:
