@@ -24,7 +24,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,8 +125,11 @@ def architectures() -> list[str]:
 def build(name: str) -> LanguageModel:
     """Return a tiny random model that plain PyTorch can train, in the first way that works."""
     first_error: Exception | None = None
-    for fill_unset, own_loss in itertools.product((False, True), (True, False)):
-        module = _build_in_one_way(name, fill_unset=fill_unset, own_loss=own_loss)
+    for num_layers, fill_unset, own_loss in itertools.product(
+        (SIZES.layers, 2 * SIZES.layers), (False, True), (True, False)
+    ):
+        sizes = replace(SIZES, layers=num_layers)
+        module = _build_in_one_way(name, sizes, fill_unset=fill_unset, own_loss=own_loss)
         if isinstance(module, LanguageModel):
             return module
         first_error = first_error or module
@@ -134,18 +137,19 @@ def build(name: str) -> LanguageModel:
     raise first_error
 
 
-def _build_in_one_way(name: str, *, fill_unset: bool, own_loss: bool) -> LanguageModel | Exception:
+def _build_in_one_way(
+    name: str, sizes: tiny_configs.TinySizes, *, fill_unset: bool, own_loss: bool
+) -> LanguageModel | Exception:
     try:
-        module = LanguageModel(_model(name, fill_unset=fill_unset), own_loss=own_loss)
-        module.training_step(batches(0)[0], 0).backward()
+        module = LanguageModel(_model(name, sizes, fill_unset=fill_unset), own_loss=own_loss)
+        copy.deepcopy(module).training_step(batches(0)[0], 0).backward()
     except Exception as error:  # noqa: BLE001 - whatever transformers raises is the reason
         return error
-    module.zero_grad()
     return module
 
 
-def _model(name: str, *, fill_unset: bool) -> nn.Module:
-    config = tiny_configs.tiny_config(name, SIZES, fill_unset=fill_unset)
+def _model(name: str, sizes: tiny_configs.TinySizes, *, fill_unset: bool) -> nn.Module:
+    config = tiny_configs.tiny_config(name, sizes, fill_unset=fill_unset)
     kind = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config = _config_for(kind, config)
     torch.manual_seed(0)
@@ -278,7 +282,7 @@ def examine(name: str) -> Report:
     except Exception as error:  # noqa: BLE001 - reported
         return Report(verdict=Verdict.BROKEN, reason=_described(error), **facts)
     if pipelined.call_count < NUM_STEPS * NUM_MICROBATCHES:
-        reason = f"the blocks ran as a pipeline {pipelined.call_count} times"
+        reason = f"{stack.name} ran as a pipeline {pipelined.call_count} times"
         return Report(verdict=Verdict.NOT_PIPELINED, reason=reason, **facts)
     found = differences(want, got)
     if not found:
@@ -311,7 +315,11 @@ def _examine_in_child(name: str, connection: Connection) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     start = time.perf_counter()
-    report = asdict(examine(name)) | {"seconds": round(time.perf_counter() - start, 2)}
+    try:
+        report = asdict(examine(name))
+    except Exception as error:  # noqa: BLE001 - reported
+        report = asdict(Report(name=name, verdict=Verdict.BROKEN, reason=_described(error)))
+    report |= {"seconds": round(time.perf_counter() - start, 2)}
     connection.send(Report(**report))
 
 

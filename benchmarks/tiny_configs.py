@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -52,6 +52,9 @@ _LAYER_COUNT = re.compile(
     r"|num_global_layers|num_blocks|depth|\w+_num_hidden_layers|num_layers_per_stack"
 )
 
+#: Sub-configurations of what generates text.
+_TEXT = re.compile("text|decoder|language|llm|lm_")
+
 #: Fields that may be None and get a value where a model cannot be built without.
 _FILLED = (
     r"head_dim|num_key_value_heads|n_routed_experts|n_shared_experts|num_experts_per_tok|\w*topk"
@@ -72,6 +75,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"moe_layer_end_index", lambda v, s: s.layers - 1),
     (r"\w*(num|n)_(local_|routed_|moe_)?experts|moe_num_experts|zero_expert_num",
      lambda v, s: min(v, s.experts)),
+    (r"(num|n)_shared_experts", lambda v, s: min(v, 1)),
     (r"num_experts_per_tok(en)?|\w*top_?k|moe_k|top_k_experts", lambda v, s: min(v, 2)),
     (r"n_groups?|topk_group|num_expert_group|o_groups|\w*n_?groups", lambda v, s: min(v, 1)),
     (r"num_query_groups|\w*num_key_value_heads|num_kv_heads|kv_n_heads",
@@ -84,7 +88,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ((r"hidden_size_per_layer_input|d_rel|ple_embed_dim|pronunciation_embed_dim|shape_embed_dim"
      r"|router_hidden_size"), lambda v, s: s.rank),
     ((r"\w*hidden_size\w*|d_model|n_embd|emb_dim|embedding_(size|dim)|dim_model_base|lru_width"
-     r"|word_embed_proj_dim|projector_\w+_dim|input_embedding_size|output_embedding_size"),
+     r"|word_embed_proj_dim|(projector|adapter)_(in|out)\w*_(dim|size)|\w*_out_channel|\w*conv_channels|input_embedding_size|output_embedding_size"),
      lambda v, s: s.hidden),
     ((r"\w*intermediate_size\w*|\w*ffn_dim|d_ff|dff|d_inner|dim_ff|n_inner|\w*ffn_hidden_size"
      r"|feed_forward_size|mlp_dim"), lambda v, s: s.intermediate),
@@ -108,7 +112,11 @@ def tiny_config(model_type: str, sizes: TinySizes, *, fill_unset: bool = False) 
     """
     full = AutoConfig.for_model(model_type)
     changes = _changes(full.to_dict(), sizes, fill_unset=fill_unset)
-    small = AutoConfig.for_model(model_type, **changes)
+    try:
+        small = AutoConfig.for_model(model_type, **changes)
+    except Exception:  # noqa: BLE001 - it wants its lists cut in the same breath
+        changes = _merged(changes, _lists(full.to_dict(), full.to_dict(), sizes))
+        small = AutoConfig.for_model(model_type, **changes)
     for _ in range(2):  # lists that the configuration made itself, from the counts given to it
         lists = _lists(full.to_dict(), small.to_dict(), sizes)
         small = AutoConfig.for_model(model_type, **_merged(changes, lists))
@@ -120,7 +128,9 @@ def _changes(fields: Mapping[str, Any], sizes: TinySizes, *, fill_unset: bool) -
     for name, value in fields.items():
         if isinstance(value, Mapping):
             if "model_type" in value:
-                inner = _changes(value, sizes, fill_unset=fill_unset)
+                # The decoder has the most layers: it is what a user would have pipelined.
+                fewer = sizes if _TEXT.search(name) else replace(sizes, layers=2)
+                inner = _changes(value, fewer, fill_unset=fill_unset)
                 changes[name] = {"model_type": value["model_type"], **inner}
         elif isinstance(value, int | float) and not isinstance(value, bool):
             changes[name] = _small(name, value, sizes)
@@ -129,9 +139,14 @@ def _changes(fields: Mapping[str, Any], sizes: TinySizes, *, fill_unset: bool) -
     if _all_heads_have_keys(fields) and "num_key_value_heads" in changes:
         changes["num_key_value_heads"] = sizes.heads
     changes.update(_state_space_heads(fields, sizes))
+    if isinstance(hidden := fields.get("hidden_size"), int) and "attention_hidden_size" in fields:
+        # Some attend in a multiple of the width.
+        wide = fields["attention_hidden_size"] // hidden * sizes.hidden
+        changes["attention_hidden_size"] = wide
+        changes["attention_head_dim"] = wide // sizes.heads
     if "is_decoder" in fields:
         changes["is_decoder"] = True
-    return {k: v for k, v in changes.items() if v != fields[k]}
+    return {k: v for k, v in changes.items() if k in fields and v != fields[k]}
 
 
 def _all_heads_have_keys(fields: Mapping[str, Any]) -> bool:
@@ -166,7 +181,8 @@ def _lists(full: Mapping[str, Any], small: Mapping[str, Any], sizes: TinySizes) 
     for name, value in full.items():
         now = small.get(name)
         if isinstance(value, Mapping) and isinstance(now, Mapping) and "model_type" in value:
-            changes[name] = _lists(value, now, sizes)
+            fewer = sizes if _TEXT.search(name) else replace(sizes, layers=2)
+            changes[name] = _lists(value, now, fewer)
         elif isinstance(value, list | tuple) and value and isinstance(now, list | tuple):
             if len(value) in counts:
                 if len(now) != sizes.layers or _kinds(now) < min(_kinds(value), sizes.layers):
@@ -176,7 +192,8 @@ def _lists(full: Mapping[str, Any], small: Mapping[str, Any], sizes: TinySizes) 
                 if len(pattern) in counts:
                     changes[name] = [[_varied(pattern, sizes.layers), 1]]
             elif all(type(v) is int for v in value) and name.endswith(("layers", "ids", "idxs")):
-                changes[name] = sorted({v * sizes.layers // max(counts) for v in value})
+                chosen = value[:: max(1, max(counts) // sizes.layers)]
+                changes[name] = sorted({v * sizes.layers // max(counts) for v in chosen})
             elif name.endswith("token_id"):
                 changes[name] = [v % sizes.vocabulary for v in value]
     return changes
