@@ -113,8 +113,8 @@ class Peak:
     amounts: tuple[Amount, ...] = ()
 
     def of(self, shape: MicrobatchShape) -> float:
-        """Return the largest amount for a shape."""
-        return max((amount.of(shape) for amount in self.amounts), default=0.0)
+        """Return the largest amount for a shape, and no less than 0 far from the measured ones."""
+        return max((0.0, *(amount.of(shape) for amount in self.amounts)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,7 @@ def test_a_peak_is_the_largest_amount() -> None:
     peak = Peak(amounts=(Amount(fixed=100), Amount(per_token=3)))
     assert (peak.of(shape(1, 10)), peak.of(shape(1, 100))) == (100, 300)
     assert Peak().of(shape(1, 1)) == 0
+    assert Peak(amounts=(Amount(fixed=-100, per_token=1),)).of(shape(1, 10)) == 0
 
 
 def test_a_microbatch_has_tokens() -> None:
