@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from roundpipe_lightning.cli.build import build
+from roundpipe_lightning.engine.probe import probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work_profile import causal_lm_call, work_profile
@@ -307,15 +308,23 @@ def _hardware(config: DictConfig) -> HardwareSpec:
     figures = OmegaConf.to_container(config.hardware, resolve=True)
     assert isinstance(figures, dict)
     if "num_devices" not in figures:
-        raise HardwareError(
-            f"hardware={name} has no figures to plan with. Name a machine, such as "
-            "hardware=rtx4090x8 (conf/hardware has them all), or describe yours: "
-            "hardware_file=path/to/mine.yaml."
-        )
+        return _probed(config.hardware, name=name)
     try:
         return hardware_from_mapping({"name": name, **{str(k): v for k, v in figures.items()}})
     except HardwareError as error:
         raise HardwareError(f"hardware={name}: {error}") from error
+
+
+def _probed(config: DictConfig, *, name: str) -> HardwareSpec:
+    """Measure the machine that this runs on, or take what was measured before."""
+    spec = probe_hardware(num_workers=config.get("cpu_workers"))
+    if config.get("accelerator") == "gpu" and spec.shares_host_memory:
+        raise HardwareError(
+            f"hardware={name}: this machine has no accelerator. Name the machine that is meant, "
+            "such as hardware=rtx4090x8 (conf/hardware has them all), or describe it: "
+            "hardware_file=path/to/mine.yaml."
+        )
+    return spec
 
 
 def _hints(config: DictConfig) -> PartitionHints:

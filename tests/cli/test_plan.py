@@ -12,11 +12,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from roundpipe_lightning import Plan
+from roundpipe_lightning.cli import plan_settings
 from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FITS, run
 from roundpipe_lightning.errors import ConfigurationError
-from tests.cli.small import compose_small
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from tests.cli.small import SMALL, compose_small, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
 TIGHT = (*GPU, "hardware.device.device_bytes=430000000")
@@ -155,6 +158,21 @@ def test_hints_are_kept(ask: Ask) -> None:
     assert max(answer["plan"]["forward_partition"]) <= 2
 
 
+def test_the_machine_it_runs_on_is_measured(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def probe(*, num_workers: int) -> HardwareSpec:
+        asked.append(num_workers)
+        return load_hardware("cpu")
+
+    monkeypatch.setattr(plan_settings, "probe_hardware", probe)
+    answer = ask.json("data.batch_size=8")
+    assert answer["machine"]["name"] == "cpu"
+    assert set(answer["moved"].values()) == {0}
+    assert asked == [4]
+    assert "this machine has no accelerator" in ask.error("hardware=gpu")
+
+
 def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
     cuts = ("partition.forward=[4,2]", "partition.backward=[2,3,3]", "partition.team_size=1")
     made = ask.json(*GPU, *cuts)
@@ -174,7 +192,6 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["hardware=auto"], "no figures to plan with"),
         (["hardware.host_bytes=-1"], "host_bytes=-1"),
         (["~hardware.host_bytes"], "missing figures: host_bytes"),
         (["hardware_file=nowhere.yaml"], "nowhere.yaml cannot be read"),
@@ -211,3 +228,14 @@ def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: 
 def test_training_refuses_what_it_does_not_know(tmp_path: Path, override: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         build_run(compose_small(tmp_path, override))
+
+
+def test_the_plan_is_one_that_trains(ask: Ask) -> None:
+    size = [override for override in SMALL if override.startswith(("model.", "data.seq", "data.b"))]
+    ask.json(*size, "hardware=cpu", "partition.team_size=2", "partition.num_microbatches=4")
+    folder = ask.folder / "trained"
+    plan = ask.folder / "plan.json"
+    saved = ("partition=saved", f"partition.plan={plan}", "partition.num_microbatches=4")
+    figures = train_small(folder, *saved, "trainer.max_steps=1")
+    assert figures["num_steps"] == 1
+    assert Plan.load(folder / "plan.json") == Plan.load(plan)
