@@ -165,6 +165,7 @@ class Microbatch:
                 microbatch=self.index,
                 ledger=ledger,
                 is_last=self._action.key in self._context.graph.ends_run,
+                outside=self._user.used_parameters,
             )
         self._context.marks[self._action] = (self._begin_mark, self.worker.device.mark())
         self._deactivate()

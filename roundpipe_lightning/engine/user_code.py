@@ -147,6 +147,11 @@ class UserCode(TorchFunctionMode):
         placed = self._buffers.get(worker.index) or PlacedBuffers(worker.device, keep_writes=True)
         return placed.write_back(self.maker.made, owner_of=self.owner_of)
 
+    @property
+    def used_parameters(self) -> set[nn.Parameter]:
+        """Parameters that the code has asked for."""
+        return {parameter for _, parameter in self._leaves}
+
     def take_gradients(self) -> Gradients:
         """Download and clear the gradients of all leaves, summed over the workers."""
         total: Gradients = {}
@@ -243,6 +248,7 @@ class UserCode(TorchFunctionMode):
             lambda x: x if x is written else cut(x), (args, kwargs)
         )
         return found
+
     def _resident_leaf_for(self, value: Any) -> Any:
         """Return the stage's leaf of a master that a block reaches past its stand-in."""
         if not (isinstance(value, nn.Parameter) and value in self._masters):

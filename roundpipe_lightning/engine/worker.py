@@ -11,7 +11,7 @@ resident                upload F2 ─── drop  upload B3 ─── gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -241,7 +241,13 @@ class Worker:
             self._resident = None
 
     def end_backward(
-        self, stage: Stage, *, microbatch: int, ledger: GradientLedger, is_last: bool
+        self,
+        stage: Stage,
+        *,
+        microbatch: int,
+        ledger: GradientLedger,
+        is_last: bool,
+        outside: Collection[nn.Parameter],
     ) -> None:
         """Send gradients home: of every microbatch where that is free, else of the whole round.
 
@@ -250,6 +256,8 @@ class Worker:
             microbatch: Of which microbatch.
             ledger: Where to.
             is_last: Whether the worker's next action is of another stage.
+            outside: Parameters that the user's code has used outside the stages: their gradients
+                are summed per microbatch first.
         """
         resident = self._resident
         if resident is None or resident.stage != stage:  # nothing was computed in this turn
@@ -259,7 +267,8 @@ class Worker:
         if not (is_last or self.device.shares_host_memory):
             return
         microbatches, gradients = resident.take_gradients()
-        shared = {p: g for p, g in gradients.items() if p in self._store.shared}
+        known = self._store.shared
+        shared = {p: g for p, g in gradients.items() if p in known or p in outside}
         for parameter in shared:
             del gradients[parameter]
         if shared:

@@ -52,6 +52,7 @@ def check(
     run: Callable[[Any, Tensor], Any],
     *,
     freeze: Callable[[Any], None] = lambda module: None,
+    emulated: bool = True,
 ) -> None:
     """Compare with plain PyTorch in several partitions and on both kinds of workers."""
     module = Regressor(4, make_block=make_block)
@@ -66,7 +67,7 @@ def check(
     plain = plain_step(module, batches, call=call)
     for partition in PARTITIONS:
         plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES, partition=partition)
-        for devices in (cpu_workers(2), emulated_workers(2)):
+        for devices in (cpu_workers(2), emulated_workers(2))[: 2 if emulated else 1]:
             with engine_of(module, stack, plan, devices=devices) as engine:
                 result = mean_step(engine, batches, call=call)
                 assert not differences(module, result, plain), (partition, devices)
@@ -397,3 +398,13 @@ def test_a_block_under_autocast_is_recomputed_under_it() -> None:
         return hidden.float()
 
     check(Pair, run)
+
+
+def test_a_stack_that_is_called_twice() -> None:
+    def run(layers: Any, hidden: Tensor) -> Any:
+        for _ in range(2):
+            for layer in layers:
+                hidden, _ = layer(hidden)
+        return hidden
+
+    check(Pair, run, emulated=False)  # there a round's gradients are summed before they go home
