@@ -49,7 +49,10 @@ class Price(IntEnum):
     TRAINABLE = 3
     """Fewer parameters are trained."""
 
-    MACHINE = 4
+    HOST_MEMORY = 4
+    """More host memory."""
+
+    MACHINE = 5
     """Another machine."""
 
 
@@ -211,7 +214,7 @@ def _machines(settings: PlanSettings, maker: JobMaker) -> Iterator[Change]:
         size *= -(-(hardware.host_bytes + missing) // size)
         yield _changed(
             settings,
-            Price.MACHINE,
+            Price.HOST_MEMORY,
             f"hardware.host_bytes={size}",
             hardware=dataclasses.replace(hardware, host_bytes=size),
         )
