@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from roundpipe_lightning._lightning import checks
-from roundpipe_lightning._lightning.options import Options, PlanSource
+from roundpipe_lightning._lightning.options import HardwareSource, Options, PlanSource
 from roundpipe_lightning._lightning.random_state import random_state, set_random_state
 from roundpipe_lightning._lightning.session import NoBlocksWarning, Session
 from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
@@ -53,7 +53,9 @@ class RoundPipeStrategy(ParallelStrategy):
         blocks: Dotted name or names of the module lists that are the blocks; None finds them.
         microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
             `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.
-        hardware: `"auto"`.
+        hardware: The machine: a `HardwareSpec`, the name of one (`"rtx4090x8"`) or the path of a
+            file. Its memory is checked before anything is allocated, and stages are kept small
+            enough for its devices. `"auto"` assumes nothing.
         timeout_seconds: After so many seconds without progress a step is given up with a report.
         workers_per_device: Workers that share each device.
         accelerator: Set by the Trainer.
@@ -77,7 +79,7 @@ class RoundPipeStrategy(ParallelStrategy):
         recompute: str = "auto",
         blocks: str | Sequence[str] | None = None,
         microbatch_weight: MicrobatchWeight = "auto",
-        hardware: str = "auto",
+        hardware: HardwareSource = "auto",
         timeout_seconds: float = 600.0,
         workers_per_device: int = 1,
         accelerator: Accelerator | None = None,

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.weights import MicrobatchWeight
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.hardware_files import load_hardware
 from roundpipe_lightning.planning.plan import Plan
 
 PlanSource: TypeAlias = Plan | str | os.PathLike[str]
 """A plan, the path of a saved one, or `"auto"`."""
+
+HardwareSource: TypeAlias = HardwareSpec | str | os.PathLike[str]
+"""A machine, the name of one or the path of a file, or `"auto"`: nothing is assumed of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class Options:
     recompute: str
     blocks: str | Sequence[str] | None
     microbatch_weight: MicrobatchWeight
-    hardware: str
+    hardware: HardwareSource
     timeout_seconds: float
     workers_per_device: int
 
@@ -72,11 +77,13 @@ class Options:
             )
         if self.recompute not in ("auto", "full"):
             raise ConfigurationError(f"recompute={self.recompute!r}: set 'auto' or 'full'.")
-        if self.hardware != "auto":
+        if not isinstance(self.hardware, (HardwareSpec, str, os.PathLike)):
             raise ConfigurationError(
-                f"hardware={self.hardware!r}: this version plans from the model alone. Leave it "
-                "out, or set hardware='auto'."
+                f"hardware={self.hardware!r}: give a HardwareSpec, the name of a machine, the path "
+                "of a file, or 'auto'."
             )
+        if self.hardware != "auto" and not isinstance(self.hardware, HardwareSpec):
+            load_hardware(self.hardware)
         rule = self.microbatch_weight
         if not callable(rule) and rule not in ("auto", "tokens", "samples"):
             raise ConfigurationError(
@@ -90,6 +97,27 @@ class Options:
         if self.blocks is None:
             return None
         return [self.blocks] if isinstance(self.blocks, str) else list(self.blocks)
+
+    def load_hardware(self, *, num_workers: int) -> HardwareSpec | None:
+        """Return the machine that the user named, every worker a device; None for `"auto"`.
+
+        Raises:
+            HardwareError: It is not known, or a figure in its file is wrong.
+            ConfigurationError: It has another number of devices.
+        """
+        if self.hardware == "auto":
+            return None
+        source = self.hardware
+        spec = source if isinstance(source, HardwareSpec) else load_hardware(source)
+        shared = self.workers_per_device
+        if spec.num_devices * shared != num_workers:
+            raise ConfigurationError(
+                f"hardware={spec.name} has {spec.num_devices} devices, but Trainer(devices=...) "
+                f"gives {num_workers // shared}. Change one of them, or set hardware='auto'."
+            )
+        if shared == 1:
+            return spec
+        return replace(spec, num_devices=num_workers, device_bytes=spec.device_bytes // shared)
 
     def load_plan(self) -> Plan | None:
         """Return the plan that the user gave, or None for `"auto"`.

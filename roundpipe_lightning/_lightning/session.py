@@ -18,6 +18,10 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.profile import profile_module
 from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.parameter_fit import (
+    check_plan_holds_parameters,
+    plan_that_holds_parameters,
+)
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
@@ -45,7 +49,8 @@ class Session:
         last_timeline: When every action of the last training step ran.
 
     Raises:
-        PlanError: The given plan is for another model or another number of workers.
+        PlanError: The given plan is for another model or another number of workers, or the machine
+            that is named cannot hold the model. Nothing has been allocated then.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Session:
                 stacklevel=2,
             )
         self.profile = profile_module(module, stack)
+        self._hardware = options.load_hardware(num_workers=len(devices))
         self._plans: dict[int, Plan] = {}
         if given_plan is not None:
             self._check_plan(given_plan)
@@ -133,18 +139,31 @@ class Session:
                 "plan='auto'."
             )
         plan.check_model(self.profile.fingerprint, block_names=self.profile.block_names)
+        if self._hardware is not None:
+            check_plan_holds_parameters(plan, profile=self.profile, hardware=self._hardware)
 
     def _plan_for(self, num_microbatches: int) -> Plan:
         """Return the plan for a number of microbatches, made once."""
         if num_microbatches not in self._plans:
-            self._plans[num_microbatches] = default_plan(
-                self.profile,
-                num_workers=self._num_workers,
-                num_microbatches=num_microbatches,
-                # Running statistics are written in the order of the microbatches.
-                round_sizes=[num_microbatches] if self._keeps_statistics else (),
-            )
+            self._plans[num_microbatches] = self._new_plan(num_microbatches)
         return self._plans[num_microbatches]
+
+    def _new_plan(self, num_microbatches: int) -> Plan:
+        """Make a plan; for a machine that is named, one that it can hold.
+
+        Raises:
+            PlanError: The machine cannot hold the model's parameters.
+        """
+        plan = default_plan(
+            self.profile,
+            num_workers=self._num_workers,
+            num_microbatches=num_microbatches,
+            # Running statistics are written in the order of the microbatches.
+            round_sizes=[num_microbatches] if self._keeps_statistics else (),
+        )
+        if self._hardware is None:
+            return plan
+        return plan_that_holds_parameters(plan, profile=self.profile, hardware=self._hardware)
 
 
 def _peak_bytes(engine: Engine) -> int:

@@ -114,7 +114,8 @@ def test_other_accelerators() -> None:
         ({"recompute": "none"}, "recompute='none' is not part of this version.*'full'"),
         ({"recompute": "selective"}, "recompute='selective' is not part of this version"),
         ({"recompute": "some"}, "recompute='some': set 'auto' or 'full'"),
-        ({"hardware": "8x4090"}, "hardware='8x4090': .*hardware='auto'"),
+        ({"hardware": "8xrtx4090"}, "hardware='8xrtx4090' is not known. The nearest are .*rtx4090"),
+        ({"hardware": 3}, "hardware=3: give a HardwareSpec, the name of a machine"),
         ({"microbatch_weight": "pixels"}, "microbatch_weight='pixels': set 'auto', 'tokens'"),
     ],
 )
