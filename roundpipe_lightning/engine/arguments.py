@@ -17,7 +17,14 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,7 +39,7 @@ Swap: TypeAlias = Callable[[Any, bool], Any]
 """Gives what stands for a tensor or a reference; the flag says that it is inside an object."""
 
 _OPAQUE = (
-    str, bytes, int, float, complex, bool, type(None), type, nn.Module, enum.Enum,
+    str, bytes, bytearray, int, float, complex, bool, type(None), type, nn.Module, enum.Enum,
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
 
@@ -59,12 +66,7 @@ class Change:
 
     def apply(self, value: Any) -> None:
         """Write a value into the user's container."""
-        if isinstance(self.target, list) and self.key == len(self.target):
-            self.target.append(value)
-        elif isinstance(self.target, list | MutableMapping):
-            self.target[self.key] = value
-        else:
-            self.target.__dict__[self.key] = value
+        _put(self.target, self.key, value)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Copies:
             return node
         if isinstance(node, tuple | frozenset):
             return self._tuple(node, in_object=in_object)
-        if isinstance(node, list | MutableMapping):
+        if isinstance(node, MutableSequence | MutableMapping):
             return self._filled(node, in_object=in_object)
         if self._objects and _has_state(node):
             plain = dataclasses.is_dataclass(node) or isinstance(node, Mapping)
@@ -150,21 +152,35 @@ class Copies:
             key: self.of(child, in_object=in_object) for key, child in _children(node).items()
         }
         for key, child in children.items():
-            if isinstance(twin, list | MutableMapping):
-                twin[key] = child
-            else:
-                twin.__dict__[key] = child
+            _put(twin, key, child)
         self._pairs.append(_Pair(node, twin, children, in_object))
         return twin
 
 
 def _has_state(node: Any) -> bool:
-    return isinstance(getattr(node, "__dict__", None), dict) and not isinstance(node, Sequence)
+    return not isinstance(node, Sequence) and bool(_slots(node) or hasattr(node, "__dict__"))
 
 
 def _children(node: Any) -> dict[Any, Any]:
-    if isinstance(node, list):
+    if isinstance(node, MutableSequence):
         return dict(enumerate(node))
     if isinstance(node, MutableMapping):
         return {key: node[key] for key in node}
-    return dict(node.__dict__)
+    in_slots = {name: getattr(node, name) for name in _slots(node) if hasattr(node, name)}
+    return {**getattr(node, "__dict__", {}), **in_slots}
+
+
+def _slots(node: Any) -> list[str]:
+    """Names of the attributes that an object has outside of its `__dict__`."""
+    declared = [vars(kind).get("__slots__", ()) for kind in type(node).__mro__]
+    names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
+    return [name for name in names if not name.startswith("__")]
+
+
+def _put(node: Any, key: Any, child: Any) -> None:
+    if isinstance(node, MutableSequence) and key == len(node):
+        node.append(child)
+    elif isinstance(node, MutableSequence | MutableMapping):
+        node[key] = child
+    else:
+        object.__setattr__(node, key, child)  # frozen ones, too

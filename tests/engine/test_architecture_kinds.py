@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -90,11 +92,21 @@ class Wrapping(Linear):
         return self.wrap(self.mix(x))
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of its own kind."""
+
+    kind: str
+    hidden: Tensor
+
+
 CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "tuple of one": (lambda x: (x,), 0),
     "tuple with None": (lambda x: (x, None), 0),
     "second place": (lambda x: (None, x), 1),
     "list": (lambda x: [x, 3], 0),
+    "deque": (lambda x: deque([None, x]), 1),
+    "object": (lambda x: Output("a", x), "hidden"),
     "dict": (lambda x: {"hidden": x, "kind": "a"}, "hidden"),
 }
 
@@ -107,7 +119,7 @@ def test_outputs_in_containers(kind: str) -> None:
         for layer in layers:
             output = layer(hidden)
             assert type(output) is type(wrap(torch.zeros(()))), "the container that the user made"
-            hidden = output[key]
+            hidden = getattr(output, key) if isinstance(output, Output) else output[key]
         return hidden
 
     check(lambda: Wrapping(wrap), run)
