@@ -52,8 +52,8 @@ _LAYER_COUNT = re.compile(
     r"|num_global_layers|num_blocks|depth|\w+_num_hidden_layers|num_layers_per_stack"
 )
 
-#: Sub-configurations of what generates text.
-_TEXT = re.compile("text|decoder|language|llm|lm_")
+#: Sub-configurations of what does not generate text.
+_OTHER = re.compile("vision|visual|image|audio|speech|codec|vq")
 
 #: Fields that may be None and get a value where a model cannot be built without.
 _FILLED = (
@@ -129,7 +129,7 @@ def _changes(fields: Mapping[str, Any], sizes: TinySizes, *, fill_unset: bool) -
         if isinstance(value, Mapping):
             if "model_type" in value:
                 # The decoder has the most layers: it is what a user would have pipelined.
-                fewer = sizes if _TEXT.search(name) else replace(sizes, layers=2)
+                fewer = replace(sizes, layers=2) if _OTHER.search(name) else sizes
                 inner = _changes(value, fewer, fill_unset=fill_unset)
                 changes[name] = {"model_type": value["model_type"], **inner}
         elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -181,7 +181,7 @@ def _lists(full: Mapping[str, Any], small: Mapping[str, Any], sizes: TinySizes) 
     for name, value in full.items():
         now = small.get(name)
         if isinstance(value, Mapping) and isinstance(now, Mapping) and "model_type" in value:
-            fewer = sizes if _TEXT.search(name) else replace(sizes, layers=2)
+            fewer = replace(sizes, layers=2) if _OTHER.search(name) else sizes
             changes[name] = _lists(value, now, fewer)
         elif isinstance(value, list | tuple) and value and isinstance(now, list | tuple):
             if len(value) in counts:
