@@ -17,7 +17,6 @@ from roundpipe_lightning.cli.plan_settings import PRECISIONS, JobMaker, PlanSett
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.modules.lora import LoraAdapters
 from roundpipe_lightning.planning.fit import FitAnswer, Search, fit_training, fits_memory
-from roundpipe_lightning.planning.hardware_files import hardware_names, load_hardware
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.storage import WeightStorage
 
@@ -220,8 +219,10 @@ def _machines(settings: PlanSettings, maker: JobMaker) -> Iterator[Change]:
         )
     larger = [
         spec
-        for spec in map(load_hardware, hardware_names())
-        if spec.num_devices == hardware.num_devices and spec.device_bytes > hardware.device_bytes
+        for spec in maker.machines
+        if spec.num_devices == hardware.num_devices
+        and spec.device_bytes > hardware.device_bytes
+        and spec.shares_host_memory == hardware.shares_host_memory
     ]
     for spec in sorted(larger, key=lambda spec: spec.device_bytes):
         change = _changed(settings, Price.MACHINE, f"hardware={spec.name}", hardware=spec)

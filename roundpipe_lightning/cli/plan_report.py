@@ -126,21 +126,32 @@ class PlanReport:
     @property
     def missing(self) -> str:
         """What is missing; empty where it fits."""
-        answer = self.answer
-        if answer.planned is not None:
-            return answer.memory.reason
-        need, work = answer.memory.device, answer.job.work
-        if answer.job.hints.cuts:
-            head = f"{self.settings.hardware.name} cannot hold the stages that are asked for."
-        else:
-            block = max(work.blocks, key=lambda b: b.parameter_bytes, default=work.tail)
-            head = (
-                f"{self.settings.hardware.name} cannot hold even one block: the largest, "
-                f"{block.name}, has {block.parameter_bytes / _GIB:.2f} GiB of weights, and a stage "
-                f"of one block needs {need.total_bytes / _GIB:.2f} GiB of a device, which has "
-                f"{need.available_bytes / _GIB:.2f} GiB."
+        memory = self.answer.memory
+        lacks = " ".join(
+            f"{_size(need.missing_bytes)} of {need.place} memory are missing."
+            for need in (memory.device, memory.host)
+            if need.missing_bytes
+        )
+        return lacks if self.answer.planned is not None else f"{self._too_large()} {lacks}".strip()
+
+    def _too_large(self) -> str:
+        """Name what no device can hold."""
+        need, work = self.answer.memory.device, self.answer.job.work
+        machine = self.settings.hardware.name
+        if self.answer.job.hints.cuts:
+            return (
+                f"{machine} cannot hold the stages that are asked for, {need.stage} least of all."
             )
-        return f"{head} {answer.memory.reason}".strip()
+        if need.stage.startswith(StageKind.FUSED.value):
+            part, what = work.tail, "the tail segment,"
+        else:
+            part = max(work.blocks, key=lambda b: b.parameter_bytes, default=work.tail)
+            what = f"even one block: the largest, {part.name},"
+        return (
+            f"{machine} cannot hold {what}{' which' * (part is work.tail)} has "
+            f"{_size(part.parameter_bytes)} of weights and needs {_size(need.total_bytes)} of a "
+            f"device, of {_size(need.available_bytes)}."
+        )
 
     # --- for people -------------------------------------------------------------------------------
 
@@ -169,7 +180,7 @@ class PlanReport:
         return [
             (
                 f"{hardware.name}: {hardware.num_devices} x {hardware.device_name}, "
-                f"{_gib(hardware.device_bytes)} each, {_gib(hardware.host_bytes)} of host memory"
+                f"{_size(hardware.device_bytes)} each, {_size(hardware.host_bytes)} of host memory"
             ),
             (
                 f"Model: {work.num_parameters:,} parameters in {len(work.blocks)} blocks, "
@@ -209,7 +220,7 @@ class PlanReport:
             return []
         names = ("weights up", "gradients down", "boundaries up", "boundaries down")
         sizes = ", ".join(
-            f"{_gib(size)} of {name}" for name, size in zip(names, moved.values(), strict=True)
+            f"{_size(size)} of {name}" for name, size in zip(names, moved.values(), strict=True)
         )
         lines = [
             "",
@@ -262,8 +273,8 @@ def _need(need: MemoryNeed) -> dict[str, Any]:
 
 def _need_lines(name: str, need: MemoryNeed) -> list[str]:
     at = f" at stage {need.stage}" if need.stage else ""
-    lines = [f"  {name}{at}: {_gib(need.total_bytes)} of {_gib(need.available_bytes)}"]
-    lines += [f"    {kind.value:16} {_gib(size):>12}" for kind, size in need.num_bytes]
+    lines = [f"  {name}{at}: {_size(need.total_bytes)} of {_size(need.available_bytes)}"]
+    lines += [f"    {kind.value:16} {_size(size):>12}" for kind, size in need.num_bytes]
     return lines
 
 
@@ -293,5 +304,7 @@ def _runs(counts: tuple[int, ...]) -> str:
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for times, count in runs)
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:,.2f} GiB"
+def _size(num_bytes: float) -> str:
+    if num_bytes >= _GIB / 10 or not num_bytes:
+        return f"{num_bytes / _GIB:,.2f} GiB"
+    return f"{num_bytes / 2**20:,.1f} MiB"

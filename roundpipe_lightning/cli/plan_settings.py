@@ -23,7 +23,12 @@ from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules.lora import LoraAdapters
 from roundpipe_lightning.planning.fit import Search, TrainingJob
 from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.hardware_files import hardware_from_mapping, load_hardware
+from roundpipe_lightning.planning.hardware_files import (
+    config_folder,
+    hardware_from_mapping,
+    hardware_names,
+    load_hardware,
+)
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
@@ -143,11 +148,17 @@ class PlanSettings:
 
 
 class JobMaker:
-    """Makes jobs of settings, and measures every model once."""
+    """Makes jobs of settings; measures every model and reads every machine once."""
 
     def __init__(self) -> None:
         self._measured: dict[tuple[Any, ...], WorkProfile] = {}
         self._state_bytes: dict[torch.dtype, float] = {}
+
+    @functools.cached_property
+    def machines(self) -> tuple[HardwareSpec, ...]:
+        """All machines that have a name."""
+        folder = config_folder() / "hardware"
+        return tuple(load_hardware(folder / f"{name}.yaml") for name in hardware_names())
 
     def work(self, settings: PlanSettings) -> WorkProfile:
         """Measure a model on the meta device.

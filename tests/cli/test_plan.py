@@ -16,13 +16,17 @@ from roundpipe_lightning.cli import plan_settings
 from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FITS, run
+from roundpipe_lightning.cli.plan_answer import answer
+from roundpipe_lightning.cli.plan_changes import Price
+from roundpipe_lightning.cli.plan_report import PlanReport
+from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
 from tests.cli.small import SMALL, compose_small, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
-TIGHT = (*GPU, "hardware.device.device_bytes=430000000")
+TIGHT = (*GPU, "hardware.device.device_bytes=430000000", "model.architecture.num_hidden_layers=4")
 """Device memory for some of the tiny model's microbatches, beside what the runtime takes."""
 
 MIB = 2**20
@@ -45,8 +49,8 @@ class Ask:
         assert run(configure(self.folder, "output=json", *overrides)) == status
         lines = self._capsys.readouterr().out.splitlines()
         assert len(lines) == 1, "one object, nothing else"
-        answer: dict[str, Any] = json.loads(lines[0])
-        return answer
+        found: dict[str, Any] = json.loads(lines[0])
+        return found
 
     def text(self, *overrides: str, status: int = EXIT_FITS) -> str:
         assert run(configure(self.folder, *overrides)) == status
@@ -66,28 +70,28 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
 
 
 def test_the_answer_is_one_object_and_a_folder(ask: Ask) -> None:
-    answer = ask.json(*GPU)
-    assert answer["fits"] is True
-    assert answer["model"]["num_parameters"] > 1_609_344  # and a few buffers
-    assert answer["job"]["num_microbatches"] in (4, 8)
+    found = ask.json(*GPU)
+    assert found["fits"] is True
+    assert found["model"]["num_parameters"] > 1_609_344  # and a few buffers
+    assert found["job"]["num_microbatches"] in (4, 8)
     plan = Plan.load(ask.folder / "plan.json")
-    assert list(plan.partition.forward) == answer["plan"]["forward_partition"]
-    assert list(plan.partition.backward) == answer["plan"]["backward_partition"]
-    assert plan.num_microbatches == answer["job"]["num_microbatches"]
+    assert list(plan.partition.forward) == found["plan"]["forward_partition"]
+    assert list(plan.partition.backward) == found["plan"]["backward_partition"]
+    assert plan.num_microbatches == found["job"]["num_microbatches"]
     assert plan.block_names[0] == "model.model.layers.0"
     for place in ("device", "host"):
-        need = answer["memory"][place]
+        need = found["memory"][place]
         assert need["total_bytes"] == sum(need["by_kind"].values()) <= need["available_bytes"]
-    assert answer["moved"]["weights"] > 0
-    predicted = answer["predicted"]
+    assert found["moved"]["weights"] > 0
+    predicted = found["predicted"]
     assert predicted["tokens_per_second"] == pytest.approx(8 * 128 / predicted["step_seconds"])
     assert 0 <= predicted["idle_share"] < 1
-    gains = answer["bottleneck"]["gains"]
-    assert answer["bottleneck"]["resource"] == max(gains, key=gains.__getitem__)
-    assert answer["changes"] == []
+    gains = found["bottleneck"]["gains"]
+    assert found["bottleneck"]["resource"] == max(gains, key=gains.__getitem__)
+    assert found["changes"] == []
     ET.parse(ask.folder / "timeline.svg")
     assert json.loads((ask.folder / "timeline.json").read_text())["traceEvents"]
-    assert json.loads((ask.folder / "report.json").read_text()) == answer
+    assert json.loads((ask.folder / "report.json").read_text()) == found
 
 
 def test_a_page_for_people(ask: Ask) -> None:
@@ -99,37 +103,43 @@ def test_a_page_for_people(ask: Ask) -> None:
 
 
 def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
-    answer = ask.json(*TIGHT, "data.seq_len=1024", status=EXIT_DOES_NOT_FIT)
-    assert answer["fits"] is False
-    assert answer["plan"] is None
-    assert "cannot hold even one block: the largest, model.model.layers." in answer["missing"]
-    assert 1 <= len(answer["changes"]) <= 3
-    shorter = [c for c in answer["changes"] if c["overrides"][-1].startswith("data.seq_len")]
+    found = ask.json(*TIGHT, "data.seq_len=1024", status=EXIT_DOES_NOT_FIT)
+    assert found["fits"] is False
+    assert found["plan"] is None
+    assert "cannot hold even one block: the largest, model.model.layers." in found["missing"]
+    assert 1 <= len(found["changes"]) <= 3
+    shorter = [c for c in found["changes"] if c["overrides"][-1].startswith("data.seq_len")]
     assert shorter
-    for change in answer["changes"]:
+    for change in found["changes"]:
         if not any(override.startswith("hardware=") for override in change["overrides"]):
             again = ask.json(*TIGHT, "data.seq_len=1024", *change["overrides"])
             assert again["fits"] is True
 
 
+def test_a_tail_segment_that_is_too_large_is_named(tmp_path: Path) -> None:
+    large = "model.architecture.vocab_size=100000"
+    settings = read_settings(configure(tmp_path, *TIGHT, large))
+    report = PlanReport(settings=settings, answer=answer(settings, maker=JobMaker()))
+    assert "cannot hold the tail segment, which has 24.4 MiB of weights" in report.missing
+
+
 def test_host_memory_that_is_missing_is_named_with_what_mends_it(ask: Ask) -> None:
-    small = (*GPU, f"hardware.host_bytes={20 * MIB}")
-    answer = ask.json(*small, status=EXIT_DOES_NOT_FIT)
-    assert answer["plan"] is not None
-    assert "of host memory are missing" in answer["missing"]
-    assert len(answer["changes"]) == 3
-    assert answer["changes"][0]["price"] == "nothing" or "trainer.precision=bf16-true" in str(
-        answer["changes"]
-    )
-    page = ask.text(*small, status=EXIT_DOES_NOT_FIT)
+    page = ask.text(*GPU, f"hardware.host_bytes={20 * MIB}", status=EXIT_DOES_NOT_FIT)
     assert "It does not fit." in page
-    assert "the cheapest first" in page
+    assert "MiB of host memory are missing" in page
+    found = json.loads((ask.folder / "report.json").read_text())
+    assert found["plan"] is not None
+    assert len(found["changes"]) == 3
+    prices = [Price[change["price"].upper()] for change in found["changes"]]
+    assert prices == sorted(prices)
+    for change in found["changes"]:
+        assert " ".join(change["overrides"]) in page
 
 
 def test_the_longest_sequence(ask: Ask) -> None:
-    answer = ask.json(*TIGHT, "longest=true")
-    longest = answer["longest_seq_len"]
-    assert answer["job"]["seq_len"] == longest
+    found = ask.json(*TIGHT, "longest=true")
+    longest = found["longest_seq_len"]
+    assert found["job"]["seq_len"] == longest
     assert longest > 0
     wider = "model.architecture.max_position_embeddings=100000"
     assert ask.json(*TIGHT, wider, f"data.seq_len={longest}")["fits"]
@@ -148,14 +158,14 @@ def test_adapters_leave_most_of_the_memory_free(ask: Ask) -> None:
 
 def test_hints_are_kept(ask: Ask) -> None:
     cuts = ("partition.forward=[1,2,3]", "partition.backward=[2,3,3]")
-    answer = ask.json(*GPU, *cuts, "partition.team_size=2", "partition.round_size=4")
-    assert answer["plan"]["forward_partition"] == [1, 2, 3]
-    assert answer["plan"]["backward_partition"] == [2, 3, 3]
-    assert (answer["plan"]["team_size"], answer["plan"]["round_size"]) == (2, 4)
+    found = ask.json(*GPU, *cuts, "partition.team_size=2", "partition.round_size=4")
+    assert found["plan"]["forward_partition"] == [1, 2, 3]
+    assert found["plan"]["backward_partition"] == [2, 3, 3]
+    assert (found["plan"]["team_size"], found["plan"]["round_size"]) == (2, 4)
     limits = ("partition.limits.forward=2", "partition.limits.backward=1")
-    answer = ask.json(*GPU, *limits, "partition.limits.fused=0", "partition.team_size=1")
-    assert answer["plan"]["backward_partition"] == [0] + [1] * 8
-    assert max(answer["plan"]["forward_partition"]) <= 2
+    found = ask.json(*GPU, *limits, "partition.limits.fused=0", "partition.team_size=1")
+    assert found["plan"]["backward_partition"] == [0] + [1] * 8
+    assert max(found["plan"]["forward_partition"]) <= 2
 
 
 def test_the_machine_it_runs_on_is_measured(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +176,9 @@ def test_the_machine_it_runs_on_is_measured(ask: Ask, monkeypatch: pytest.Monkey
         return load_hardware("cpu")
 
     monkeypatch.setattr(plan_settings, "probe_hardware", probe)
-    answer = ask.json("data.batch_size=8")
-    assert answer["machine"]["name"] == "cpu"
-    assert set(answer["moved"].values()) == {0}
+    found = ask.json("data.batch_size=8")
+    assert found["machine"]["name"] == "cpu"
+    assert set(found["moved"].values()) == {0}
     assert asked == [4]
     assert "this machine has no accelerator" in ask.error("hardware=gpu")
 

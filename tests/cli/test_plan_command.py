@@ -37,6 +37,7 @@ def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
         tmp_path,
         "hardware=rtx4090x1",
         "hardware.device.device_bytes=400000000",
+        "model.architecture.num_hidden_layers=2",
         "hydra.run.dir=run",
     )
     assert done.returncode == 3, done.stdout + done.stderr
