@@ -8,20 +8,25 @@ from roundpipe_lightning import errors
 from roundpipe_lightning._lightning.registry import register as _register
 from roundpipe_lightning.callbacks import PipelineTimeline
 from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.simulate import simulate
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import RoundPipeStrategy
 
 __all__ = [
+    "HardwareSpec",
     "ModelProfile",
     "PipelineTimeline",
     "Plan",
+    "PlanningRequest",
     "RoundPipeCheckpointIO",
     "RoundPipePrecision",
     "RoundPipeStrategy",
     "errors",
+    "plan_training",
     "simulate",
 ]
 

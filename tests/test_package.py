@@ -13,13 +13,16 @@ import pytest
 import roundpipe_lightning
 
 PUBLIC_NAMES = [
+    "HardwareSpec",
     "ModelProfile",
     "PipelineTimeline",
     "Plan",
+    "PlanningRequest",
     "RoundPipeCheckpointIO",
     "RoundPipePrecision",
     "RoundPipeStrategy",
     "errors",
+    "plan_training",
     "simulate",
 ]
 
