@@ -227,7 +227,7 @@ class UserCode(TorchFunctionMode):
                 args = tuple([self._leaf_for(x) for x in args])
                 if kwargs:
                     kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
-        elif self._resident is not None and any(type(x) is nn.Parameter for x in args):
+        elif self._resident is not None and nn.Parameter in map(type, args):
             args = tuple([self._resident_leaf_for(x) for x in args])
         if self.stream is None:
             return func(*args, **kwargs)
