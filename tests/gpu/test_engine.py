@@ -1,0 +1,86 @@
+"""The engine on a real accelerator: several workers on one device do what several devices do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roundpipe_lightning.engine.device import AcceleratorDevice, Device
+from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
+from tests.engine.tiny import (
+    Regressor,
+    cpu_workers,
+    differences,
+    engine_of,
+    engine_step,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+)
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU; none is visible to torch"
+)
+
+TOLERANCE = 1e-4
+"""Between a GPU's float32 sums and the processor's."""
+
+
+def workers_on_one_gpu(num: int) -> list[Device]:
+    return [AcceleratorDevice(torch.device("cuda", 0)) for _ in range(num)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_gradients_are_those_of_the_processor(name: str, num_workers: int) -> None:
+    module = tiny_causal_lm(name, tied=True)
+    stack, batches = decoder_stack(module), token_batches(4)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=num_workers, num_microbatches=4)
+    result = engine_step(module, stack, plan, batches, devices=workers_on_one_gpu(num_workers))
+    assert not differences(module, result, plain, tolerance=TOLERANCE)
+    assert all(gradient.device.type == "cpu" for gradient in result.gradients.values())
+    assert all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def test_the_number_of_workers_changes_nothing() -> None:
+    module = Regressor()
+    stack, batches = layers_of(module), regression_batches(4)
+    results = [
+        engine_step(
+            module,
+            stack,
+            plan_of(stack, num_workers=num, num_microbatches=4),
+            batches,
+            devices=workers_on_one_gpu(num),
+        )
+        for num in (1, 2, 4)
+    ]
+    for other in results[1:]:
+        assert all(torch.equal(other.gradients[p], g) for p, g in results[0].gradients.items())
+
+
+def test_device_memory_is_given_back_after_a_step() -> None:
+    module = Regressor()
+    stack, batches = layers_of(module), regression_batches(3)
+    with engine_of(module, stack, plan_of(stack), devices=workers_on_one_gpu(2)) as engine:
+        mean_step(engine, batches)
+        torch.cuda.synchronize()
+        in_use = torch.cuda.memory_allocated(0)
+        for _ in range(20):
+            mean_step(engine, batches)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated(0) == in_use
+        assert all(worker.peak_bytes() > 0 for worker in engine.workers)
+
+
+def test_the_timeline_is_the_devices_own() -> None:
+    module = Regressor()
+    stack, batches = layers_of(module), regression_batches(3)
+    plan = plan_of(stack)
+    measured = engine_step(module, stack, plan, batches, devices=workers_on_one_gpu(2)).timeline
+    processor = engine_step(module, stack, plan, batches, devices=cpu_workers(2)).timeline
+    assert {e.action for e in measured.entries} == {e.action for e in processor.entries}
+    assert measured.makespan_seconds > 0
