@@ -105,6 +105,10 @@ class View:
             own["_view_of"], name, value.__dict__["_view_of"] if _is_view(value) else value
         )
 
+    def __repr__(self) -> str:
+        # Modules describe themselves from their `__dict__`, which only the original has in full.
+        return repr(self.__dict__["_view_of"])
+
     def __delattr__(self, name: str) -> None:
         own = self.__dict__
         own.pop(name, None)

@@ -201,6 +201,11 @@ def test_attributes_are_the_originals_live(server: Server) -> None:
     assert hasattr(view, "count")
 
 
+def test_a_view_describes_itself_as_the_original(server: Server) -> None:
+    module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))
+    assert repr(server.maker.view_of(module)) == repr(module)
+
+
 def test_a_view_reads_what_it_has_written(server: Server) -> None:
     """Another microbatch's write in between must not be seen."""
     original: Any = Base()
