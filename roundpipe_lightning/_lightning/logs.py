@@ -151,6 +151,9 @@ def _merge(
 def weighted_mean(values: Sequence[Any], *, weights: Sequence[float]) -> Any:
     """Mean of numbers or tensors; equal values give exactly that value.
 
+    What has no weight has no say, even if it is not a number: the loss of a microbatch in which
+    there is nothing to predict, say.
+
     Args:
         values: At least one; tensors of one shape, on the host.
         weights: As many, not all zero.
@@ -158,6 +161,9 @@ def weighted_mean(values: Sequence[Any], *, weights: Sequence[float]) -> Any:
     Returns:
         A tensor of at least float32 precision, or a float if `values` are numbers.
     """
+    if any(weights):
+        values = [value for value, weight in zip(values, weights, strict=True) if weight]
+        weights = [weight for weight in weights if weight]
     first = values[0]
     exact = [_as_float64(value) for value in values]
     if all(torch.equal(value, exact[0]) for value in exact):

@@ -229,7 +229,6 @@ def _is_per_sample(outputs: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    total = values[0] * weights[0]
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total = total + value * weight
-    return total
+    # Without a weight a value has no say, even if it is not a number.
+    parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+    return sum(parts[1:], start=parts[0]) if parts else values[0]

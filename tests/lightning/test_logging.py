@@ -267,6 +267,12 @@ def test_weighted_mean_of_equal_values_is_that_value() -> None:
     assert weighted_mean([0.1, 0.1], weights=[1, 2]) == 0.1
 
 
+def test_weighted_mean_leaves_out_what_has_no_weight() -> None:
+    nan, two = torch.tensor(float("nan")), torch.tensor(2.0)
+    assert weighted_mean([nan, two], weights=[0.0, 1.0]) == 2.0
+    assert weighted_mean([two, nan, torch.tensor(4.0)], weights=[0.5, 0.0, 0.5]) == 3.0
+
+
 def test_weighted_mean_keeps_kind_and_precision() -> None:
     assert weighted_mean([1.0, 2.0], weights=[1, 3]) == 1.75
     half = [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)]

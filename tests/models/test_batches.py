@@ -231,3 +231,8 @@ def test_none_and_one() -> None:
     assert merge_outputs([None, None], SIZES, WEIGHTS) is None
     output = object()
     assert merge_outputs([output], (3,), (1.0,)) is output
+
+
+def test_a_mean_leaves_out_what_has_no_weight() -> None:
+    outputs = [torch.tensor(float("nan")), torch.tensor(3.0)]
+    assert merge_outputs(outputs, sizes=[1, 1], weights=[0.0, 1.0]) == 3.0
