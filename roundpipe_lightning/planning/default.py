@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.costs import RecomputeStart
+from roundpipe_lightning.planning.cuts import call_lengths
 from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
 from roundpipe_lightning.planning.partition import balanced_cuts, balanced_partition
 from roundpipe_lightning.planning.plan import Plan
@@ -128,7 +129,10 @@ def _even_partitions(profile: ModelProfile, *, num_workers: int) -> Iterator[Par
     fewest = min(max(num_workers, 4), profile.num_blocks)
     for num_backward in _spread(fewest, profile.num_blocks):
         weights = [block.recompute_seconds + block.backward_seconds for block in profile.blocks]
-        largest = max(balanced_cuts(weights, num_parts=num_backward))
+        last_call = call_lengths(profile.num_blocks, profile.cuts)[-1]
+        largest = min(
+            max(balanced_cuts(weights, num_parts=num_backward, cuts=profile.cuts)), last_call
+        )
         forward_share = sum(block.forward_seconds for block in profile.blocks) / (
             sum(weights) or 1.0
         )

@@ -14,9 +14,11 @@ from functools import cached_property
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.costs import RecomputeStart
+from roundpipe_lightning.planning.cuts import call_lengths, cuts_before, reversed_cuts
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.memory import MemoryModel, MemoryReport
+from roundpipe_lightning.planning.partition import greedy_cuts
 from roundpipe_lightning.planning.planner import PlannedTraining, PlanningRequest, plan_training
 from roundpipe_lightning.planning.predict import (
     PipelineLayout,
@@ -153,8 +155,7 @@ def fit_training(job: TrainingJob) -> FitAnswer:
 
 def fits_memory(job: TrainingJob) -> bool:
     """Say whether some stages, teams and rounds fit; quicker than to plan them."""
-    num_blocks = len(job.work.blocks)
-    smallest = _even(num_blocks, _ONES)
+    smallest = _even(job, _ONES)
     reports = [
         job.report(_layout(job, smallest, round_size=round_size, team_size=team_size))
         for team_size, round_size in _shapes(job)
@@ -164,7 +165,7 @@ def fits_memory(job: TrainingJob) -> bool:
     if any(report.fits for report in reports):
         return True
     for (limits, round_size), teams in _by_limits(job).items():  # fewer stages, fewer boundaries
-        largest = _even(num_blocks, limits)
+        largest = _even(job, limits)
         layouts = (_layout(job, largest, round_size=round_size, team_size=team) for team in teams)
         if any(job.report(layout).fits for layout in layouts):
             return True
@@ -182,15 +183,15 @@ def stage_limits_within(job: TrainingJob, *, round_size: int, team_size: int) ->
     Returns:
         The limits; None where stages of one block do not fit.
     """
-    num_blocks = len(job.work.blocks)
 
     def holds(forward: int, fused: int, backward: int) -> bool:
         limits = StageLimits(forward=forward, fused=fused, backward=backward)
-        layout = _layout(job, _even(num_blocks, limits), round_size=round_size, team_size=team_size)
+        layout = _layout(job, _even(job, limits), round_size=round_size, team_size=team_size)
         return not job.report(layout).device.missing_bytes
 
     if not holds(1, 0, 1):
         return None
+    num_blocks = len(job.work.blocks)
     most = max(num_blocks, 1)
     forward = _largest(lambda n: holds(n, 0, 1), least=1, most=most)
     backward = _largest(lambda n: holds(1, 0, n), least=1, most=most)
@@ -245,7 +246,6 @@ def _shapes(job: TrainingJob) -> Iterator[tuple[int, int]]:
 
 def _requests(job: TrainingJob) -> Iterator[PlanningRequest]:
     """One request for all teams that have the same stage limits."""
-    num_blocks = len(job.work.blocks)
     for (limits, round_size), teams in _by_limits(job).items():
         request = _request(job, limits, teams=tuple(teams), round_size=round_size)
         if job.search is Search.QUICK:
@@ -254,7 +254,7 @@ def _requests(job: TrainingJob) -> Iterator[PlanningRequest]:
                 fused=limits.fused // 2,
                 backward=-(-limits.backward // 2),
             )
-            even = dict.fromkeys((_even(num_blocks, limits), _even(num_blocks, half)))
+            even = dict.fromkeys((_even(job, limits), _even(job, half)))
             request = replace(request, partitions=tuple(even))
         yield request
 
@@ -267,7 +267,9 @@ def _fixed_requests(job: TrainingJob) -> Iterator[PlanningRequest]:
     for team_size, round_size in _shapes(job):
         layouts = (
             _layout(job, partition, round_size=round_size, team_size=team_size)
-            for partition in job.hints.partitions(num_blocks, limits=limits)
+            for partition in job.hints.partitions(
+                job.work.block_names, limits=limits, cuts=job.work.cuts
+            )
         )
         held = tuple(
             layout.partition for layout in layouts if not job.report(layout).device.missing_bytes
@@ -310,9 +312,10 @@ def _plan(job: TrainingJob, request: PlanningRequest) -> FitAnswer:
 
 def _smallest(job: TrainingJob) -> FitAnswer:
     """The answer where nothing fits: what the smallest stages would need, or the fixed cuts."""
-    num_blocks = len(job.work.blocks)
-    wanted = job.hints.partitions(num_blocks, limits=job.hints.limited(_ONES))
-    partitions = wanted or (_even(num_blocks, _ONES),)
+    wanted = job.hints.partitions(
+        job.work.block_names, limits=job.hints.limited(_ONES), cuts=job.work.cuts
+    )
+    partitions = wanted or (_even(job, _ONES),)
     layouts = [
         _layout(job, partition, round_size=round_size, team_size=team_size)
         for partition in partitions
@@ -340,18 +343,14 @@ def _layout(
     )
 
 
-def _even(num_blocks: int, limits: StageLimits) -> Partition:
-    """Stages as large as the limits allow."""
-    fused = min(limits.fused, num_blocks)
+def _even(job: TrainingJob, limits: StageLimits) -> Partition:
+    """Stages as large as the limits and the model's cuts allow."""
+    num_blocks, cuts = len(job.work.blocks), job.work.cuts
+    fused = min(limits.fused, sum(call_lengths(num_blocks, cuts)[-1:]))
     rest = num_blocks - fused
-    return Partition(
-        forward=_chunks(rest, limits.forward), backward=(fused, *_chunks(rest, limits.backward))
-    )
-
-
-def _chunks(total: int, size: int) -> tuple[int, ...]:
-    full, rest = divmod(total, size)
-    return (size,) * full + ((rest,) if rest else ())
+    forward = greedy_cuts([1.0] * rest, limit=limits.forward, cuts=cuts_before(rest, cuts))
+    backward = greedy_cuts([1.0] * rest, limit=limits.backward, cuts=reversed_cuts(rest, cuts))
+    return Partition(forward=forward, backward=(fused, *backward))
 
 
 __all__ = [

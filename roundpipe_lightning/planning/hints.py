@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.cuts import (
+    call_lengths,
+    check_partition,
+    cuts_before,
+    reversed_cuts,
+)
 from roundpipe_lightning.planning.partition import balanced_cuts
 from roundpipe_lightning.planning.search import StageLimits
 from roundpipe_lightning.planning.stages import Partition
@@ -129,31 +135,53 @@ class PartitionHints:
             fused=least(limits.fused, self.most_fused),
         )
 
-    def partitions(self, num_blocks: int, *, limits: StageLimits) -> tuple[Partition, ...]:
+    def partitions(
+        self, block_names: Sequence[str], *, limits: StageLimits, cuts: Sequence[int] = ()
+    ) -> tuple[Partition, ...]:
         """Return the partitions that keep the fixed cuts; none where no cut is fixed.
 
         Where one cut is fixed, the other one is even, in any number of stages that the limits
         allow.
+
+        Args:
+            block_names: The model's blocks.
+            limits: Blocks per stage at most.
+            cuts: Of the model, see `ModelProfile.cuts`.
+
+        Raises:
+            PlanError: A fixed stage spans a cut of the model.
         """
+        found = self._partitions(len(block_names), limits=limits, cuts=cuts)
+        for partition in found:
+            check_partition(partition, cuts=cuts, block_names=block_names, what="partition hints")
+        return found
+
+    def _partitions(
+        self, num_blocks: int, *, limits: StageLimits, cuts: Sequence[int]
+    ) -> tuple[Partition, ...]:
         if not self.cuts:
             return ()
         if self.forward is not None and self.backward is not None:
             return (Partition(forward=self.forward, backward=self.backward),)
+        fixed = self.backward[0] if self.backward else num_blocks - sum(self.forward or ())
+        rest = num_blocks - fixed
+        inside = cuts_before(rest, cuts)
         if self.backward is not None:
-            rest = num_blocks - self.backward[0]
-            cuts = _even_cuts(rest, most=limits.forward)
-            return tuple(Partition(forward=cut, backward=self.backward) for cut in cuts)
+            even = _even_cuts(rest, most=limits.forward, cuts=inside)
+            return tuple(Partition(forward=counts, backward=self.backward) for counts in even)
         assert self.forward is not None
-        fused = num_blocks - sum(self.forward)
-        cuts = _even_cuts(sum(self.forward), most=limits.backward)
-        return tuple(Partition(forward=self.forward, backward=(fused, *cut)) for cut in cuts)
+        even = _even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
+        return tuple(Partition(forward=self.forward, backward=(fixed, *counts)) for counts in even)
 
 
-def _even_cuts(num_blocks: int, *, most: int) -> Sequence[tuple[int, ...]]:
+def _even_cuts(num_blocks: int, *, most: int, cuts: Sequence[int]) -> Sequence[tuple[int, ...]]:
     """Cuts into stages of about equal size, the largest at most `most`."""
     if num_blocks == 0:
         return [()]
-    counts = range(-(-num_blocks // most), num_blocks + 1)
+    fewest = sum(-(-call // most) for call in call_lengths(num_blocks, cuts))
+    counts = range(fewest, num_blocks + 1)
     step = max(1, len(counts) // 12)
-    cuts = (balanced_cuts([1.0] * num_blocks, num_parts=count) for count in counts[::step])
-    return list(dict.fromkeys(cuts))
+    even = (
+        balanced_cuts([1.0] * num_blocks, num_parts=count, cuts=cuts) for count in counts[::step]
+    )
+    return list(dict.fromkeys(even))

@@ -73,6 +73,7 @@ def _job(profile: ModelProfile, *, hardware: HardwareSpec, num_microbatches: int
             head=_work(profile.head),
             tail=_work(profile.tail),
             fingerprint=profile.fingerprint,
+            cuts=profile.cuts,
         ),
         hardware=hardware,
         dtype="float32",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.cuts import check_partition
 from roundpipe_lightning.planning.schedule import Schedule
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.validate import validate_schedule
@@ -76,15 +77,18 @@ class Plan:
             self.schedule, partition=self.partition, num_microbatches=self.num_microbatches
         )
 
-    def check_model(self, fingerprint: str, *, block_names: tuple[str, ...]) -> None:
+    def check_model(
+        self, fingerprint: str, *, block_names: tuple[str, ...], cuts: tuple[int, ...] = ()
+    ) -> None:
         """Refuse to run another model than the one this plan was made for.
 
         Args:
             fingerprint: The model's.
             block_names: The model's, first block first.
+            cuts: The model's, see `ModelProfile.cuts`.
 
         Raises:
-            PlanError: If either differs.
+            PlanError: If a name or the fingerprint differs, or a stage spans a cut.
         """
         remedy = "Make a new plan (plan='auto'), or load the plan that belongs to this model."
         if len(block_names) != self.partition.num_blocks:
@@ -103,6 +107,7 @@ class Plan:
                 f"have the "
                 f"same names but other shapes. {remedy}"
             )
+        check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
 
     def to_text(self) -> str:
         """Readable form, which `from_text` reads back."""

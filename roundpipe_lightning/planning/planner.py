@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.costs import RecomputeStart, StageCosts, stage_costs
+from roundpipe_lightning.planning.cuts import check_partition
 from roundpipe_lightning.planning.evaluate import Evaluator
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.limits import stage_limits
@@ -140,6 +141,9 @@ def plan_training(
                 f"partitions: '{partition}' has {partition.num_blocks} blocks, the model has "
                 f"{profile.num_blocks}."
             )
+        check_partition(
+            partition, cuts=profile.cuts, block_names=profile.block_names, what="partitions"
+        )
     task = _Task(
         profile=profile, hardware=hardware, request=request, limits=limits, hop_seconds=hop
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.cuts import check_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +56,22 @@ class ModelProfile:
         head: The user's code before the first block (embedding, masks).
         tail: The user's code after the last block (norm, LM head, loss).
         fingerprint: Identifies the model's structure, see `fingerprint`.
+        cuts: Ascending block indices i such that no stage may have both block i-1 and block i,
+            because other code runs between them.
+
+    Raises:
+        PlanError: If the cuts do not ascend, or do not lie between two blocks.
     """
 
     blocks: tuple[BlockProfile, ...]
     fingerprint: str
     head: BlockProfile = BlockProfile(name="head segment")
     tail: BlockProfile = BlockProfile(name="tail segment")
+    cuts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse cuts that cut nothing."""
+        check_cuts(self.cuts, num_blocks=len(self.blocks))
 
     @property
     def num_blocks(self) -> int:

@@ -18,9 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from random import Random
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.cuts import call_lengths, cuts_before, grouped, reversed_cuts
 from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
 from roundpipe_lightning.planning.partition import balanced_cuts
 from roundpipe_lightning.planning.profile import ModelProfile
@@ -138,8 +140,12 @@ def search_partitions(
         island = _Island(evaluator, near, effort, random, in_order=True)
         some = [candidate for candidate in even if candidate.fused <= fused]
         island.add(random.sample(some, min(len(some), 24)))
+        cuts = evaluator.profile.cuts
         island.add(
-            [_random_candidate(num_blocks, near, random) for _ in range(effort.num_children)]
+            [
+                _random_candidate(num_blocks, near, random, cuts=cuts)
+                for _ in range(effort.num_children)
+            ]
         )
         island.evolve(each)
         best.adopt(island)
@@ -193,6 +199,7 @@ class _Island:
         self._effort = effort
         self._random = random
         self._in_order = in_order
+        self._calls = call_lengths(evaluator.profile.num_blocks, evaluator.profile.cuts)
         self._makespans: dict[Candidate, float] = {}
 
     def add(self, candidates: Sequence[Candidate]) -> None:
@@ -236,22 +243,50 @@ class _Island:
         """Vary a parent, a good one more often than a bad one."""
         random, limits = self._random, self._limits
         parent = parents[int(len(parents) * random.random() ** 2)]
-        fused, forward, backward = parent.fused, list(parent.forward), list(parent.backward)
+        fused, backward_counts = parent.fused, parent.backward
         if random.random() < 0.2:
             other = random.choice(parents)
             if other.fused == fused:
-                backward = list(other.backward)
+                backward_counts = other.backward
+        forward = grouped(parent.forward, self._calls)
+        backward = grouped(backward_counts, self._backward_calls(fused))
         if random.random() < 0.16:
-            fused = _change_fused(fused, forward, backward, limits=limits, random=random)
+            fused = self._change_fused(fused, forward, backward)
         for _ in range(random.choice((1, 1, 2, 3, 4))):
             if random.random() < 0.5:
-                _change_counts(forward, limit=limits.forward, random=random)
+                _change_counts(_any(forward, random), limit=limits.forward, random=random)
             else:
-                _change_counts(backward, limit=limits.backward, random=random)
+                _change_counts(_any(backward, random), limit=limits.backward, random=random)
         if self._in_order:
-            forward.sort()
-            backward.sort(reverse=True)
-        return Candidate(tuple(forward), fused, tuple(backward))
+            for counts in forward:
+                counts.sort()
+            for counts in backward:
+                counts.sort(reverse=True)
+        return Candidate(tuple(chain(*forward)), fused, tuple(chain(*backward)))
+
+    def _backward_calls(self, fused: int) -> list[int]:
+        """Blocks of every call behind the fused stage's, the last call first."""
+        last, *others = reversed(self._calls)
+        return [last - fused, *others] if fused < last else others
+
+    def _change_fused(self, fused: int, forward: list[list[int]], backward: list[list[int]]) -> int:
+        """Vary the fused stage within the last call; return its new number of blocks."""
+        if fused == self._calls[-1]:  # nothing else of the last call is left
+            forward.append([])
+            backward.insert(0, [])
+        limits = self._limits
+        if len(self._calls) > 1:
+            limits = replace(limits, fused=min(limits.fused, self._calls[-1]))
+        first = backward[0] if backward else []
+        last = forward[-1] if forward else []
+        return _change_fused(fused, last, first, limits=limits, random=self._random)
+
+
+def _any(groups: list[list[int]], random: Random) -> list[int]:
+    """Choose one group; no random number is spent where there is no choice."""
+    if len(groups) < 2:
+        return groups[0] if groups else []
+    return random.choice(groups)
 
 
 def _change_counts(counts: list[int], *, limit: int, random: Random) -> None:
@@ -310,7 +345,8 @@ def even_candidates(profile: ModelProfile, *, limits: StageLimits) -> tuple[Cand
         limits: What every partition must keep.
     """
     candidates = []
-    for fused in _spread(0, min(limits.fused, profile.num_blocks), count=4):
+    last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])
+    for fused in _spread(0, min(limits.fused, last_call), count=4):
         blocks = profile.blocks[: profile.num_blocks - fused]
         if not blocks:
             candidates.append(Candidate((), fused, ()))
@@ -320,21 +356,31 @@ def even_candidates(profile: ModelProfile, *, limits: StageLimits) -> tuple[Cand
             block.recompute_seconds + block.backward_seconds for block in reversed(blocks)
         ]
         share = sum(forward_seconds) / (sum(backward_seconds) or 1.0)
-        fewest = -(-len(blocks) // limits.forward)
-        for num_backward in _spread(-(-len(blocks) // limits.backward), len(blocks)):
-            backward = _cuts(backward_seconds, num_backward, limits.backward)
+        cuts = cuts_before(len(blocks), profile.cuts)
+        cuts_back = reversed_cuts(len(blocks), cuts)
+        calls = call_lengths(len(blocks), cuts)
+        fewest = _fewest(calls, limits.forward)
+        for num_backward in _spread(_fewest(calls, limits.backward), len(blocks)):
+            backward = _balanced(backward_seconds, num_backward, limits.backward, cuts=cuts_back)
             for extra in (0, 1, 3):
                 num_forward = min(len(blocks), max(fewest, 1, round(num_backward * share) + extra))
-                forward = _cuts(forward_seconds, num_forward, limits.forward)
+                forward = _balanced(forward_seconds, num_forward, limits.forward, cuts=cuts)
                 candidates.append(Candidate(forward, fused, backward))
     return tuple(dict.fromkeys(candidates))
 
 
-def _cuts(weights: Sequence[float], num_parts: int, limit: int) -> Counts:
+def _fewest(calls: Sequence[int], limit: int) -> int:
+    """Fewest stages that keep the cuts and a limit."""
+    return sum(-(-call // limit) for call in calls)
+
+
+def _balanced(
+    weights: Sequence[float], num_parts: int, limit: int, *, cuts: Sequence[int]
+) -> Counts:
     """Balance by weight; by number of blocks where that would break the limit."""
-    counts = balanced_cuts(weights, num_parts=num_parts)
+    counts = balanced_cuts(weights, num_parts=num_parts, cuts=cuts)
     if max(counts) > limit:
-        counts = balanced_cuts([1.0] * len(weights), num_parts=num_parts)
+        counts = balanced_cuts([1.0] * len(weights), num_parts=num_parts, cuts=cuts)
     return counts
 
 
@@ -344,12 +390,21 @@ def _spread(first: int, last: int, *, count: int = 12) -> list[int]:
     return sorted({*range(first, last, step), last})
 
 
-def _random_candidate(num_blocks: int, limits: StageLimits, random: Random) -> Candidate:
-    fused = random.randint(0, min(limits.fused, num_blocks))
-    rest = num_blocks - fused
-    forward = _random_counts(rest, limit=limits.forward, random=random)
-    backward = _random_counts(rest, limit=limits.backward, random=random)
-    return Candidate(tuple(sorted(forward)), fused, tuple(sorted(backward, reverse=True)))
+def _random_candidate(
+    num_blocks: int, limits: StageLimits, random: Random, *, cuts: Sequence[int]
+) -> Candidate:
+    last_call = call_lengths(num_blocks, cuts)[-1]
+    fused = random.randint(0, min(limits.fused, last_call))
+    calls = call_lengths(num_blocks - fused, cuts)
+    forward, backward = (
+        [_random_counts(call, limit=limit, random=random) for call in calls]
+        for limit in (limits.forward, limits.backward)
+    )
+    return Candidate(
+        tuple(chain(*(sorted(counts) for counts in forward))),
+        fused,
+        tuple(chain(*(sorted(counts, reverse=True) for counts in reversed(backward)))),
+    )
 
 
 def _random_counts(total: int, *, limit: int, random: Random) -> list[int]:

@@ -189,6 +189,7 @@ class WorkProfile:
         tail: The code after the last block (norm, LM head, loss).
         tied_parameters: Parameters that head and tail share, counted in both.
         fingerprint: Identifies the model's structure.
+        cuts: Where no stage may reach across, see `ModelProfile.cuts`.
     """
 
     blocks: tuple[BlockWork, ...]
@@ -196,6 +197,12 @@ class WorkProfile:
     tail: BlockWork = BlockWork(name="tail segment")
     tied_parameters: int = 0
     fingerprint: str = ""
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The blocks' names."""
+        return tuple(block.name for block in self.blocks)
 
     @property
     def segments(self) -> tuple[BlockWork, ...]:
@@ -278,4 +285,5 @@ def time_model(
         head=timed(work.head),
         tail=timed(work.tail),
         fingerprint=work.fingerprint,
+        cuts=work.cuts,
     )

@@ -16,6 +16,10 @@ from roundpipe_lightning.planning.stages import Partition
 LIMITS = StageLimits(forward=4, fused=2, backward=3)
 
 
+def names(num_blocks: int) -> list[str]:
+    return [f"layers.{index}" for index in range(num_blocks)]
+
+
 @pytest.mark.parametrize(
     ("hints", "reason"),
     [
@@ -50,8 +54,10 @@ def test_hints_fit_the_model_and_the_machine(hints: dict[str, Any], reason: str)
 def test_both_cuts_are_the_partition() -> None:
     hints = PartitionHints(forward=(3, 3), backward=(2, 3, 3))
     hints.check(num_blocks=8, num_devices=4, num_microbatches=4)
-    assert hints.partitions(8, limits=LIMITS) == (Partition(forward=(3, 3), backward=(2, 3, 3)),)
-    assert PartitionHints().partitions(8, limits=LIMITS) == ()
+    assert hints.partitions(names(8), limits=LIMITS) == (
+        Partition(forward=(3, 3), backward=(2, 3, 3)),
+    )
+    assert PartitionHints().partitions(names(8), limits=LIMITS) == ()
 
 
 @given(st.integers(1, 12), st.integers(0, 3), st.data())
@@ -62,11 +68,13 @@ def test_one_cut_leaves_the_other_to_be_even(
     rest = num_blocks - fused
     first = data.draw(st.integers(0, rest))
     cut = tuple(count for count in (first, rest - first) if count)
-    given_backward = PartitionHints(backward=(fused, *cut)).partitions(num_blocks, limits=LIMITS)
+    given_backward = PartitionHints(backward=(fused, *cut)).partitions(
+        names(num_blocks), limits=LIMITS
+    )
     for partition in given_backward:
         assert partition.backward == (fused, *cut)
         assert max(partition.forward, default=0) <= LIMITS.forward
-    for partition in PartitionHints(forward=cut).partitions(num_blocks, limits=LIMITS):
+    for partition in PartitionHints(forward=cut).partitions(names(num_blocks), limits=LIMITS):
         assert partition.forward == cut
         assert max(partition.backward[1:], default=0) <= LIMITS.backward
     assert given_backward

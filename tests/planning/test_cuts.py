@@ -1,0 +1,168 @@
+"""No stage spans a cut of the model, whoever chooses the stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.cuts import call_lengths, grouped, keeps_cuts, reversed_cuts
+from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.evaluate import Evaluator
+from roundpipe_lightning.planning.hints import PartitionHints
+from roundpipe_lightning.planning.parameter_fit import plan_that_holds_parameters
+from roundpipe_lightning.planning.partition import balanced_cuts, balanced_partition
+from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.search import (
+    Candidate,
+    Effort,
+    StageLimits,
+    even_candidates,
+    search_partitions,
+)
+from roundpipe_lightning.planning.stages import Partition
+from tests.planning.machines import machine
+from tests.planning.profiles import random_profiles, uniform_profile
+
+QUICK = Effort(num_actions=30_000, num_children=24, num_parents=8)
+
+
+@st.composite
+def cut_profiles(draw: st.DrawFn) -> ModelProfile:
+    profile = draw(random_profiles(max_blocks=10))
+    cuts = draw(st.sets(st.integers(1, max(profile.num_blocks - 1, 1)), max_size=4))
+    inside = sorted(cut for cut in cuts if cut < profile.num_blocks)
+    return replace(profile, cuts=tuple(inside))
+
+
+def partition_of(candidate: Candidate) -> Partition:
+    return Partition(forward=candidate.forward, backward=(candidate.fused, *candidate.backward))
+
+
+@pytest.mark.parametrize("cuts", [(0,), (4,), (2, 2), (3, 1), (-1,), (9,)])
+def test_cuts_that_cut_nothing_are_refused(cuts: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match=r"of 4 blocks: give ascending numbers from 1 to 3"):
+        replace(uniform_profile(4), cuts=cuts)
+
+
+def test_calls_lie_between_cuts() -> None:
+    assert call_lengths(8, (3, 6)) == (3, 3, 2)
+    assert call_lengths(5, (3, 6)) == (3, 2)
+    assert call_lengths(0, ()) == ()
+    assert reversed_cuts(8, (3, 6)) == (2, 5)
+    assert grouped([2, 1, 3, 1, 1], (3, 3, 2)) == [[2, 1], [3], [1, 1]]
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=9),
+    st.integers(1, 6),
+    st.sets(st.integers(1, 8), max_size=3),
+)
+def test_parts_are_balanced_between_the_cuts(
+    weights: list[float], num_parts: int, cuts: set[int]
+) -> None:
+    inside = sorted(cut for cut in cuts if cut < len(weights))
+    sizes = balanced_cuts(weights, num_parts=num_parts, cuts=inside)
+    assert sum(sizes) == len(weights)
+    assert len(sizes) <= max(num_parts, len(inside) + 1)
+    stops = {sum(sizes[: i + 1]) for i in range(len(sizes))}
+    assert set(inside) <= stops
+
+
+@settings(max_examples=60)
+@given(cut_profiles(), st.integers(1, 4), st.integers(1, 6))
+def test_default_plans_keep_the_cuts(
+    profile: ModelProfile, workers: int, microbatches: int
+) -> None:
+    plan = default_plan(profile, num_workers=workers, num_microbatches=microbatches)
+    assert keeps_cuts(plan.partition, profile.cuts)
+    plan.check_model(profile.fingerprint, block_names=profile.block_names, cuts=profile.cuts)
+
+
+@settings(max_examples=60)
+@given(cut_profiles(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+def test_even_and_searched_partitions_keep_the_cuts_and_the_limits(
+    profile: ModelProfile, forward: int, backward: int, fused: int
+) -> None:
+    limits = StageLimits(forward=forward, backward=backward, fused=fused)
+    even = even_candidates(profile, limits=limits)
+    assert even
+    evaluator = Evaluator(profile=profile, num_workers=3, rounds=(4,), hop_seconds=0.1)
+    found = search_partitions(evaluator, even=even, limits=limits, effort=QUICK)
+    for partition in [*map(partition_of, even), *(result.partition for result in found)]:
+        assert keeps_cuts(partition, profile.cuts)
+        assert limits.allow(partition)
+        assert partition.num_blocks == profile.num_blocks
+
+
+@settings(max_examples=15)
+@given(cut_profiles(), st.sampled_from([1, 2, 4]), st.integers(1, 4))
+def test_the_planner_keeps_the_cuts(profile: ModelProfile, devices: int, microbatches: int) -> None:
+    request = PlanningRequest(num_microbatches=microbatches, effort=QUICK)
+    planned = plan_training(profile, hardware=machine(devices), request=request)
+    assert keeps_cuts(planned.plan.partition, profile.cuts)
+    held = plan_that_holds_parameters(planned.plan, profile=profile, hardware=machine(devices))
+    assert keeps_cuts(held.partition, profile.cuts)
+
+
+def test_smaller_stages_for_a_small_device_keep_the_cuts_too() -> None:
+    blocks = tuple(
+        replace(block, parameter_bytes=10**9, trainable_bytes=10**9)
+        for block in uniform_profile(12).blocks
+    )
+    profile = ModelProfile(blocks=blocks, fingerprint="m", cuts=(5, 7))
+    plan = default_plan(profile, num_workers=2, num_microbatches=2)
+    assert max(plan.partition.forward) > 2
+    small = machine(2, device_bytes=int(4.9e9))
+    held = plan_that_holds_parameters(plan, profile=profile, hardware=small)
+    assert held != plan
+    assert keeps_cuts(held.partition, profile.cuts)
+
+
+def test_a_cut_makes_the_best_partition_worse_but_no_other() -> None:
+    profile = uniform_profile(12)
+    request = PlanningRequest(num_microbatches=4, team_sizes=(1,), effort=QUICK)
+    free = plan_training(profile, hardware=machine(2), request=request)
+    cut = plan_training(replace(profile, cuts=(1, 11)), hardware=machine(2), request=request)
+    assert not keeps_cuts(free.plan.partition, (1, 11))
+    assert free.timeline.makespan_seconds <= cut.timeline.makespan_seconds
+
+
+def test_stages_that_are_asked_for_may_not_span_a_cut() -> None:
+    profile = replace(uniform_profile(6), cuts=(2, 4))
+    good = Partition(forward=(2, 2), backward=(2, 2, 2))
+    for bad in (
+        Partition(forward=(3, 1), backward=(2, 2, 2)),
+        Partition(forward=(2,), backward=(4, 2)),
+        Partition(forward=(2, 2), backward=(2, 4)),
+    ):
+        request = PlanningRequest(num_microbatches=2, partitions=(good, bad))
+        with pytest.raises(PlanError, match=r"has both 'layers\.\d' and 'layers\.\d', but other"):
+            plan_training(profile, hardware=machine(2), request=request)
+        hints = PartitionHints(forward=bad.forward, backward=bad.backward)
+        limits = StageLimits(forward=6, backward=6, fused=6)
+        with pytest.raises(PlanError, match=r"partition hints: stage .* spans that"):
+            hints.partitions(profile.block_names, limits=limits, cuts=profile.cuts)
+    with pytest.raises(PlanError, match=r"num_fused=3 spans one of the cuts \(2, 4\)"):
+        balanced_partition(profile, num_fused=3, num_forward=2, num_backward=2)
+
+
+def test_the_half_of_a_hint_that_is_open_keeps_the_cuts() -> None:
+    names = uniform_profile(6).block_names
+    limits = StageLimits(forward=6, backward=6, fused=6)
+    for hints in (PartitionHints(forward=(2, 2)), PartitionHints(backward=(1, 1, 2, 2))):
+        found = hints.partitions(names, limits=limits, cuts=(2, 4))
+        assert found
+        assert all(keeps_cuts(partition, (2, 4)) for partition in found)
+
+
+def test_a_plan_whose_stage_spans_a_cut_is_refused() -> None:
+    profile = uniform_profile(6)
+    plan = default_plan(profile, num_workers=2, num_microbatches=2)
+    cuts = (1, 2, 3, 4, 5)
+    with pytest.raises(PlanError, match=r"The plan: stage .* Cut there .*\(1, 2, 3, 4, 5\)"):
+        plan.check_model(profile.fingerprint, block_names=profile.block_names, cuts=cuts)
