@@ -1,4 +1,4 @@
-"""Where a causal language model comes from: an architecture written out, or published weights."""
+"""Where a model comes from: an architecture written out, or published weights."""
 
 import contextlib
 import enum
@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -28,6 +29,23 @@ class Weights(str, enum.Enum):
 
     PRETRAINED = "pretrained"
     """Read with `from_pretrained` from the Hugging Face hub, its cache, or a local folder."""
+
+
+class Head(str, enum.Enum):
+    """What stands on top of the blocks: which of transformers' automatic classes is built."""
+
+    CAUSAL_LM = "causal_lm"
+    """The next token: `AutoModelForCausalLM`."""
+
+    SEQUENCE_CLASSIFICATION = "sequence_classification"
+    """A class for the whole sequence: `AutoModelForSequenceClassification`."""
+
+    @property
+    def auto_class(self) -> Any:
+        """The class of transformers that builds such models."""
+        if self is Head.SEQUENCE_CLASSIFICATION:
+            return AutoModelForSequenceClassification
+        return AutoModelForCausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +66,9 @@ class ModelSource:
         attention: Name of transformers' attention implementation (`"sdpa"`, `"eager"`, ...);
             None takes the best one the architecture supports.
         pretrained_options: Further keyword arguments for `from_pretrained`.
+        head: What stands on top of the blocks.
+        config_changes: Fields of the configuration that are set to other values, whatever the
+            weights: the number of classes, say.
 
     Raises:
         ConfigurationError: `weights` is unknown, or the part of the source it needs is missing.
@@ -59,6 +80,8 @@ class ModelSource:
     seed: int = 0
     attention: str | None = None
     pretrained_options: Mapping[str, Any] = field(default_factory=dict)
+    head: Head = Head.CAUSAL_LM
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = [weights.value for weights in Weights]
@@ -88,8 +111,9 @@ class ModelSource:
         if self.is_pretrained:
             assert self.hub_name is not None
             with _explained(self.hub_name):
-                return cast(PreTrainedConfig, AutoConfig.from_pretrained(self.hub_name))
-        fields = dict(self.architecture)
+                config = AutoConfig.from_pretrained(self.hub_name, **self.config_changes)
+                return cast(PreTrainedConfig, config)
+        fields = {**self.architecture, **self.config_changes}
         model_type = fields.pop("model_type", None)
         if model_type not in CONFIG_MAPPING:
             raise ConfigurationError(
@@ -122,16 +146,17 @@ class ModelSource:
         config = self.load_config()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
-            from_config = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
+            from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
             return from_config(config, dtype=torch.get_default_dtype(), **options)
 
     def _load_pretrained(self) -> PreTrainedModel:
         assert self.hub_name is not None
         options = {"dtype": torch.get_default_dtype(), **self.pretrained_options}
+        options.update(self.config_changes)
         if self.attention is not None:
             options["attn_implementation"] = self.attention
         with _explained(self.hub_name):
-            model = AutoModelForCausalLM.from_pretrained(self.hub_name, **options)
+            model = self.head.auto_class.from_pretrained(self.hub_name, **options)
         return cast(PreTrainedModel, model)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules.source import Head
 from tests.modules.architectures import TINY
 
 
@@ -45,6 +46,23 @@ def test_builds_in_the_default_dtype() -> None:
 def test_takes_the_attention_implementation() -> None:
     model = ModelSource(architecture=TINY, attention="eager").build()
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.filterwarnings("ignore:.*newly initialized")
+def test_a_head_for_classes_stands_on_either_kind_of_weights(tmp_path: Path) -> None:
+    changes = {"num_labels": 3, "pad_token_id": 5}
+    options: dict[str, Any] = {"head": Head.SEQUENCE_CLASSIFICATION, "config_changes": changes}
+    drawn = ModelSource(architecture=TINY, **options).build()
+    base = ModelSource(architecture=TINY, seed=3).build()
+    base.save_pretrained(tmp_path)
+    source = ModelSource(architecture={}, hub_name=str(tmp_path), weights="pretrained", **options)
+    loaded = source.build()
+    for model in (drawn, loaded):
+        assert model.get_parameter("score.weight").shape == (3, 16)
+        assert model.config.pad_token_id == 5
+    assert source.load_config().num_labels == 3
+    name = "model.embed_tokens.weight"
+    assert torch.equal(loaded.get_parameter(name), base.get_parameter(name))
 
 
 def test_pretrained_weights_come_from_a_local_folder(tmp_path: Path) -> None:
