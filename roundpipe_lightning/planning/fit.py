@@ -26,7 +26,7 @@ from roundpipe_lightning.planning.predict import (
     UpdateTiming,
     predict_step,
 )
-from roundpipe_lightning.planning.search import StageLimits
+from roundpipe_lightning.planning.search import Effort, StageLimits
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.storage import ParameterStorage
 from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile, time_model
@@ -61,6 +61,7 @@ class TrainingJob:
         hints: What the user has settled.
         timing: When the optimizer runs.
         search: How thoroughly to look for stages.
+        effort: How long to search per team and round size, where the search is full.
     """
 
     work: WorkProfile
@@ -73,6 +74,7 @@ class TrainingJob:
     hints: PartitionHints = field(default_factory=PartitionHints)
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
     search: Search = Search.FULL
+    effort: Effort = field(default_factory=Effort)
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -289,6 +291,7 @@ def _request(
         team_sizes=teams,
         round_sizes=(round_size,),
         limits=limits,
+        effort=job.effort,
         recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
     )
 
