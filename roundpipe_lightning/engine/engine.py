@@ -28,6 +28,7 @@ from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.store import HostStore
 from roundpipe_lightning.engine.threads import Failure, Run, ThreadTeam
 from roundpipe_lightning.engine.turns import StepAborted, TurnGraph, Turns
+from roundpipe_lightning.engine.user_code import Outside
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.errors import BatchError, PlanError, WatchdogError
@@ -172,7 +173,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- steps
 
-    def step(
+    def step(  # noqa: PLR0913 - all but two keyword-only
         self,
         microbatches: Sequence[Any],
         call: UserStep,
@@ -183,6 +184,7 @@ class Engine:
         thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
         stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]] = lambda index: {},
+        outside: Outside | None = None,
     ) -> StepResult:
         """Run forward and backward of all microbatches.
 
@@ -196,6 +198,8 @@ class Engine:
             thread_context: Entered in every thread, for thread-local state such as autocast.
             overrides: Attributes of a microbatch's root view, by its index.
             stand_ins: Modules that are something else in a microbatch's view, by its index.
+            outside: Asked, in every microbatch's thread, before each torch function of the user's
+                code outside the blocks; it may answer in the function's place.
 
         Raises:
             BatchError: If there are more or fewer microbatches than planned.
@@ -215,6 +219,7 @@ class Engine:
             thread_context=thread_context,
             overrides=overrides,
             stand_ins=stand_ins,
+            outside=outside,
         )
         runs = [
             Microbatch(context, index=index, batch=batch, loss_scale=scale)
@@ -243,6 +248,7 @@ class Engine:
         *,
         overrides: Mapping[str, Any] | None = None,
         stand_ins: Mapping[nn.Module, nn.Module] | None = None,
+        outside: Outside | None = None,
     ) -> Any:
         """Run user code forward only, on the whole batch, in the calling thread.
 
@@ -251,6 +257,7 @@ class Engine:
             batch: On the host.
             overrides: Attributes of the root view.
             stand_ins: Modules that are something else in the view.
+            outside: Asked before each torch function of the user's code outside the blocks.
 
         Returns:
             What `call` returned, on the host.
@@ -261,6 +268,7 @@ class Engine:
             plan=self._plan,
             workers=self._workers,
             classes=self._classes,
+            outside=outside,
         )
         return evaluation.run(call, batch, overrides=overrides or {}, stand_ins=stand_ins or {})
 

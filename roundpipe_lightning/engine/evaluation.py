@@ -17,7 +17,7 @@ from roundpipe_lightning.engine.capture import RUN_HERE, without_phantoms
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.engine.trees import map_tensors
-from roundpipe_lightning.engine.user_code import UserCode
+from roundpipe_lightning.engine.user_code import Outside, UserCode
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.planning.plan import Plan
@@ -34,6 +34,7 @@ class Evaluation:
         plan: Says which blocks run where.
         workers: The workers.
         classes: The classes of views.
+        outside: Asked before every torch function outside the blocks, or None.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Evaluation:
         plan: Plan,
         workers: Sequence[Worker],
         classes: ViewClasses,
+        outside: Outside | None = None,
     ) -> None:
         self._stack = stack
         self._plan = plan
@@ -58,6 +60,7 @@ class Evaluation:
             workers=workers,
             stream=None,
             classes=classes,
+            outside=outside,
         )
         self._runs: list[StackRun] = []  # the present pass, and those whose values are in use
 

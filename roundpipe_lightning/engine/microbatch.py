@@ -28,7 +28,7 @@ from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.turns import TurnGraph, Turns
-from roundpipe_lightning.engine.user_code import UserCode
+from roundpipe_lightning.engine.user_code import Outside, UserCode
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.errors import ConfigurationError
@@ -60,6 +60,7 @@ class StepContext:
         thread_context: Entered in every thread: thread-local state such as autocast.
         overrides: Attributes of the root view, per microbatch.
         stand_ins: Modules that are something else in the view, per microbatch.
+        outside: Asked before every torch function outside the blocks, or None.
         marks: When each action began and ended, in the workers' devices' time.
     """
 
@@ -78,6 +79,7 @@ class StepContext:
     thread_context: Callable[[], AbstractContextManager[Any]]
     overrides: Callable[[int], Mapping[str, Any]]
     stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
+    outside: Outside | None = None
     marks: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -115,6 +117,7 @@ class Microbatch:
                 generators=self._generators,
             ),
             classes=context.classes,
+            outside=context.outside,
         )
 
     # ------------------------------------------------------------------------------------ turns

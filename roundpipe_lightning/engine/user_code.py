@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,11 @@ _QUESTIONS = frozenset(
 _KEEP_PLACE = frozenset("H T cpu cuda imag mH mT real to".split())
 
 
+Outside: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Asked before every torch function outside the blocks: the function and its arguments, all on one
+device. Returns the result, or `NotImplemented` where the function is to run as it is."""
+
+
 class RootView(View):
     """A view of the whole module: it knows on which device its code runs at present."""
 
@@ -63,6 +68,7 @@ class UserCode(TorchFunctionMode):
         workers: All workers.
         stream: The microbatch's random numbers; None leaves the process's generators in use.
         classes: The classes of views.
+        outside: Asked before every torch function outside the blocks, or None.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class UserCode(TorchFunctionMode):
         workers: Sequence[Worker],
         stream: RandomStream | None,
         classes: ViewClasses,
+        outside: Outside | None = None,
     ) -> None:
         super().__init__()
         self.stream = stream
@@ -86,6 +93,7 @@ class UserCode(TorchFunctionMode):
         self._crosses = not all(device.shares_host_memory for device in self._devices)
         self._active = False
         self._classes = classes
+        self._outside = outside
         self._resident: ResidentStage | None = None
         self._masters = frozenset(module.parameters())
         self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
@@ -227,6 +235,10 @@ class UserCode(TorchFunctionMode):
                 args = tuple([self._leaf_for(x) for x in args])
                 if kwargs:
                     kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
+            if self._outside is not None:
+                answer = self._outside(func, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
         elif self._resident is not None and nn.Parameter in map(type, args):
             args = tuple([self._resident_leaf_for(x) for x in args])
         if self.stream is None:
