@@ -1,46 +1,56 @@
-"""The LightningModule that `train.py` trains: any transformers causal language model."""
+"""Next-token training of any transformers causal language model: bytes, text or chat."""
 
-from collections.abc import Callable, Iterable
 from typing import Any, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import NotRequired
 
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules.parts import (
+    AdapterMaker,
+    OptimizerFactory,
+    build_model,
+    optimize,
+    require_built,
+)
 from roundpipe_lightning.modules.schedule import WarmupCosine
 from roundpipe_lightning.modules.source import ModelSource
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-"""Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=1e-3)`."""
-
 
 class TokenBatch(TypedDict):
-    """One batch of packed windows.
+    """One batch of sequences; all tensors are int64, of shape (sequences, tokens).
 
     Attributes:
-        input_ids: Token ids, int64, shape (windows, tokens of a window).
+        input_ids: Token ids.
         labels: The same ids; positions that are not to be predicted hold -100.
+        attention_mask: 1 for tokens, 0 for padding. Left out where nothing is padded, and where
+            several documents share a row.
+        position_ids: Each token's place in its own document, where several documents share a row:
+            transformers then keeps their attention apart.
     """
 
     input_ids: Tensor
     labels: Tensor
+    attention_mask: NotRequired[Tensor]
+    position_ids: NotRequired[Tensor]
 
 
 class CausalLanguageModule(LightningModule):
     """Next-token training of a transformers causal language model.
 
     It is ordinary Lightning code and knows nothing of pipelines: the loss is the model's own
-    (mean negative log-likelihood in nats per predicted token), whatever the architecture.
+    (mean negative log-likelihood in nats per predicted token), whatever the architecture. What is
+    predicted is the data's choice: every token of a text, the assistant's tokens of a chat.
 
     Args:
         source: The architecture and where its weights come from. The model is built in
             `configure_model`, that is in the place and dtype the Trainer's strategy asks for.
         optimizer: Makes the optimizer from the parameters that are trained.
         scheduler: Learning rate over the run; None keeps the optimizer's.
+        adapters: Puts adapters into the model; None trains every parameter.
     """
 
     def __init__(
@@ -49,30 +59,27 @@ class CausalLanguageModule(LightningModule):
         *,
         optimizer: OptimizerFactory,
         scheduler: WarmupCosine | None = None,
+        adapters: AdapterMaker | None = None,
     ) -> None:
         super().__init__()
         self.source = source
         self.optimizer_factory = optimizer
         self.scheduler = scheduler
+        self.adapters = adapters
         self.model: PreTrainedModel | None = None
 
     def configure_model(self) -> None:
         """Build the model once; called again for every validate, test and predict."""
         if self.model is None:
-            self.model = self.source.build()
+            self.model = build_model(self.source, adapters=self.adapters, task="CAUSAL_LM")
 
     def forward(self, batch: TokenBatch) -> Any:
         """The model's own output for a batch: its `loss` (a scalar) and its `logits`.
 
         Args:
-            batch: Token ids and labels, on one device.
+            batch: Token ids, labels and what else the data gives, on one device.
         """
-        if self.model is None:
-            raise ConfigurationError(
-                "The model is not built yet. A Trainer builds it; without one, call "
-                "configure_model() first."
-            )
-        return self.model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False)
+        return require_built(self.model)(**batch, use_cache=False)
 
     def training_step(self, batch: TokenBatch) -> Tensor:
         """Loss of one batch in nats per token, logged as `train_loss`."""
@@ -82,11 +89,11 @@ class CausalLanguageModule(LightningModule):
 
     def validation_step(self, batch: TokenBatch) -> None:
         """Log the loss of one validation batch as `val_loss`, averaged over the epoch."""
-        self.log("val_loss", self(batch).loss, prog_bar=True, on_step=False, on_epoch=True)
+        self._log_loss("val_loss", batch, prog_bar=True)
 
     def test_step(self, batch: TokenBatch) -> None:
         """Log the loss of one test batch as `test_loss`, averaged over the epoch."""
-        self.log("test_loss", self(batch).loss, on_step=False, on_epoch=True)
+        self._log_loss("test_loss", batch)
 
     def predict_step(self, batch: TokenBatch) -> dict[str, Tensor]:
         """The loss of a batch and the likeliest next token at every position.
@@ -99,18 +106,11 @@ class CausalLanguageModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over the parameters that are trained, and its scheduler, per step."""
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if not trained:
-            raise ConfigurationError(
-                "No parameter of the model is trained: every one has requires_grad=False. "
-                "Unfreeze some, or validate and test instead (train=false)."
-            )
-        optimizer = self.optimizer_factory(trained)
-        if self.scheduler is None:
-            return optimizer
-        run_steps = self.trainer.estimated_stepping_batches
-        schedule = self.scheduler.attach(optimizer, run_steps=run_steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return optimize(self, optimizer=self.optimizer_factory, scheduler=self.scheduler)
+
+    def _log_loss(self, name: str, batch: TokenBatch, **options: Any) -> None:
+        """Log a loss whose mean over the epoch is that over all predicted tokens."""
+        loss = self(batch).loss
+        num_targets = int((batch["labels"][:, 1:] != -100).sum())
+        if num_targets:
+            self.log(name, loss, batch_size=num_targets, on_step=False, on_epoch=True, **options)
