@@ -8,13 +8,14 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from roundpipe_lightning.cli.interrupt import GracefulInterrupt
+from roundpipe_lightning.cli.peft import check_frozen_bits, read_adapters
 from roundpipe_lightning.cli.statistics import RunStatistics
 from roundpipe_lightning.errors import (
     BatchError,
@@ -22,7 +23,7 @@ from roundpipe_lightning.errors import (
     ConfigurationError,
     RoundPipeError,
 )
-from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+from roundpipe_lightning.modules import ModelSource
 
 SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
 """Errors that say themselves which setting is to be changed."""
@@ -47,7 +48,7 @@ class Run:
     """
 
     config: DictConfig
-    module: CausalLanguageModule
+    module: LightningModule
     data: LightningDataModule
     trainer: Trainer
     callbacks: tuple[Callback, ...]
@@ -73,8 +74,11 @@ def build_run(config: DictConfig) -> Run:
     check_fit(source, data)
     check_split(config)
     check_supported(config)
-    module = CausalLanguageModule(
-        source, optimizer=build(config.optimizer), scheduler=build(config.scheduler)
+    module: LightningModule = build(config.module)(
+        source,
+        optimizer=build(config.optimizer),
+        scheduler=build(config.scheduler),
+        adapters=read_adapters(config.peft),
     )
     statistics, interrupt = RunStatistics(), GracefulInterrupt()
     loggers: list[Logger] = build_each(config.logger)
@@ -171,13 +175,9 @@ def check_supported(config: DictConfig) -> None:
     """Refuse what only `roundpipe-plan` knows so far.
 
     Raises:
-        ConfigurationError: Adapters or hints about the stages are asked for.
+        ConfigurationError: Frozen weights of fewer bits or hints about the stages are asked for.
     """
-    if config.peft.method != "none":
-        raise ConfigurationError(
-            f"peft={config.peft.method} can be planned (roundpipe-plan) but not trained yet. Use "
-            "peft=none, or put adapters into a LightningModule of your own with peft."
-        )
+    check_frozen_bits(config.peft)
     partition = config.partition
     names = ("forward", "backward", "team_size", "round_size")
     hints = {name: partition.get(name) for name in names}

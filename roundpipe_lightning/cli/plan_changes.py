@@ -15,7 +15,7 @@ from enum import IntEnum
 from roundpipe_lightning.cli.plan_answer import longest_seq_len
 from roundpipe_lightning.cli.plan_settings import PRECISIONS, JobMaker, PlanSettings
 from roundpipe_lightning.errors import RoundPipeError
-from roundpipe_lightning.modules.lora import LoraAdapters
+from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.fit import FitAnswer, Search, fit_training, fits_memory
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.storage import WeightStorage
@@ -30,7 +30,10 @@ _HINT_KEYS = {
     "team_size": "team_size",
     "round_size": "round_size",
 }
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ADAPTERS = Adapters(
+    method="lora",
+    settings={"rank": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+)
 
 
 class Price(IntEnum):
@@ -149,7 +152,7 @@ def _changes(settings: PlanSettings, maker: JobMaker) -> Iterator[Change]:
         yield _changed(
             settings, Price.PRECISION, f"trainer.precision={precision.name}", precision=precision
         )
-    if settings.lora is not None:
+    if settings.adapters is not None:
         for bits in (8, 4):
             if bits < settings.frozen_bits:
                 yield _changed(
@@ -158,9 +161,8 @@ def _changes(settings: PlanSettings, maker: JobMaker) -> Iterator[Change]:
     longest = longest_seq_len(settings, maker=maker)
     if 0 < longest < settings.seq_len:
         yield _changed(settings, Price.CONTEXT, f"data.seq_len={longest}", seq_len=longest)
-    if settings.lora is None:
-        adapters = LoraAdapters(rank=32, alpha=64, target_modules=_ATTENTION)
-        yield _changed(settings, Price.TRAINABLE, "peft=lora", lora=adapters)
+    if settings.adapters is None:
+        yield _changed(settings, Price.TRAINABLE, "peft=lora", adapters=_ADAPTERS)
     yield from _machines(settings, maker)
 
 
@@ -193,7 +195,7 @@ def _free_changes(settings: PlanSettings) -> Iterator[Change]:
             batch_size=size,
             num_batches=batches,
         )
-    if settings.weights is WeightStorage.PAGE_LOCKED and settings.lora is not None:
+    if settings.weights is WeightStorage.PAGE_LOCKED and settings.adapters is not None:
         yield _changed(
             settings,
             Price.NOTHING,

@@ -15,12 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from roundpipe_lightning.cli.build import build
+from roundpipe_lightning.cli.peft import read_adapters
 from roundpipe_lightning.engine.probe import probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work_profile import causal_lm_call, work_profile
-from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
-from roundpipe_lightning.modules.lora import LoraAdapters
+from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
 from roundpipe_lightning.planning.fit import Search, TrainingJob
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import (
@@ -78,7 +78,7 @@ class PlanSettings:
 
     Attributes:
         source: The model.
-        lora: Its adapters; None: every parameter is trained.
+        adapters: What is trained beside it; None: every parameter is trained.
         optimizer: Makes the optimizer from parameters.
         blocks: Names of the blocks; None: they are found.
         hardware: The machine.
@@ -98,7 +98,7 @@ class PlanSettings:
     """
 
     source: ModelSource
-    lora: LoraAdapters | None
+    adapters: Adapters | None
     optimizer: functools.partial[Any]
     blocks: tuple[str, ...] | None
     hardware: HardwareSpec
@@ -166,7 +166,7 @@ class JobMaker:
         Raises:
             RoundPipeError: The model cannot be built or measured, or is not the given plan's.
         """
-        key = (settings.lora, settings.precision.dtype, settings.own_loss, settings.blocks)
+        key = (settings.adapters, settings.precision.dtype, settings.own_loss, settings.blocks)
         if key not in self._measured:
             self._measured[key] = _measure(settings)
         work = self._measured[key]
@@ -212,8 +212,9 @@ def _measure(settings: PlanSettings) -> WorkProfile:
     try:
         with torch.device("meta"):
             module.model = dataclasses.replace(settings.source, weights="random").build()
-            if settings.lora is not None:
-                module.model = settings.lora.apply(module.model)  # type: ignore[assignment]
+            if settings.adapters is not None:
+                adapters = dataclasses.replace(settings.adapters, adapter=None)
+                module.model = adapters.apply(module.model)  # type: ignore[assignment]
     finally:
         torch.set_default_dtype(before)
     names = list(settings.blocks) if settings.blocks is not None else None
@@ -254,14 +255,14 @@ def read_settings(config: DictConfig) -> PlanSettings:
         RoundPipeError: A setting cannot work.
     """
     hints, num_microbatches = config.partition, config.partition.num_microbatches
-    lora = _lora(config.peft)
+    adapters = read_adapters(config.peft)
     _check_word("loss", config.loss, ("fused", "own"))
     _check_word("weights", config.weights, [storage.value for storage in WeightStorage])
     _check_word("trainer.precision", config.trainer.precision, PRECISIONS)
     blocks = hints.blocks
     settings = PlanSettings(
         source=build(config.model),
-        lora=lora,
+        adapters=adapters,
         optimizer=build(config.optimizer),
         blocks=None if blocks is None else (blocks,) if isinstance(blocks, str) else tuple(blocks),
         hardware=_hardware(config),
@@ -277,7 +278,7 @@ def read_settings(config: DictConfig) -> PlanSettings:
             else _whole("partition.num_microbatches", num_microbatches)
         ),
         hints=_hints(hints),
-        frozen_bits=16 if lora is None else int(config.peft.frozen_bits),
+        frozen_bits=16 if adapters is None else int(config.peft.frozen_bits),
         weights=WeightStorage(config.weights),
         own_loss=config.loss == "own",
     )
@@ -296,18 +297,6 @@ def _check_word(name: str, value: object, known: Iterable[str]) -> None:
         near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
         hint = f" The nearest is {near[0]}." if near else ""
         raise ConfigurationError(f"{name}={value} is not one of {', '.join(known)}.{hint}")
-
-
-def _lora(config: DictConfig) -> LoraAdapters | None:
-    _check_word("peft.method", config.method, ("none", "lora"))
-    if config.method == "none":
-        return None
-    return LoraAdapters(
-        rank=config.rank,
-        alpha=config.alpha,
-        dropout=config.dropout,
-        target_modules=tuple(config.target_modules),
-    )
 
 
 def _hardware(config: DictConfig) -> HardwareSpec:

@@ -1,7 +1,15 @@
 """What `train.py` trains: LightningModules without a line about pipelines."""
 
+from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.causal_lm import CausalLanguageModule, TokenBatch
 from roundpipe_lightning.modules.schedule import WarmupCosine
 from roundpipe_lightning.modules.source import ModelSource, Weights
 
-__all__ = ["CausalLanguageModule", "ModelSource", "TokenBatch", "WarmupCosine", "Weights"]
+__all__ = [
+    "Adapters",
+    "CausalLanguageModule",
+    "ModelSource",
+    "TokenBatch",
+    "WarmupCosine",
+    "Weights",
+]

@@ -230,14 +230,14 @@ def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: 
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("peft=lora", "peft=lora can be planned"),
+        ("peft=lora peft.frozen_bits=4", "peft.frozen_bits=4 can be planned"),
         ("partition.team_size=2", "partition.team_size: hints are for roundpipe-plan"),
         ("partition.limits.fused=2", "partition.limits.fused: hints are for roundpipe-plan"),
     ],
 )
 def test_training_refuses_what_it_does_not_know(tmp_path: Path, override: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
-        build_run(compose_small(tmp_path, override))
+        build_run(compose_small(tmp_path, *override.split()))
 
 
 def test_the_plan_is_one_that_trains(ask: Ask) -> None:
