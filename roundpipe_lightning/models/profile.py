@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile, fingerprint
+from roundpipe_lightning.planning.work import Amount, BlockWork, Work, WorkProfile
 
-__all__ = ["module_fingerprint", "profile_module"]
+__all__ = ["module_fingerprint", "parameter_work", "profile_module"]
 
 _OPERATIONS_PER_SECOND = 1e12  # of no device in particular: only ratios of durations matter
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -69,6 +70,58 @@ def profile_module(
         tail=profile("tail segment", tail),
         fingerprint=module_fingerprint(module, stack),
     )
+
+
+def parameter_work(
+    module: nn.Module, stack: BlockStack | None, *, tokens_per_microbatch: int = 1
+) -> WorkProfile:
+    """Estimate a module's work from its parameters, where its code cannot be asked.
+
+    Operations are those of `profile_module`. Bytes are those of the parameters and buffers as they
+    are; of activations and boundaries nothing is known, so they are 0.
+
+    Args:
+        module: The user's module; on the meta device too.
+        stack: Its blocks. None: the whole module is the tail segment.
+        tokens_per_microbatch: Tokens, or samples where a sample is one row.
+    """
+    profile = profile_module(module, stack, tokens_per_microbatch=tokens_per_microbatch)
+    head, tail = _segments(module, stack)
+    blocks = [list(block.modules()) for block in (stack.blocks if stack is not None else ())]
+    works = [
+        _part_work(part, owners)
+        for part, owners in zip(
+            (profile.head, *profile.blocks, profile.tail), (head, *blocks, tail), strict=True
+        )
+    ]
+    return WorkProfile(
+        head=works[0],
+        blocks=tuple(works[1:-1]),
+        tail=works[-1],
+        tied_parameters=sum(t.numel() for t in _tensors(head) & _tensors(tail)),
+        fingerprint=profile.fingerprint,
+    )
+
+
+def _part_work(part: BlockProfile, owners: Iterable[nn.Module]) -> BlockWork:
+    def work(seconds: float) -> Work:
+        return Work(matrix_operations=Amount(fixed=seconds * _OPERATIONS_PER_SECOND))
+
+    tensors = _tensors(owners)
+    return BlockWork(
+        name=part.name,
+        forward=work(part.forward_seconds),
+        backward=work(part.backward_seconds),
+        num_parameters=sum(tensor.numel() for tensor in tensors),
+        num_trainable=sum(tensor.numel() for tensor in tensors if tensor.requires_grad),
+        parameter_bytes=part.parameter_bytes,
+        trainable_bytes=part.trainable_bytes,
+    )
+
+
+def _tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
+    owners = list(owners)
+    return {parameter for _, parameter in _parameters(owners)} | _buffers(owners)
 
 
 def module_fingerprint(module: nn.Module, stack: BlockStack | None) -> str:

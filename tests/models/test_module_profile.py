@@ -6,7 +6,11 @@ import torch
 from torch import nn
 
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.profile import module_fingerprint, profile_module
+from roundpipe_lightning.models.profile import (
+    module_fingerprint,
+    parameter_work,
+    profile_module,
+)
 from roundpipe_lightning.planning.profile import ModelProfile
 
 
@@ -101,3 +105,21 @@ def test_the_fingerprint_is_of_the_structure() -> None:
     assert print_of(Model(num_layers=4)) != same
     assert module_fingerprint(Model(), None) != same
     assert print_of(nn.ModuleDict({"model": Model()})) != same
+
+
+def test_work_from_parameters_has_their_bytes_and_operations() -> None:
+    module = Model()
+    for parameter in module.layers[0].parameters():
+        parameter.requires_grad_(False)
+    stack = find_blocks(module, None)
+    work, profile = parameter_work(module, stack), profile_module(module, stack)
+    assert work.fingerprint == profile.fingerprint
+    assert [block.name for block in work.blocks] == list(profile.block_names)
+    assert work.num_parameters == sum(t.numel() for t in (*module.parameters(), *module.buffers()))
+    assert work.blocks[0].num_trainable == work.blocks[0].trainable_bytes == 0
+    assert work.blocks[1].trainable_bytes == profile.blocks[1].trainable_bytes > 0
+    for part, expected in zip(
+        work.segments, (profile.head, *profile.blocks, profile.tail), strict=True
+    ):
+        assert part.forward.matrix_operations.fixed == expected.forward_seconds * 1e12
+        assert part.parameter_bytes == expected.parameter_bytes

@@ -1,0 +1,321 @@
+"""Copies a module onto the meta device, for a run of its code that leaves the original as it is.
+
+```
+original   LightningModule ── model ── layers ── [Layer 0, Layer 1]     weights, user's objects
+copy       LightningModule ── model ── layers ── [Layer 0, Layer 1]     shapes, the same settings
+```
+
+Every module of the copy has tables and plain settings of its own, so what the code writes into
+itself stays in the copy. Anything else that a module holds (a tokenizer, a counter, a list of
+losses) is copied when the code first asks for it, and only if that can be done: objects that hold
+open files, locks, streams of random numbers or a great amount of data are refused, and so are
+functions that carry something they could change.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import os
+import re
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.errors import ConfigurationError
+
+__all__ = ["MetaCopy"]
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_SHARED = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type,
+    enum.Enum,
+    os.PathLike,
+    re.Pattern,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+)
+"""What nobody changes, so that the copy can have the original's."""
+
+_MOST_OBJECTS = 50_000
+_MOST_BYTES = 2**26
+_LIBRARIES = frozenset({"torch", "lightning", "lightning_fabric", "lightning_utilities"})
+
+
+class MetaCopy:
+    """A module's copy without weights.
+
+    Args:
+        module: The original; it is not changed.
+        compute_dtype: What floating-point parameters are in the copy. None: what they are.
+        settings: Attributes of the copy's root that differ from the original's.
+        replaced: Pairs of an object of the original and what the copy has in its place.
+
+    Attributes:
+        module: The copy.
+        refusal: Why something that the copy's code has asked for was not copied; None so far.
+
+    Raises:
+        ConfigurationError: The module's code changes what is no part of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        settings: Mapping[str, Any] | None = None,
+        replaced: Iterable[tuple[object, object]] = (),
+    ) -> None:
+        self.refusal: str | None = None
+        self._dtype = compute_dtype
+        self._made: dict[int, tuple[object, Any]] = {id(a): (a, b) for a, b in replaced}
+        self._modules: dict[nn.Module, nn.Module] = {}
+        self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._num_objects = 0
+        self._check_code(type(module))
+        self.module = self.of(module)
+        self.module.__dict__.update(settings or {})
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module, the same one every time."""
+        known = self._made.get(id(module))
+        if known is None:
+            copy: Any = object.__new__(_class_of(type(module)))
+            self._made[id(module)] = known = (module, copy)
+            self._modules[copy] = module
+            self._fill(copy, module)
+        result: nn.Module = known[1]
+        return result
+
+    def original(self, copy: nn.Module) -> nn.Module:
+        """Return the module that a copy was made of; the copy itself where there is none."""
+        return self._modules.get(copy, copy)
+
+    @property
+    def wrote_buffers(self) -> bool:
+        """Whether the copy's code has written into a buffer, or assigned one."""
+        return any(
+            module._buffers.get(name) is not buffer or buffer._version != version  # noqa: SLF001
+            for module, name, buffer, version in self._buffers
+        )
+
+    def copy(self, value: Any) -> Any:
+        """Return what the copy has in place of an object.
+
+        Raises:
+            ConfigurationError: The object cannot be copied.
+        """
+        if isinstance(value, _SHARED):
+            return value
+        known = self._made.get(id(value))
+        if known is not None:
+            return known[1]
+        if isinstance(value, nn.Module):
+            return self.of(value)
+        self._num_objects += 1
+        if self._num_objects > _MOST_OBJECTS:
+            raise self._refuse(f"more than {_MOST_OBJECTS} objects belong to the module")
+        result = self._copied(value)
+        self._made[id(value)] = (value, result)
+        return result
+
+    # --- modules ---------------------------------------------------------------------------------
+
+    def _fill(self, copy: Any, module: nn.Module) -> None:
+        state = module.__dict__
+        own: dict[str, Any] = {}
+        withheld: dict[str, Any] = {}
+        copy.__dict__.update(_copier=self, _withheld=withheld)
+        copy.__dict__.update({table: {} for table in _TABLES})  # asked for while they are filled
+        for name, value in state.items():
+            if name in _TABLES:
+                continue
+            if name in _MODULE_SETTINGS and isinstance(value, dict):
+                own[name] = self._hooks(value)
+            elif isinstance(value, _SHARED):
+                own[name] = value
+            elif hasattr(type(module), name):  # else the copy would find its class's
+                own[name] = self.copy(value)
+            else:
+                withheld[name] = value
+        own["_compiled_call_impl"] = None
+        for table in _TABLES:
+            entries = state[table].items()
+            own[table] = {n: None if v is None else self.copy(v) for n, v in entries}
+        copy.__dict__.update(own)
+        for name, buffer in own["_buffers"].items():
+            if buffer is not None:
+                self._buffers.append((copy, name, buffer, buffer._version))
+
+    def _hooks(self, hooks: dict[Any, Any]) -> dict[Any, Any]:
+        """The hooks of a module, bound to copies; the type of the table is kept."""
+        copies = type(hooks)()
+        copies.update((key, self.copy(value)) for key, value in hooks.items())
+        return copies
+
+    def _check_code(self, kind: type) -> None:
+        """Refuse a module whose own methods write to variables outside of it."""
+        for base in kind.__mro__:
+            if base is object or base.__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            for value in vars(base).values():
+                function = getattr(value, "__func__", value)
+                if not isinstance(function, types.FunctionType):
+                    continue
+                if not _is_pure(function) or _changes_globals(function):
+                    raise self._refuse(
+                        f"{base.__name__}.{function.__name__} may change a variable outside of the "
+                        "module"
+                    )
+
+    # --- everything else -------------------------------------------------------------------------
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.copy(value.__self__))
+        if isinstance(value, types.FunctionType):
+            if _is_pure(value):
+                return value
+            raise self._refuse(f"the function {value.__qualname__} carries variables")
+        if isinstance(value, partial):
+            return partial(
+                self.copy(value.func), *self.copy(value.args), **self.copy(value.keywords)
+            )
+        if type(value) in (tuple, frozenset):
+            return type(value)(self.copy(item) for item in value)
+        if type(value) in (list, set, deque, dict):
+            return self._container(value)
+        return self._rebuilt(value)
+
+    def _container(self, value: Any) -> Any:
+        result = type(value)()
+        self._made[id(value)] = (value, result)
+        if isinstance(value, dict):
+            result.update((self.copy(key), self.copy(item)) for key, item in value.items())
+        elif isinstance(value, set):
+            result.update(self.copy(item) for item in value)
+        else:
+            result.extend(self.copy(item) for item in value)
+        return result
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        if type(value) not in (Tensor, nn.Parameter):
+            raise self._refuse(f"a tensor is a {type(value).__name__}")
+        dtype = value.dtype
+        if isinstance(value, nn.Parameter):
+            if self._dtype is not None and dtype.is_floating_point:
+                dtype = self._dtype
+            like = torch.empty_like(value, dtype=dtype, device="meta", requires_grad=False)
+            return nn.Parameter(like, requires_grad=value.requires_grad)
+        return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
+
+    def _rebuilt(self, value: Any) -> Any:
+        """Copy an object from the parts that it would be pickled from."""
+        if isinstance(value, torch.Generator):
+            raise self._refuse("a stream of random numbers cannot be copied")
+        if getattr(value, "nbytes", 0) > _MOST_BYTES:
+            raise self._refuse(f"a {type(value).__name__} has {value.nbytes} bytes")
+        try:
+            parts = value.__reduce_ex__(4)
+        except TypeError as error:
+            raise self._refuse(f"a {type(value).__name__} cannot be copied ({error})") from error
+        if isinstance(parts, str):
+            return value
+        make, args, state, items, pairs = (*parts, None, None, None)[:5]
+        result = make(*self.copy(tuple(args)))
+        self._made[id(value)] = (value, result)
+        if state is not None:
+            self._set_state(result, self.copy(state))
+        for item in items or ():
+            result.append(self.copy(item))
+        for key, item in pairs or ():
+            result[self.copy(key)] = self.copy(item)
+        return result
+
+    def _set_state(self, result: Any, state: Any) -> None:
+        if hasattr(result, "__setstate__"):
+            result.__setstate__(state)
+            return
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        result.__dict__.update(attributes or {})
+        for name, value in (slots or {}).items():
+            object.__setattr__(result, name, value)
+
+    def _refuse(self, reason: str) -> ConfigurationError:
+        self.refusal = reason
+        return ConfigurationError(f"A run without weights would not leave all as it is: {reason}.")
+
+
+_MODULE_SETTINGS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
+
+
+class _Copied:
+    """What every module of a copy is besides a module of the original's class."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do not run the user class's own hook for classes: no user class is being defined."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only where the instance and its class have no such attribute.
+        withheld = self.__dict__["_withheld"]
+        if name in withheld:
+            value = self.__dict__["_copier"].copy(withheld[name])
+            self.__dict__[name] = value
+            return value
+        return super().__getattr__(name)  # type: ignore[misc]  # a module's
+
+
+def _class_of(base: type) -> type:
+    """Make the class of the copies of one class's modules."""
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace["__module__"] = base.__module__
+        namespace["__qualname__"] = base.__qualname__
+        namespace["__class__"] = property(lambda self: base)
+
+    return types.new_class(base.__name__, (_Copied, base), {}, fill)
+
+
+def _is_pure(function: types.FunctionType) -> bool:
+    """Whether a function carries nothing that it, or what it calls, could change."""
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet
+            return False
+        if isinstance(content, types.FunctionType):
+            if content is not function and not _is_pure(content):
+                return False
+        elif not isinstance(content, _SHARED):
+            return False
+    return True
+
+
+def _changes_globals(function: types.FunctionType) -> bool:
+    """Whether a function assigns a variable of its file, or uses a container there."""
+    if any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(function)):
+        return True
+    used = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return any(isinstance(value, list | dict | set | deque) for value in used)

@@ -1,0 +1,235 @@
+"""The work of a training step, measured without running it on values or changing anything."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.step_profile import StepProfile, step_profile
+
+WIDTH = 8
+SAMPLES = 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+class Counting(nn.Module):
+    """Its step writes whatever a step may write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.leave = nn.Linear(WIDTH, 1, bias=False)
+        self.steps = 0
+        self.losses: list[Tensor] = []
+        self.kinds: Counter[str] = Counter()
+        self.settings = {"nested": [1, 2]}
+        self.tracker = Tracker()
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss = functional.mse_loss(self(batch["x"]), batch["y"])
+        self.steps += 1
+        self.losses.append(loss)
+        self.kinds["train"] += 1
+        self.settings["nested"].append(3)
+        self.tracker.seen.append(self.tracker.limit)
+        self.last = loss
+        self.log("loss", loss)
+        return loss
+
+    def log(self, name: str, value: Any) -> None:
+        raise AssertionError("the original's log was called")
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.limit = 4
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.ones(SAMPLES, 4), "y": torch.ones(SAMPLES, 1)}
+
+
+def measure(module: nn.Module, **settings: Any) -> StepProfile:
+    return step_profile(
+        module,
+        find_blocks(module, None),
+        microbatch=batch(),
+        call=lambda root, microbatch: root.training_step(microbatch),
+        settings={"log": lambda name, value: None},
+        **settings,
+    )
+
+
+def test_work_is_that_of_the_microbatch() -> None:
+    work = measure(Counting()).work
+    assert work.head.forward.matrix_operations.fixed == 2 * SAMPLES * 4 * WIDTH
+    assert [block.forward.matrix_operations.fixed for block in work.blocks] == [
+        2 * SAMPLES * WIDTH * WIDTH
+    ] * 3
+    assert work.blocks[0].backward.matrix_operations.fixed == 4 * SAMPLES * WIDTH * WIDTH
+    assert work.blocks[0].boundary_bytes.fixed == SAMPLES * WIDTH * 4
+    assert work.tail.forward.matrix_operations.fixed == 2 * SAMPLES * WIDTH
+    assert work.blocks[0].parameter_bytes == work.blocks[0].trainable_bytes == 4 * WIDTH * WIDTH
+    assert work.num_parameters == sum(p.numel() for p in Counting().parameters())
+
+
+def test_nothing_is_changed() -> None:
+    module = Counting()
+    parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    attributes = {name: id(value) for name, value in vars(module).items()}
+    random = torch.get_rng_state()
+    measure(module)
+    assert module.steps == 0
+    assert module.losses == []
+    assert not module.kinds
+    assert module.settings == {"nested": [1, 2]}
+    assert module.tracker.seen == []
+    assert module.last is None
+    assert {name: id(value) for name, value in vars(module).items()} == attributes
+    assert all(torch.equal(p, parameters[name]) for name, p in module.named_parameters())
+    assert all(p.grad is None for p in module.parameters())
+    assert not any(child._forward_hooks for child in module.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_mixed_precision_is_measured_in_its_dtype() -> None:
+    full = measure(Counting()).work.blocks[0]
+    mixed = measure(Counting(), compute_dtype=torch.bfloat16).work.blocks[0]
+    assert mixed.kept_bytes.fixed == full.kept_bytes.fixed / 2
+    assert mixed.boundary_bytes == full.boundary_bytes  # autocast leaves the sum wide
+    assert mixed.parameter_bytes == full.parameter_bytes
+
+
+def test_code_that_needs_values_is_refused() -> None:
+    class Needy(Counting):
+        def training_step(self, batch: Any) -> Tensor:
+            scale: float = batch["x"].sum().item()
+            return super().training_step(batch) * scale
+
+    with pytest.raises(ConfigurationError, match="without values"):
+        measure(Needy())
+
+
+def test_code_that_reaches_outside_of_the_module_is_not_run() -> None:
+    seen: list[int] = []
+
+    class Closure(Counting):
+        def training_step(self, batch: Any) -> Tensor:
+            seen.append(1)
+            return super().training_step(batch)
+
+    class Hook(Counting):
+        on_step: Any
+
+        def training_step(self, batch: Any) -> Tensor:
+            self.on_step()
+            return super().training_step(batch)
+
+    with pytest.raises(ConfigurationError, match=r"Closure.training_step may change a variable"):
+        measure(Closure())
+    module = Hook()
+    module.on_step = lambda: seen.append(2)
+    with pytest.raises(ConfigurationError, match="carries variables"):
+        measure(module)
+    assert seen == []
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), iter([1]), torch.Generator()])
+def test_what_cannot_be_copied_is_refused_only_if_it_is_used(value: Any) -> None:
+    module = Counting()
+    module.tracker = value
+    with pytest.raises(ConfigurationError, match=r"not leave all as it is|without values"):
+        measure(module)
+
+    class Unused(Counting):
+        def training_step(self, batch: Any) -> Tensor:
+            return functional.mse_loss(self(batch["x"]), batch["y"])
+
+    other = Unused()
+    other.tracker = value
+    assert measure(other).work.blocks
+
+
+def test_refusals_that_user_code_swallows_still_count() -> None:
+    class Trying(Counting):
+        def training_step(self, batch: Any) -> Tensor:
+            with contextlib.suppress(ValueError):
+                self.tracker.limit += 1
+            return functional.mse_loss(self(batch["x"]), batch["y"])
+
+    module = Trying()
+    module.tracker = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="could not be copied"):
+        measure(module)
+
+
+def test_writes_into_buffers_are_seen() -> None:
+    class Buffered(Counting):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def training_step(self, batch: Any) -> Tensor:
+            self.count += 1
+            return super().training_step(batch)
+
+    module = Buffered()
+    assert measure(module).writes_buffers
+    assert float(module.count) == 0
+    assert not measure(Counting()).writes_buffers
+
+
+def test_methods_that_were_put_on_an_object_run_on_the_copy() -> None:
+    module = Counting()
+    original = type(module.layers[0]).forward
+
+    def doubled(self: Any, x: Tensor) -> Tensor:
+        return 2 * (x + torch.relu(self.linear(x)))
+
+    for layer in module.layers:
+        layer.forward = doubled.__get__(layer)
+    plain = measure(Counting()).work.blocks[0].forward.memory_bytes.fixed
+    assert measure(module).work.blocks[0].forward.memory_bytes.fixed > plain
+    assert type(module.layers[0]).forward is original
+
+
+def test_shared_parameters_stay_shared() -> None:
+    class Tied(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.leave = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.leave.weight = self.enter.weight
+
+        def training_step(self, batch: Any) -> Tensor:
+            return self(batch["x"].repeat(1, 2)).square().mean()  # type: ignore[no-any-return]
+
+    assert measure(Tied()).work.tied_parameters == WIDTH * WIDTH
