@@ -8,6 +8,7 @@ from roundpipe_lightning import errors
 from roundpipe_lightning._lightning.registry import register as _register
 from roundpipe_lightning.callbacks import PipelineTimeline
 from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning.models.linear_cross_entropy import linear_cross_entropy
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
@@ -26,6 +27,7 @@ __all__ = [
     "RoundPipePrecision",
     "RoundPipeStrategy",
     "errors",
+    "linear_cross_entropy",
     "plan_training",
     "simulate",
 ]

@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "RoundPipePrecision",
     "RoundPipeStrategy",
     "errors",
+    "linear_cross_entropy",
     "plan_training",
     "simulate",
 ]

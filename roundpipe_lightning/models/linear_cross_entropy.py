@@ -1,0 +1,239 @@
+"""Cross-entropy of a linear layer whose outputs are never there as a whole.
+
+```
+hidden (N, H) ─ rows n ─► logits (n, V) ─► softmax ─► losses of n rows
+                              │
+                              └─► gradient of the logits (n, V), in their place
+                                    ├─► gradient of hidden, n rows
+                                    └─► added to the gradient of weight (V, H), float32
+```
+
+The gradients are computed with the losses, chunk by chunk, so nothing is recomputed backward: the
+backward pass only multiplies them by the loss's own gradient. Where even a few rows are too large,
+the vocabulary is cut, too; a first sweep over its parts then finds the log-sum-exp with a running
+maximum (Milakov and Gimelshein: Online normalizer calculation for softmax, arXiv 1805.02867).
+
+With logits z of a token with label t, of V classes:
+
+    z      = scale * (hidden @ weight.T + bias), then softcap * tanh(z / softcap)
+    L      = log(sum_j exp(z_j))
+    loss   = (1 - e) * (L - z_t) + e * (L - mean_j z_j) + w * L^2
+    d z_j  = softmax(z)_j * (1 + 2 w L) - (1 - e) * [j = t] - e / V
+
+where e is the label smoothing and w the weight of the z-loss.
+
+PyTorch 2.13 brought `torch.nn.functional.linear_cross_entropy`. It has no soft cap, scale or
+z-loss, does not chunk with label smoothing, computes the rows that are ignored, and is not in
+PyTorch 2.11.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.models.loss_sweep import Job, LossOptions, Sweep
+from roundpipe_lightning.planning.loss_memory import DEFAULT_CHUNK_BYTES
+
+__all__ = ["linear_cross_entropy"]
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    num_items: float | Tensor | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Tensor:
+    """Return `cross_entropy(linear(hidden, weight, bias), labels)` without holding the logits.
+
+    Gradients equal those of the plain loss to rounding. Under autocast the products are in its
+    type, the softmax and the sum of the weight's gradient in float32 (float64 for float64).
+
+    Args:
+        hidden: The last hidden states, shape (..., H).
+        weight: The output projection, shape (V, H), perhaps tied to the embedding.
+        labels: Whole numbers from 0 to V - 1, or `ignore_index`; shape (...). They are not shifted.
+        bias: Shape (V), or None.
+        ignore_index: The label of tokens that are not predicted; their logits are not computed.
+        reduction: `"mean"` over the tokens that are not ignored (not a number where there are
+            none, with gradients of zero, as PyTorch's), `"sum"`, or `"none"`: one loss per token,
+            0 for ignored ones. `"none"` computes the logits again in the backward pass.
+        label_smoothing: Share of the target that is spread evenly over the vocabulary, 0 to 1.
+        z_loss: Weight of the squared log-sum-exp that is added to each token's loss (PaLM,
+            arXiv 2204.02311, section 5).
+        softcap: The logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118).
+        scale: The logits are multiplied by it, before the soft cap.
+        num_items: What `"mean"` divides by in place of the number of tokens: that of all
+            microbatches, say.
+        chunk_bytes: Device memory for one chunk of logits.
+
+    Returns:
+        The loss in nats, float32 or float64: a scalar, or for `"none"` of the shape of `labels`.
+
+    Raises:
+        ConfigurationError: Shapes or types do not fit, or an option cannot work.
+        DataError: A label is outside the vocabulary.
+    """
+    options = LossOptions(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        scale=scale,
+        chunk_bytes=chunk_bytes,
+    )
+    if reduction not in ("mean", "sum", "none"):
+        raise ConfigurationError(f"reduction={reduction!r}: set 'mean', 'sum' or 'none'.")
+    if num_items is not None and reduction != "mean":
+        raise ConfigurationError(
+            f"num_items={num_items} with reduction={reduction!r}: it is what 'mean' divides by. "
+            "Set reduction='mean', or leave num_items out."
+        )
+    _check_shapes(hidden, weight, labels, bias=bias)
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
+    kept = targets[targets != ignore_index]
+    _check_labels(kept, vocabulary=weight.shape[0])
+    job = Job(
+        options=options,
+        dtype=_product_dtype(hidden),
+        needed=(_needs_gradient(hidden), _needs_gradient(weight), _needs_gradient(bias)),
+        has_no_targets=not kept.numel(),
+    )
+    if reduction == "none":
+        losses: Tensor = _LossPerToken.apply(job, rows, weight, bias, targets)  # type: ignore[no-untyped-call]
+        return losses.view(labels.shape)
+    total: Tensor = _SummedLoss.apply(job, rows, weight, bias, targets)  # type: ignore[no-untyped-call]
+    if reduction == "sum":
+        return total
+    if num_items is None:
+        return total / kept.numel()
+    return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the type of the matrix products: autocast's, as it takes hold of a linear layer."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type) and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype
+
+
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
+        raise ConfigurationError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: give "
+            "hidden of shape (..., H) and weight of shape (V, H)."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ConfigurationError(
+            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}: give one label "
+            f"per token, shape {tuple(hidden.shape[:-1])}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigurationError(
+            f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}: give one of "
+            f"shape {tuple(weight.shape[:1])}."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        raise ConfigurationError(
+            f"labels of type {labels.dtype}: give the numbers of classes as whole numbers (int64)."
+        )
+    if not hidden.is_floating_point():
+        raise ConfigurationError(f"hidden of type {hidden.dtype}: give floating-point numbers.")
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ConfigurationError(
+            f"hidden of type {hidden.dtype} and weight of type {weight.dtype}: cast one of them, "
+            "or run under autocast."
+        )
+
+
+def _check_labels(targets: Tensor, *, vocabulary: int) -> None:
+    if targets.numel() == 0:
+        return
+    lowest, highest = (int(x) for x in targets.aminmax())
+    for label in (lowest, highest):
+        if not 0 <= label < vocabulary:
+            place = int((targets == label).nonzero()[0])
+            raise DataError(
+                f"Label {label} (number {place + 1} of those that are not ignored) is outside the "
+                f"vocabulary of {vocabulary}. Labels are 0 to {vocabulary - 1}, or ignore_index."
+            )
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Sum of the losses; its gradients are there when the forward pass has ended.
+
+    They are handed out by the first backward pass. A second one (`retain_graph=True` before it)
+    computes them again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, *tensors: Tensor | None) -> Tensor:
+        ctx.job = job
+        ctx.save_for_backward(*tensors)
+        ctx.like = [None if x is None else x.new_empty(0) for x in tensors[:3]]
+        losses, ctx.gradients = Sweep(job, *tensors).run()  # type: ignore[arg-type]
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _refuse_second_derivative()
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            _, gradients = Sweep(ctx.job, *ctx.saved_tensors).run()
+        # The mean over no tokens is not a number, its gradients are zero.
+        factor = (
+            torch.where(gradient.isfinite(), gradient, 0) if ctx.job.has_no_targets else gradient
+        )
+        return None, *gradients.times(factor, of=ctx.like), None
+
+
+class _LossPerToken(torch.autograd.Function):
+    """One loss per token; their gradients weigh the tokens, so all is computed again backward."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, *tensors: Tensor | None) -> Tensor:
+        ctx.job = job
+        ctx.save_for_backward(*tensors)
+        losses, _ = Sweep(replace(job, needed=(False,) * 3), *tensors).run()  # type: ignore[arg-type]
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _refuse_second_derivative()
+        _, gradients = Sweep(ctx.job, *ctx.saved_tensors, token_weights=gradient).run()
+        return None, *gradients.times(None, of=ctx.saved_tensors[:3]), None
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise ConfigurationError(
+            "linear_cross_entropy has no second derivative, but its backward pass runs with "
+            "create_graph=True. Use torch.nn.functional.cross_entropy on the logits; under the "
+            "strategy, RoundPipeStrategy(loss='own')."
+        )

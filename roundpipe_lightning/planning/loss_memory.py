@@ -1,0 +1,151 @@
+"""What a language model's loss takes in device memory: plainly, and in chunks.
+
+The logits of N tokens over a vocabulary of V are N x V numbers, and a plain loss holds them several
+times over. In chunks, what grows with the number of tokens is the gradient of the hidden states:
+
+```
+plain     N x V x (logits, their float32 copy, log-softmax, two gradients)   + N x H   + V x H
+chunked   n x V x (logits)                      n chosen so that this fits   + N x H   + V x H
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ChunkSizes", "chunk_sizes", "chunked_loss_bytes", "logit_bytes", "plain_loss_bytes"]
+
+DEFAULT_CHUNK_BYTES = 128 * 2**20
+"""Device memory for one chunk of logits."""
+
+_MIN_TOKENS = 32  # fewer would make thin matrix products; the vocabulary is cut instead
+_SOFTMAX_BYTES = 4  # the softmax is computed in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSizes:
+    """How much of the logits is held at a time.
+
+    Attributes:
+        tokens: Rows of a chunk.
+        classes: Columns of a chunk; less than the vocabulary only where few rows are too large,
+            because every column is then computed twice.
+    """
+
+    tokens: int
+    classes: int
+
+
+def logit_bytes(*, compute_bytes: int, softcapped: bool = False) -> int:
+    """Return what one logit of a chunk takes at most.
+
+    Args:
+        compute_bytes: Of a number in the type of the matrix products.
+        softcapped: Whether logits pass through a tanh, whose slope has to be kept.
+    """
+    wide = max(compute_bytes, _SOFTMAX_BYTES)
+    return wide * (2 if softcapped else 1) + (compute_bytes if compute_bytes < wide else 0)
+
+
+def chunk_sizes(
+    *, num_tokens: int, vocabulary: int, bytes_per_logit: int, chunk_bytes: int
+) -> ChunkSizes:
+    """Return the largest chunk within a budget, cut so that the chunks are about equal.
+
+    Args:
+        num_tokens: Rows of logits, at least 1.
+        vocabulary: Columns.
+        bytes_per_logit: See `logit_bytes`.
+        chunk_bytes: The budget. Where it is too small for one logit, the chunk is one logit.
+    """
+    logits = max(1, chunk_bytes // bytes_per_logit)
+    tokens = min(num_tokens, max(logits // vocabulary, min(_MIN_TOKENS, logits)))
+    classes = min(vocabulary, max(1, logits // tokens))
+    return ChunkSizes(tokens=_evenly(num_tokens, tokens), classes=_evenly(vocabulary, classes))
+
+
+def _evenly(total: int, part: int) -> int:
+    """Return the size of equal parts, no more of them than parts of this size, no part larger."""
+    num_parts = -(-total // part)
+    return -(-total // num_parts)
+
+
+def chunked_loss_bytes(
+    *,
+    num_tokens: int,
+    hidden_size: int,
+    vocabulary: int,
+    compute_bytes: int = 4,
+    parameter_bytes: int = 4,
+    trains_weight: bool = True,
+    softcapped: bool = False,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> int:
+    """Return the peak of `linear_cross_entropy`, from the final norm's output to its gradient.
+
+    The hidden states and the weight themselves are not counted; their gradients are.
+
+    Args:
+        num_tokens: Tokens of a microbatch that have a target.
+        hidden_size: Width of the hidden states.
+        vocabulary: Rows of the output projection.
+        compute_bytes: Of a number in the type of the matrix products: 2 under mixed precision.
+        parameter_bytes: Of a number of the weight and of the hidden states.
+        trains_weight: Whether the weight has a gradient.
+        softcapped: Whether the logits are capped by a tanh.
+        chunk_bytes: The budget of a chunk.
+    """
+    per_logit = logit_bytes(compute_bytes=compute_bytes, softcapped=softcapped)
+    sizes = chunk_sizes(
+        num_tokens=max(1, num_tokens),
+        vocabulary=vocabulary,
+        bytes_per_logit=per_logit,
+        chunk_bytes=chunk_bytes,
+    )
+    weight_elements = vocabulary * hidden_size
+    total = sizes.tokens * sizes.classes * per_logit
+    total += 3 * sizes.tokens * hidden_size * max(_SOFTMAX_BYTES, compute_bytes)
+    total += num_tokens * hidden_size * parameter_bytes
+    if compute_bytes != parameter_bytes:
+        total += weight_elements * compute_bytes
+    if trains_weight:
+        total += weight_elements * max(_SOFTMAX_BYTES, parameter_bytes)
+        if parameter_bytes < _SOFTMAX_BYTES:
+            total += weight_elements * parameter_bytes
+    return total
+
+
+def plain_loss_bytes(
+    *,
+    num_tokens: int,
+    hidden_size: int,
+    vocabulary: int,
+    compute_bytes: int = 4,
+    parameter_bytes: int = 4,
+    trains_weight: bool = True,
+) -> int:
+    """Return the peak of the loss of transformers' models, counted as for `chunked_loss_bytes`.
+
+    At the peak, in the backward pass, there are: the logits (the model's output has them), their
+    float32 copy where they have another type, the log-softmax, its gradient, and the gradient of
+    the logits.
+
+    Args:
+        num_tokens: Tokens of a microbatch; those without a target count, too.
+        hidden_size: Width of the hidden states.
+        vocabulary: Rows of the output projection.
+        compute_bytes: Of a number in the type of the matrix products.
+        parameter_bytes: Of a number of the weight and of the hidden states.
+        trains_weight: Whether the weight has a gradient; it is made when the peak is over, but
+            may itself be larger.
+    """
+    wide = max(compute_bytes, _SOFTMAX_BYTES)
+    copies = compute_bytes + (wide if compute_bytes < wide else 0) + 3 * wide
+    weight_elements = vocabulary * hidden_size
+    cast = weight_elements * compute_bytes if compute_bytes != parameter_bytes else 0
+    held = num_tokens * vocabulary * copies
+    gradients = num_tokens * hidden_size * parameter_bytes
+    if trains_weight:
+        gradients += weight_elements * parameter_bytes
+    late = num_tokens * vocabulary * (compute_bytes + wide) + gradients
+    return cast + max(held, late)

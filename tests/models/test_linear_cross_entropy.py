@@ -1,0 +1,367 @@
+"""`linear_cross_entropy` gives the loss and the gradients of PyTorch's own on whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from roundpipe_lightning import linear_cross_entropy
+from roundpipe_lightning.engine.tagged import TaggedTensor, tag, untag
+from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.models.meter import Meter
+from roundpipe_lightning.planning.loss_memory import chunked_loss_bytes, plain_loss_bytes
+
+WIDTH, VOCABULARY = 5, 11
+IGNORED = -100
+
+
+def plain_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    num_items: float | None = None,
+) -> Tensor:
+    """The loss as its formula reads, on whole logits."""
+    logits = functional.linear(hidden, weight, bias) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    flat, targets = logits.flatten(0, -2), labels.flatten()
+    losses = functional.cross_entropy(
+        flat,
+        targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    losses = losses + z_loss * flat.logsumexp(-1).square() * (targets != ignore_index)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / ((targets != ignore_index).sum() if num_items is None else num_items)
+
+
+def operands(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, vocabulary: int = VOCABULARY
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden, weight, labels and bias; a third of the labels is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*shape, WIDTH, generator=generator, dtype=dtype)
+    weight = torch.randn(vocabulary, WIDTH, generator=generator, dtype=dtype)
+    bias = torch.randn(vocabulary, generator=generator, dtype=dtype)
+    labels = torch.randint(vocabulary, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.3] = IGNORED
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, bias.requires_grad_()
+
+
+def check_same(got: Tensor, want: Tensor, inputs: list[Tensor]) -> None:
+    """Compare values, and gradients from an arbitrary gradient of the loss."""
+    upstream = torch.linspace(0.5, 2.0, want.numel(), dtype=want.dtype).view(want.shape)
+    gradients = torch.autograd.grad(got, inputs, upstream)
+    wanted = torch.autograd.grad(want, inputs, upstream)
+    torch.testing.assert_close(got, want)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        assert gradient.dtype == other.dtype
+        torch.testing.assert_close(gradient, other)
+
+
+@settings(max_examples=150)
+@given(
+    shape=st.sampled_from([(1,), (9,), (2, 7), (2, 2, 3)]),
+    seed=st.integers(0, 5),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    z_loss=st.sampled_from([0.0, 0.01]),
+    softcap=st.sampled_from([None, 3.0]),
+    scale=st.sampled_from([1.0, 0.25]),
+    has_bias=st.booleans(),
+    ignore_index=st.sampled_from([IGNORED, 4]),
+    chunk_bytes=st.sampled_from([1, 8 * 3, 8 * 2 * VOCABULARY, 8 * 4 * VOCABULARY + 8, 10**6]),
+)
+def test_every_combination_of_options_equals_the_plain_loss(
+    shape: tuple[int, ...],
+    seed: int,
+    has_bias: bool,
+    ignore_index: int,
+    chunk_bytes: int,
+    **options: Any,
+) -> None:
+    hidden, weight, labels, bias = operands(*shape, seed=seed)
+    if not (labels != IGNORED).any():
+        labels.flatten()[0] = 3
+    labels[labels == IGNORED] = ignore_index
+    options |= {"bias": bias if has_bias else None, "ignore_index": ignore_index}
+    if not (labels != ignore_index).any():
+        options["reduction"] = "sum"
+    got = linear_cross_entropy(hidden, weight, labels, chunk_bytes=chunk_bytes, **options)
+    check_same(
+        got,
+        plain_loss(hidden, weight, labels, **options),
+        [hidden, weight, bias] if has_bias else [hidden, weight],
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_are_those_of_finite_differences(reduction: Any) -> None:
+    hidden, weight, labels, bias = operands(6)
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            reduction=reduction,
+            label_smoothing=0.1,
+            z_loss=0.02,
+            softcap=2.0,
+            scale=1.5,
+            chunk_bytes=200,
+        )
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_without_targets_the_mean_is_no_number_and_gradients_are_zero(
+    num_tokens: int, label_smoothing: float
+) -> None:
+    hidden, weight, labels, _ = operands(num_tokens)
+    labels[:] = IGNORED
+    for reduction in ("mean", "sum"):
+        loss = linear_cross_entropy(
+            hidden, weight, labels, reduction=reduction, label_smoothing=label_smoothing
+        )
+        plain = functional.cross_entropy(
+            functional.linear(hidden, weight),
+            labels,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        torch.testing.assert_close(loss, plain, equal_nan=True)
+        for gradient in torch.autograd.grad(loss, (hidden, weight)):
+            assert not gradient.any()
+    losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
+    assert losses.shape == (num_tokens,)
+    assert not losses.any()
+
+
+def test_num_items_is_what_the_mean_divides_by() -> None:
+    hidden, weight, labels, _ = operands(6)
+    total = linear_cross_entropy(hidden, weight, labels, reduction="sum")
+    for num_items in (17, torch.tensor(17)):
+        loss = linear_cross_entropy(hidden, weight, labels, num_items=num_items)
+        torch.testing.assert_close(loss, total / 17)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    hidden, weight, labels, bias = operands(6)
+    for frozen in ([hidden], [weight, bias], [bias]):
+        inputs = [x for x in (hidden, weight, bias) if all(x is not y for y in frozen)]
+        for tensor in frozen:
+            tensor.requires_grad_(False)
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias)
+        check_same(loss, plain_loss(hidden, weight, labels, bias=bias), inputs)
+        for tensor in frozen:
+            tensor.requires_grad_(True)
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias)
+    assert not loss.requires_grad
+
+
+def test_a_weight_that_is_the_embedding_too_gets_both_gradients() -> None:
+    _, weight, labels, _ = operands(6)
+    ids = torch.arange(6)
+
+    def hidden() -> Tensor:
+        return functional.embedding(ids, weight).tanh()
+
+    got = linear_cross_entropy(hidden(), weight, labels)
+    check_same(got, plain_loss(hidden(), weight, labels), [weight])
+
+
+def test_the_graph_can_be_run_again_where_it_is_kept() -> None:
+    hidden, weight, labels, _ = operands(6)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(2 * loss, (hidden, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(2 * a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_is_refused(reduction: Any) -> None:
+    hidden, weight, labels, _ = operands(6)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
+    with pytest.raises(ConfigurationError, match="create_graph=True"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+# --- number formats -------------------------------------------------------------------------------
+
+
+def test_autocast_gives_what_it_gives_the_plain_loss_to_its_rounding() -> None:
+    hidden, weight, labels, bias = operands(40, dtype=torch.float32)
+    inputs = [hidden, weight, bias]
+    exact = torch.autograd.grad(plain_loss(hidden, weight, labels, bias=bias), inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_bytes=300)
+        want = plain_loss(hidden, weight, labels, bias=bias)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want.float(), rtol=1e-2, atol=1e-2)
+    plain_gradients = torch.autograd.grad(want, inputs)
+    for mine, plain, true in zip(
+        torch.autograd.grad(got, inputs), plain_gradients, exact, strict=True
+    ):
+        assert mine.dtype == torch.float32
+        assert (mine - true).norm() <= 1.2 * (plain - true).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_narrow_parameters_get_gradients_of_their_own_type(
+    dtype: torch.dtype, softcap: float | None
+) -> None:
+    hidden, weight, labels, _ = operands(40, dtype=torch.float32)
+    low = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+    wide = [x.detach().float().requires_grad_() for x in low]
+    got = linear_cross_entropy(low[0], low[1], labels, chunk_bytes=300, softcap=softcap)
+    want = plain_loss(wide[0], wide[1], labels, softcap=softcap)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    for mine, true in zip(
+        torch.autograd.grad(got, low), torch.autograd.grad(want, wide), strict=True
+    ):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.float(), true, rtol=3e-2, atol=1e-3)
+
+
+def test_gradients_of_many_tokens_do_not_vanish_in_float16() -> None:
+    """The mean's factor comes after the 16-bit products, as a loss scale comes before them."""
+    hidden, weight, labels, _ = operands(64, dtype=torch.float32)
+    low = [x.detach().half().requires_grad_() for x in (hidden, weight)]
+    loss = linear_cross_entropy(low[0], low[1], labels, num_items=1e9) * 1e9
+    true = plain_loss(hidden, weight, labels, reduction="sum")
+    gradient = torch.autograd.grad(loss, low[0])[0].float()
+    torch.testing.assert_close(gradient, torch.autograd.grad(true, hidden)[0], rtol=0.05, atol=0.01)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("trains_weight", [True, False])
+@pytest.mark.parametrize("chunk_bytes", [2**18, 2**21])
+def test_memory_is_what_the_planner_is_told(
+    trains_weight: bool, softcap: float | None, chunk_bytes: int
+) -> None:
+    width, vocabulary, num_tokens = 64, 5000, 512
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, width, generator=generator).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator).requires_grad_(trains_weight)
+    labels = torch.randint(vocabulary, (num_tokens,), generator=generator)
+    sizes = {"num_tokens": num_tokens, "hidden_size": width, "vocabulary": vocabulary}
+    with Meter() as meter:
+        loss = linear_cross_entropy(
+            hidden, weight, labels, chunk_bytes=chunk_bytes, softcap=softcap
+        )
+        loss.backward()
+    told = chunked_loss_bytes(
+        **sizes,
+        trains_weight=trains_weight,
+        softcapped=softcap is not None,
+        chunk_bytes=chunk_bytes,
+    )
+    assert 0.95 * told <= meter.peak_bytes <= 1.05 * told
+    del loss
+    hidden.grad = weight.grad = None
+    with Meter() as meter:
+        logits = functional.linear(hidden, weight)
+        functional.cross_entropy(logits.float(), labels).backward()
+    plain = plain_loss_bytes(**sizes, trains_weight=trains_weight)
+    assert 0.9 * plain <= meter.peak_bytes <= 1.05 * plain
+
+
+def test_ignored_tokens_cost_nothing() -> None:
+    hidden, weight, labels, _ = operands(3000, dtype=torch.float32, vocabulary=500)
+    labels[1:] = IGNORED
+    labels[0] = 1
+    with torch.no_grad(), Meter() as meter:
+        linear_cross_entropy(hidden, weight, labels)
+    assert meter.count.matrix_operations == 2 * WIDTH * 500
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def test_runs_where_its_operands_are() -> None:
+    hidden, weight, labels, bias = operands(6)
+    there = [tag(x.detach(), "worker:1").requires_grad_() for x in (hidden, weight, bias)]
+    loss = linear_cross_entropy(
+        there[0], there[1], tag(labels, "worker:1"), bias=there[2], chunk_bytes=200
+    )
+    assert isinstance(loss, TaggedTensor)
+    want = plain_loss(hidden, weight, labels, bias=bias)
+    torch.testing.assert_close(untag(loss.detach()), want.detach())
+    gradients = torch.autograd.grad(loss, there)
+    for gradient, other in zip(
+        gradients, torch.autograd.grad(want, (hidden, weight, bias)), strict=True
+    ):
+        torch.testing.assert_close(untag(gradient), other)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reduction": "max"}, "reduction='max': set 'mean', 'sum' or 'none'"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5: give a share from 0 to 1"),
+        ({"z_loss": -1.0}, "z_loss=-1.0: give a weight of 0 or more"),
+        ({"softcap": 0.0}, "softcap=0.0: give the largest size of a logit"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0: give the bytes of a chunk"),
+        ({"num_items": 3, "reduction": "sum"}, "num_items=3 with reduction='sum'"),
+        ({"weight": torch.zeros(11, 4)}, r"hidden \(2, 3, 5\) and weight \(11, 4\) do not fit"),
+        ({"labels": torch.zeros(6).long()}, r"labels \(6,\) do not fit hidden \(2, 3, 5\)"),
+        ({"bias": torch.zeros(5)}, r"bias \(5,\) does not fit weight \(11, 5\)"),
+        ({"labels": torch.zeros(2, 3)}, "labels of type torch.float32"),
+        ({"hidden": torch.zeros(2, 3, 5).long()}, "hidden of type torch.int64"),
+        ({"weight": torch.zeros(11, 5).half()}, "weight of type torch.float16: cast one of them"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "hidden": torch.zeros(2, 3, 5),
+        "weight": torch.zeros(11, 5),
+        "labels": torch.zeros(2, 3).long(),
+    }
+    with pytest.raises(ConfigurationError, match=message):
+        linear_cross_entropy(**{**given, **change})
+
+
+@pytest.mark.parametrize("label", [11, -1])
+def test_a_label_outside_the_vocabulary_is_named(label: int) -> None:
+    labels = torch.tensor([3, IGNORED, label])
+    message = (
+        rf"Label {label} \(number 2 of those that are not ignored\) is outside the vocabulary of 11"
+    )
+    with pytest.raises(DataError, match=message):
+        linear_cross_entropy(torch.zeros(3, 5), torch.zeros(11, 5), labels)
