@@ -4,8 +4,10 @@
 RoundPipeError
 ├── ConfigurationError        a setting, flag or combination that cannot work; names it and the way
 out │   ├── PlanError             a plan, schedule or partition that is malformed, deadlocks or is
-for another model │   └── HardwareError         a hardware description with missing, negative or
+for another model │   │   └── FitError          a training that does not fit a machine's memory
+│   └── HardwareError         a hardware description with missing, negative or
 unknown figures ├── BatchError                a batch that cannot be split as asked
+├── DataError                 a sample that cannot be read or used; names its file and line
 ├── CaptureError              user code that the block capture cannot follow
 │   ├── GlueError             code between two blocks changed the tensor that flows through them
 │   └── RandomnessError       random numbers drawn in a way that a recompute cannot repeat
@@ -31,12 +33,20 @@ class PlanError(ConfigurationError):
     """A plan, schedule or partition is malformed, would deadlock, or belongs to another model."""
 
 
+class FitError(PlanError):
+    """A training does not fit a machine's memory. The message says what is missing, what helps."""
+
+
 class HardwareError(ConfigurationError):
     """A hardware description has missing, negative or unknown figures."""
 
 
 class BatchError(RoundPipeError, ValueError):
     """A batch cannot be split into the wanted number of microbatches."""
+
+
+class DataError(RoundPipeError, ValueError):
+    """A sample or a file of samples cannot be read or used. The message names file and line."""
 
 
 class CaptureError(RoundPipeError, RuntimeError):

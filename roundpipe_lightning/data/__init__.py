@@ -1,6 +1,17 @@
 """What `train.py` trains on. Nothing is downloaded, and nothing is read at import."""
 
 from roundpipe_lightning.data.byte_windows import ByteDataModule
+from roundpipe_lightning.data.chat import ChatDataModule
 from roundpipe_lightning.data.corpus import TextFolder
+from roundpipe_lightning.data.files import FileOptions
+from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
 
-__all__ = ["ByteDataModule", "TextFolder"]
+__all__ = [
+    "ByteDataModule",
+    "ChatDataModule",
+    "DatasetRecords",
+    "FileOptions",
+    "Record",
+    "RecordFiles",
+    "TextFolder",
+]

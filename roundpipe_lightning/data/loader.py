@@ -1,6 +1,6 @@
 """Batches in an order that depends on the seed and the epoch alone, and that can be resumed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,26 +54,34 @@ class SeededOrder(Sampler[int]):
         return iter(order[start:])
 
 
-class ResumableLoader(DataLoader[dict[str, Tensor]]):
+class ResumableLoader(DataLoader[Any]):
     """A loader that goes on in the middle of an epoch with the batch that would have come next.
 
     Lightning saves `state_dict` in every checkpoint and hands it back before the first batch.
 
     Args:
-        windows: What to load.
+        dataset: What to load.
         order: The order of the epoch; this loader owns it.
-        batch_size: Windows in a batch; a smaller last one is dropped.
+        batch_size: Samples in a batch; a smaller last one is dropped.
         num_workers: Processes that prepare batches; 0 prepares them in the Trainer's.
+        collate: Makes a batch of samples; None stacks their tensors.
     """
 
     def __init__(
-        self, windows: Windows, *, order: SeededOrder, batch_size: int, num_workers: int
+        self,
+        dataset: Dataset[Any],
+        *,
+        order: SeededOrder,
+        batch_size: int,
+        num_workers: int,
+        collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(
-            windows,
+            dataset,
             sampler=order,
             batch_size=batch_size,
             num_workers=num_workers,
+            collate_fn=collate,
             drop_last=True,
             persistent_workers=num_workers > 0,
         )
@@ -81,7 +89,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         self.num_yielded = 0
         self._num_skipped = 0
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.num_yielded, self._num_skipped = self._num_skipped, 0
         batch_size = self.batch_size
         assert batch_size is not None

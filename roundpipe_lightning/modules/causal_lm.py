@@ -1,6 +1,7 @@
 """Next-token training of any transformers causal language model: bytes, text or chat."""
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -9,6 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import NotRequired
 
+from roundpipe_lightning.modules.packing import (
+    as_one_row,
+    check_documents_apart,
+    runs_flash_attention,
+)
 from roundpipe_lightning.modules.parts import (
     AdapterMaker,
     OptimizerFactory,
@@ -73,13 +79,22 @@ class CausalLanguageModule(LightningModule):
         if self.model is None:
             self.model = build_model(self.source, adapters=self.adapters, task="CAUSAL_LM")
 
+    def on_fit_start(self) -> None:
+        """Try whether the model keeps packed documents apart, if the data packs any."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if getattr(data, "packs_documents", False):
+            check_documents_apart(self.model)
+
     def forward(self, batch: TokenBatch) -> Any:
         """The model's own output for a batch: its `loss` (a scalar) and its `logits`.
 
         Args:
             batch: Token ids, labels and what else the data gives, on one device.
         """
-        return require_built(self.model)(**batch, use_cache=False)
+        model = require_built(self.model)
+        if "position_ids" in batch and runs_flash_attention(model):
+            return model(**as_one_row(cast(Mapping[str, Tensor], batch)), use_cache=False)
+        return model(**batch, use_cache=False)
 
     def training_step(self, batch: TokenBatch) -> Tensor:
         """Loss of one batch in nats per token, logged as `train_loss`."""

@@ -16,7 +16,10 @@ from roundpipe_lightning.cli.configs import find_config_folder
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 GROUPS = [path for path in FILES if len(path.parts) == 2]
-NEEDED = {"partition/saved": ["partition.plan=plan.json"]}
+NEEDED = {
+    "data/chat": ["data.files=[chat.jsonl]"],
+    "partition/saved": ["partition.plan=plan.json"],
+}
 """Settings that an entry leaves to the user."""
 
 

@@ -1,0 +1,119 @@
+"""Tokenizers: published ones, those of a local folder, and one of bytes that needs neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+
+_SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+NUM_BYTE_TOKENS = 256 + len(_SPECIAL)
+"""Tokens of the byte tokenizer that has learned no longer pieces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSource:
+    """Where a tokenizer comes from; nothing is read until `load`.
+
+    Attributes:
+        name: Name on the Hugging Face hub or a local folder with `tokenizer.json`; None: one token
+            for each byte, with a pad token and a chat template, which needs no file.
+        chat_template: File with a Jinja template that takes the place of the tokenizer's own.
+        pad_token: A token of the vocabulary to pad with, for tokenizers that have none.
+    """
+
+    name: str | None = None
+    chat_template: str | None = None
+    pad_token: str | None = None
+
+    def load(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            ModelSourceError: It cannot be found, or is none.
+            ConfigurationError: The template's file is missing or the pad token is unknown.
+        """
+        tokenizer = byte_level_tokenizer() if self.name is None else _pretrained(self.name)
+        if self.chat_template is not None:
+            path = Path(self.chat_template).expanduser()
+            if not path.is_file():
+                raise ConfigurationError(
+                    f"data.tokenizer.chat_template={self.chat_template!r} is not a file (looked in "
+                    f"{Path.cwd()}). Name a file with a Jinja template, or null for the "
+                    "tokenizer's own."
+                )
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        if self.pad_token is not None:
+            if self.pad_token not in tokenizer.get_vocab():
+                raise ConfigurationError(
+                    f"data.tokenizer.pad_token={self.pad_token!r} is not in the tokenizer's "
+                    f"vocabulary of {len(tokenizer)} tokens. Its special tokens are "
+                    f"{', '.join(map(repr, tokenizer.all_special_tokens)) or 'none'}."
+                )
+            tokenizer.pad_token = self.pad_token
+        return tokenizer
+
+
+def byte_level_tokenizer(
+    texts: Iterable[str] = (), *, num_tokens: int = NUM_BYTE_TOKENS
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a pad token and a chat template, learned on the spot.
+
+    Args:
+        texts: What the pieces longer than a byte are learned from.
+        num_tokens: Size of the vocabulary at most; with the least, every byte is a token.
+
+    Returns:
+        A tokenizer for which any text is encodable; `save_pretrained` writes it to a folder.
+
+    Raises:
+        ConfigurationError: There is no room for the bytes and the special tokens.
+    """
+    if num_tokens < NUM_BYTE_TOKENS:
+        raise ConfigurationError(
+            f"num_tokens={num_tokens} has no room for 256 bytes and {len(_SPECIAL)} special "
+            f"tokens: use {NUM_BYTE_TOKENS} or more."
+        )
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=num_tokens,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    pad, _, end = _SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad, eos_token=end, chat_template=_TEMPLATE
+    )
+
+
+def _pretrained(name: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        place = "the local folder" if Path(name).is_dir() else "the Hugging Face hub"
+        raise ModelSourceError(
+            f"The tokenizer {name!r} cannot be loaded from {place} "
+            f"({lines[0] if lines else type(error).__name__}). Set data.tokenizer.name to a folder "
+            "that holds tokenizer.json and tokenizer_config.json, or to null for bytes."
+        ) from error

@@ -1,0 +1,259 @@
+"""Conversations: which tokens are predicted, and what is said about broken ones."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_lightning.data import ChatDataModule, Record
+from roundpipe_lightning.data.conversation import ConversationEncoder
+from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.modules.tokenizer import TokenizerSource
+
+MESSAGES = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "yes two?"},
+    {"role": "assistant", "content": "no, two"},
+]
+
+WITHOUT_MARKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+REASONING = (  # the last of the assistant's messages begins with its thoughts, earlier ones do not
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+COUNTING = (  # says how many messages there are before the first one
+    "{{ messages | length }}{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+)
+
+
+def tokenizer(template: str | None = None) -> Any:
+    made = TokenizerSource().load()
+    if template is not None:
+        made.chat_template = template
+    return made
+
+
+def predicted(template: str | None, messages: list[dict[str, Any]]) -> str:
+    made = tokenizer(template)
+    sample = ConversationEncoder(made, name="it")(Record(fields={"messages": messages}, place="p"))
+    assert made.decode(sample.input_ids) == made.apply_chat_template(messages, tokenize=False)
+    return str(made.decode(sample.labels[sample.labels != -100]))
+
+
+@pytest.mark.parametrize("template", [None, WITHOUT_MARKS], ids=["marked", "by difference"])
+def test_the_assistants_words_and_their_end_are_predicted(template: str | None) -> None:
+    assert predicted(template, MESSAGES) == "yes<|im_end|>no, two<|im_end|>"
+
+
+def test_a_template_may_write_the_last_message_in_another_way() -> None:
+    assert predicted(REASONING, MESSAGES) == "yes<|im_end|><think></think>no, two<|im_end|>"
+
+
+def test_a_template_that_rewrites_the_whole_is_refused() -> None:
+    with pytest.raises(DataError, match=r"^p: message 3 is the assistant's.*generation marks"):
+        predicted(COUNTING, MESSAGES)
+
+
+def test_what_a_template_raises_names_the_place() -> None:
+    template = "{{ raise_exception('only the user may begin') }}"
+    with pytest.raises(DataError, match=r"^p: .*only the user may begin"):
+        predicted(template, MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", r"a conversation is a list of messages"),
+        ([], r"a conversation is a list of messages, and not an empty one"),
+        (["hello"], r"message 1 is no object"),
+        ([{"role": "bot", "content": "x"}], r"message 1 has the role 'bot'\. Known roles are sys"),
+        ([{"content": "x"}], r"message 1 has the role None"),
+        ([MESSAGES[0], {"role": "user", "content": ""}], r"message 2 \(user\) has no content"),
+        ([{"role": "user"}], r"message 1 \(user\) has no content"),
+    ],
+)
+def test_a_conversation_that_is_none_is_named(messages: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"^p: {message}"):
+        predicted(None, messages)
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    made = tokenizer()
+    made.chat_template = None
+    with pytest.raises(ConfigurationError, match=r"tokenizer 'x' has no chat template.*Jinja"):
+        ConversationEncoder(made, name="'x'")
+
+
+# --- the data module ------------------------------------------------------------------------------
+
+
+def write(path: Path, *conversations: Any) -> str:
+    lines = [json.dumps({"messages": messages}) for messages in conversations]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def talk(answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+
+
+def make(folder: Path, *conversations: Any, **options: Any) -> ChatDataModule:
+    settings = {"seq_len": 96, "batch_size": 2, "validation_share": 0.2, **options}
+    path = write(folder / "chat.jsonl", *conversations)
+    return ChatDataModule(files=[path], tokenizer=TokenizerSource(), **settings)
+
+
+def test_packed_batches_have_positions_and_no_mask(tmp_path: Path) -> None:
+    data = make(tmp_path, *[talk("a" * length) for length in range(1, 21)])
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    assert batch["input_ids"].shape == (2, 96)
+    assert data.packs_documents
+    starts = (batch["position_ids"] == 0).sum(dim=1)
+    assert (starts >= 2).all()
+
+
+def test_single_batches_are_padded_to_their_longest(tmp_path: Path) -> None:
+    talks = [talk("a" * length) for length in range(1, 21)]
+    data = make(tmp_path, *talks, packing=False, pad_to_multiple_of=16)
+    data.setup()
+    lengths = set()
+    for batch in data.train_dataloader():
+        assert set(batch) == {"input_ids", "labels", "attention_mask"}
+        longest = int(batch["attention_mask"].sum(dim=1).max())
+        assert 0 <= batch["input_ids"].shape[1] - longest < 16
+        assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+        lengths.add(batch["input_ids"].shape[1])
+    assert len(lengths) > 1
+
+
+def test_validation_samples_are_not_trained_on_and_do_not_depend_on_the_seed(
+    tmp_path: Path,
+) -> None:
+    talks = [talk(f"{number:02}") for number in range(10)]
+
+    def parts(seed: int) -> tuple[list[Any], list[Any]]:
+        data = make(tmp_path, *talks, packing=False, seed=seed)
+        data.setup()
+        loaders = (data.train_dataloader(), data.val_dataloader())
+        batches = (
+            [row.tolist() for batch in loader for row in batch["labels"]] for loader in loaders
+        )
+        train, validation = batches
+        return train, validation
+
+    train, validation = parts(0)
+    assert (len(train), len(validation)) == (8, 2)
+    assert not any(row in train for row in validation)
+    assert parts(1)[1] == validation
+    assert parts(1)[0] != train
+
+
+def test_validation_files_can_be_named(tmp_path: Path) -> None:
+    extra = write(tmp_path / "validation.jsonl", talk("other"))
+    data = make(tmp_path, talk("a"), talk("b"), packing=False, validation_files=[extra])
+    data.setup()
+    assert [len(batch["labels"]) for batch in data.val_dataloader()] == [1]
+
+
+def test_samples_without_a_word_of_the_assistant_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent = [{"role": "user", "content": "?"}]
+    with caplog.at_level(logging.WARNING):
+        data = make(tmp_path, *[talk("a")] * 9, silent, packing=False)
+        data.setup()
+    assert "1 of 10 samples left out: without a word of the assistant" in caplog.text
+    with pytest.raises(DataError, match=r"chat\.jsonl, line 10: the assistant says nothing"):
+        make(tmp_path, *[talk("a")] * 9, silent, no_target="refuse").setup()
+    with pytest.raises(DataError, match=r"no sample that can be used \(2 without a word"):
+        make(tmp_path, silent, silent).setup()
+
+
+def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
+    talks = [*[talk("a")] * 9, talk("b" * 200)]
+    with pytest.raises(DataError, match=r"line 10: .* tokens, more than data\.seq_len=96"):
+        make(tmp_path, *talks).setup()
+    dropped = make(tmp_path, *talks, too_long="drop")
+    dropped.setup()
+    assert dropped.skipped == {"longer than data.seq_len=96 tokens": 1}
+    cut = make(tmp_path, *talks, too_long="cut_end", packing=False, validation_share=0.1)
+    cut.setup()
+    rows = [row for batch in cut.train_dataloader() for row in batch["input_ids"]]
+    assert cut.skipped == {}
+    assert max(len(row) for row in rows) <= 96
+
+
+def test_a_conversation_cut_before_the_answer_is_left_out(tmp_path: Path) -> None:
+    late = [{"role": "user", "content": "?" * 200}, {"role": "assistant", "content": "a"}]
+    data = make(tmp_path, *[talk("a")] * 9, late, too_long="cut_end", no_target="refuse")
+    with pytest.raises(DataError, match=r"line 10: .*conversation as far as it is kept"):
+        data.setup()
+
+
+def test_too_few_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"1 samples are too few for training and valid"):
+        make(tmp_path, talk("a")).setup()
+    with pytest.raises(ConfigurationError, match=r"less than one batch of data\.batch_size=4"):
+        make(tmp_path, *[talk("a")] * 3, batch_size=4, packing=False).setup()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 1}, r"data\.seq_len=1 must be at least 2"),
+        ({"batch_size": 0}, r"data\.batch_size=0 must be at least 1"),
+        ({"validation_share": 1.0}, r"data\.validation_share=1\.0 must lie between 0 and 1"),
+        ({"too_long": "cut"}, r"data\.too_long='cut' is not one of"),
+        ({"no_target": "keep"}, r"data\.no_target='keep' is not one of drop, refuse"),
+    ],
+)
+def test_settings_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make(tmp_path, talk("a"), **options)
+
+
+def test_a_missing_pad_token_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    class WithoutPad:
+        name = "mine"
+
+        def load(self) -> Any:
+            made = tokenizer()
+            made.pad_token = None
+            return made
+
+    data = ChatDataModule(
+        files=[str(tmp_path / "none.jsonl")], tokenizer=WithoutPad(), seq_len=8, batch_size=1
+    )
+    with pytest.raises(ConfigurationError, match=r"'mine' has no pad token.*'<\|im_end\|>'"):
+        data.setup()
+
+
+def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    talks = [talk(f"{number:02}") for number in range(12)]
+
+    def loader() -> Any:
+        data = make(tmp_path, *talks, packing=False)
+        data.setup()
+        return data.train_dataloader()
+
+    whole = [batch["labels"] for batch in loader()]
+    first = loader()
+    batches = iter(first)
+    next(batches)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    rest = [batch["labels"] for batch in second]
+    assert len(rest) == len(whole) - 1
+    assert all(torch.equal(a, b) for a, b in zip(rest, whole[1:], strict=True))
