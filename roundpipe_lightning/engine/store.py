@@ -10,12 +10,16 @@ block 3   flat float32 [ q.weight | k.weight | v.weight | ... | norm.weight ]   
 ```
 
 Trainable and frozen parameters have buffers of their own, so that saving one kind does not drag the
-other kind's storage along.
+other kind's storage along. Frozen parameters that are views of a file (`engine/mapped.py`) stay
+there. A block's old memory is free before the next block's buffers are made, so opening the store
+takes the model's memory and one block's.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.mapped import MappedParameter, is_mapped
 from roundpipe_lightning.errors import ConfigurationError
 
 _ALIGNMENT_BYTES = 64  # of every parameter in its buffer: what vector units and BLAS like
@@ -55,10 +60,11 @@ class ParameterGroup:
         self._slots: dict[nn.Parameter, Slot] = {}
         kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
-            if parameter not in loners:
+            if parameter not in loners and not is_mapped(parameter):
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
         for (dtype, _), members in kinds.items():
             self._adopt(members, dtype)
+        _return_freed_memory()
 
     def _adopt(self, members: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
@@ -98,7 +104,8 @@ class ParameterGroup:
         # truth.
         if slot is None or parameter.data_ptr() != self._address(slot):
             return device.upload(parameter)
-        return _like(flats[slot.buffer], slot.offset, parameter)
+        # `.data` has a version of its own: else what is done to one parameter is done to them all.
+        return _like(flats[slot.buffer], slot.offset, parameter).data
 
     def _address(self, slot: Slot) -> int:
         buffer = self.buffers[slot.buffer]
@@ -113,7 +120,8 @@ class HostStore:
         blocks: The blocks of its stack.
 
     Raises:
-        ConfigurationError: If a parameter has no values (meta device).
+        ConfigurationError: If a parameter has no values (meta device), or was mapped from a file
+            and has been converted or written to.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -123,6 +131,10 @@ class HostStore:
                     f"Parameter {name!r} is on the meta device: it has a shape but no values. Load "
                     "or initialise the weights in `configure_model`."
                 )
+            if isinstance(parameter, MappedParameter):
+                parameter.check_unconverted(name)
+                parameter.check_unwritten(name)
+        self._mapped = {p: name for name, p in module.named_parameters() if is_mapped(p)}
         owners: dict[nn.Parameter, int] = {}
         for block in blocks:
             for parameter in block.parameters():
@@ -163,12 +175,29 @@ class HostStore:
         return sum(parameter.nbytes for parameter in self._of_block[index])
 
     def upload_block(self, index: int, device: Device) -> dict[nn.Parameter, Tensor]:
-        """Copy a block's parameters, those it shares with others included, to a device."""
+        """Copy a block's parameters, those it shares with others included, to a device.
+
+        Raises:
+            ConfigurationError: If one that is mapped from a file was written to.
+        """
+        for parameter in self._of_block[index]:
+            if isinstance(parameter, MappedParameter) and parameter in self._mapped:
+                parameter.check_unwritten(self._mapped[parameter])
         values = self._blocks[index].upload(device)
         for parameter in self._of_block[index]:
             if parameter not in values:
                 values[parameter] = device.upload(parameter)
         return values
+
+
+def _return_freed_memory() -> None:
+    """Give what was freed back to the system: the C library keeps pieces below 32 MiB.
+
+    Without it, opening a store may take the memory of the model twice. Only glibc needs this.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _parameters_outside(module: nn.Module, blocks: set[nn.Module]) -> set[nn.Parameter]:

@@ -12,11 +12,14 @@ view 1    LightningModule ── model ── layers ── [proxy 0, proxy 1]  
 ```
 
 A view's class is a subclass of the original's made on the fly, whose `__class__` is the original's,
-so that `isinstance`, `super()` and `type(self).__name__` mean what they always meant.
+so that `isinstance`, `super()` and `type(self).__name__` mean what they always meant. Code that
+gives a module another class for a while (`torch.nn.utils.parametrize`, which peft uses for the
+parameters of experts) gives it to the view alone.
 """
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -25,6 +28,18 @@ from torch import nn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
+
+DELETED: Any = object()
+"""What a view tells in place of a value when an attribute is deleted."""
+
+
+def write_through(module: nn.Module, name: str, value: Any) -> None:
+    """Write an attribute of an original, or delete it."""
+    if value is DELETED:
+        delattr(module, name)
+    else:
+        setattr(module, name, value)
+
 
 V = TypeVar("V")
 
@@ -40,6 +55,7 @@ class LazyTable(dict[str, V], Generic[V]):
 
     def __init__(self, entries: Mapping[str, Any], place: Callable[[Any], V]) -> None:
         super().__init__(entries)
+        self._entries = entries
         self._place = place
         self._own: set[str] = set()  # entries that the user's code has put in: used as they are
         self._fresh: set[str] = set()  # those of them that the original has not been told about
@@ -49,6 +65,11 @@ class LazyTable(dict[str, V], Generic[V]):
         return value if value is None or key in self._own else self._place(value)
 
     def __setitem__(self, key: str, value: Any) -> None:
+        entry = self._entries.get(key)
+        if entry is not None and key not in self and self._place(entry) is value:
+            self._own.discard(key)  # taken out and put back, as parametrizing does
+            super().__setitem__(key, entry)
+            return
         self._own.add(key)
         self._fresh.add(key)
         super().__setitem__(key, value)
@@ -88,10 +109,16 @@ class View:
         for table in _TABLES:
             if name in own[table]:
                 return own[table][name]
+        if name in own["_gone"]:
+            kind = type(own["_view_of"]).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         return _rebound(getattr(own["_view_of"], name), own["_view_of"], self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
+        if name == "__class__":
+            own["_classes"].assume(self, value)
+            return
         for table in _TABLES:
             if name in own[table]:
                 own[table][name] = value
@@ -101,9 +128,10 @@ class View:
             object.__setattr__(self, name, value)
             return
         own[name] = value  # read back here, whatever another microbatch writes in between
-        own["_write"](
-            own["_view_of"], name, value.__dict__["_view_of"] if _is_view(value) else value
-        )
+        own["_gone"].discard(name)
+        if not own["_in_disguise"]:
+            told = value.__dict__["_view_of"] if _is_view(value) else value
+            own["_write"](own["_view_of"], name, told)
 
     def __repr__(self) -> str:
         # Modules describe themselves from their `__dict__`, which only the original has in full.
@@ -111,10 +139,17 @@ class View:
 
     def __delattr__(self, name: str) -> None:
         own = self.__dict__
-        own.pop(name, None)
-        for table in _TABLES:
-            own[table].pop(name, None)
-        delattr(own["_view_of"], name)
+        if any(name in own[table] for table in _TABLES):
+            for table in _TABLES:
+                own[table].pop(name, None)
+        elif own["_in_disguise"]:
+            own.pop(name, None)
+        else:
+            if name not in own:
+                getattr(self, name)  # raises as a module does
+            own.pop(name, None)
+            own["_write"](own["_view_of"], name, DELETED)
+        own["_gone"].add(name)
 
 
 def _is_view(value: Any) -> bool:
@@ -133,20 +168,44 @@ class ViewClasses:
 
     def __init__(self) -> None:
         self._made: dict[tuple[type, ...], type] = {}
+        self._disguises = threading.RLock()
 
     def of(self, base: type, *extra: type) -> type:
         """Return the class of a view of `base`, with `extra` classes before it."""
         key = (*extra, base)
         if key not in self._made:
-
-            def fill(namespace: dict[str, Any]) -> None:
-                namespace["__module__"] = base.__module__
-                namespace["__qualname__"] = base.__qualname__
-                namespace["__class__"] = property(lambda self: base)
-
-            bases = (*extra, base) if any(issubclass(c, View) for c in extra) else (View, base)
-            self._made[key] = types.new_class(base.__name__, bases, {}, fill)
+            self._made[key] = _view_class(base, extra)
         return self._made[key]
+
+    def assume(self, view: Any, kind: type) -> None:
+        """Let a view pass for an object of another class, until it gets its own back.
+
+        One thread at a time, because torch counts and caches parametrizations per process.
+
+        Args:
+            view: The view.
+            kind: A subclass of the original's class, or that class.
+        """
+        own = view.__dict__
+        begins, ends = not own["_in_disguise"], kind is type(own["_view_of"])
+        if begins:
+            self._disguises.acquire()
+        extra = tuple(c for c in type(view).__bases__ if issubclass(c, View) and c is not View)
+        made = self.of(kind, *extra) if ends else _view_class(kind, extra)
+        object.__dict__["__class__"].__set__(view, made)
+        own["_in_disguise"] = not ends
+        if ends:
+            self._disguises.release()
+
+
+def _view_class(base: type, extra: tuple[type, ...]) -> type:
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace["__module__"] = base.__module__
+        namespace["__qualname__"] = base.__qualname__
+        namespace["__class__"] = property(lambda self: base)
+
+    bases = (*extra, base) if any(issubclass(c, View) for c in extra) else (View, base)
+    return types.new_class(base.__name__, bases, {}, fill)
 
 
 class ViewMaker:
@@ -156,7 +215,8 @@ class ViewMaker:
         parameter: Stands a leaf in for a parameter.
         buffer: Stands a tensor in for a buffer.
         classes: The classes of the views.
-        write: Writes an attribute of an original that was written on its view.
+        write: Told of every attribute that was written on a view: the original, the name and the
+            value, or DELETED.
     """
 
     def __init__(
@@ -165,7 +225,7 @@ class ViewMaker:
         parameter: Callable[[nn.Parameter], Any],
         buffer: Callable[[Any], Any],
         classes: ViewClasses,
-        write: Callable[[nn.Module, str, Any], None] = setattr,
+        write: Callable[[nn.Module, str, Any], None] = write_through,
     ) -> None:
         self._write = write
         self._parameter = parameter
@@ -212,7 +272,13 @@ class ViewMaker:
     def fill(self, view: Any, module: nn.Module) -> None:
         """Give an empty object what makes it a view: tables and shared attributes."""
         base, state = type(module), module.__dict__
-        own: dict[str, Any] = {"_view_of": module, "_write": self._write}
+        own: dict[str, Any] = {
+            "_view_of": module,
+            "_write": self._write,
+            "_classes": self._classes,
+            "_gone": set(),
+            "_in_disguise": False,
+        }
         for name, value in state.items():
             if name in _TABLES:
                 continue

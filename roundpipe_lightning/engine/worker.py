@@ -21,7 +21,7 @@ from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.gradients import GradientLedger, Gradients
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.view import LazyTable, ViewClasses, ViewMaker
+from roundpipe_lightning.engine.view import LazyTable, ViewClasses, ViewMaker, write_through
 from roundpipe_lightning.planning.stages import Stage, StageKind
 
 
@@ -150,7 +150,7 @@ class ResidentStage:
 
     def _write(self, module: nn.Module, name: str, value: Any) -> None:
         if self.stage.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
-            setattr(module, name, value)
+            write_through(module, name, value)
             self._writes.append((module, name, value))
 
     def take_writes(self) -> list[tuple[nn.Module, str, Any]]:

@@ -6,11 +6,12 @@ import abc
 import types
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from roundpipe_lightning.engine.view import LazyTable, View, ViewClasses, ViewMaker
 from tests.engine.tiny import (
@@ -338,6 +339,45 @@ def test_what_is_registered_late_is_there(server: Server, register: Callable[[An
     view = server.view(original)
     register(view)
     assert view.late is not None
+
+
+def test_a_parameter_that_is_parametrized_for_a_while(server: Server) -> None:
+    """As peft does with the parameters of experts, in every forward pass."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 2
+
+    original: Any = nn.Linear(2, 2)
+    weight, view = original.weight, server.view(original)
+    leaf = view.weight
+    for _ in range(2):
+        parametrize.register_parametrization(view, "weight", Doubled())
+        assert type(view).__name__ == "ParametrizedLinear"
+        assert isinstance(view, nn.Linear)
+        assert torch.equal(view.weight, 2 * leaf)
+        assert (type(original), original.weight) == (nn.Linear, weight)
+        assert not hasattr(original, "parametrizations")
+        parametrize.remove_parametrizations(view, "weight", leave_parametrized=False)
+        assert view.weight is leaf
+        assert cast(Any, view)._parameters.take_assigned() == {}
+        assert not hasattr(view, "parametrizations")
+    assert view.__class__ is nn.Linear
+
+
+def test_what_is_deleted_is_gone(server: Server) -> None:
+    original: Any = nn.Linear(2, 2)
+    original.note = "a"
+    view = server.view(original)
+    del view.weight, view.note
+    assert not hasattr(view, "weight")
+    assert not hasattr(view, "note")
+    assert hasattr(original, "weight"), "tables are the view's own"
+    assert not hasattr(original, "note")
+    with pytest.raises(AttributeError, match="note"):
+        del view.note
+    view.note = "b"
+    assert (view.note, original.note) == ("b", "b")
 
 
 def test_user_code_in_steps_reads_and_writes_its_module() -> None:
