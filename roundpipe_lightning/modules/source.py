@@ -2,7 +2,7 @@
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
+from roundpipe_lightning.models.load import LoadOptions, load_pretrained
+from roundpipe_lightning.models.mapped import check_can_map
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Weights(str, enum.Enum):
@@ -28,7 +32,17 @@ class Weights(str, enum.Enum):
     """Drawn from the architecture's own initialisation: no hub and no file is needed."""
 
     PRETRAINED = "pretrained"
-    """Read with `from_pretrained` from the Hugging Face hub, its cache, or a local folder."""
+    """Read from the Hugging Face hub, its cache, or a local folder that `save_pretrained` wrote."""
+
+
+class FrozenWeights(str, enum.Enum):
+    """Where published weights are kept while adapters are trained beside them."""
+
+    MEMORY = "memory"
+    """In host memory, like weights that are trained."""
+
+    MMAP = "mmap"
+    """In their safetensors files: the model may be larger than host memory."""
 
 
 class Head(str, enum.Enum):
@@ -65,13 +79,21 @@ class ModelSource:
         seed: Seed of the random weights. The global generator of the CPU is left as it was.
         attention: Name of transformers' attention implementation (`"sdpa"`, `"eager"`, ...);
             None takes the best one the architecture supports.
+        dtype: Of the parameters: `"float32"`, `"bfloat16"`, ... or `"auto"`, that of the published
+            configuration. None is torch's default, which the Trainer's precision sets (float32
+            for `*-mixed`); mapped weights take that of the configuration instead.
+        trust_remote_code: Whether Python code that comes with the weights may run.
+        unmatched_tensors: Regular expressions of tensors that may be missing from the weights (they
+            are drawn anew) or that the weights may have besides (they are left out).
+        frozen_weights: `"memory"` or `"mmap"`, where published weights are kept. With `"mmap"`
+            the whole model is frozen: it is for training adapters.
         pretrained_options: Further keyword arguments for `from_pretrained`.
         head: What stands on top of the blocks.
         config_changes: Fields of the configuration that are set to other values, whatever the
             weights: the number of classes, say.
 
     Raises:
-        ConfigurationError: `weights` is unknown, or the part of the source it needs is missing.
+        ConfigurationError: A choice is unknown, or the part of the source it needs is missing.
     """
 
     architecture: Mapping[str, Any]
@@ -79,6 +101,10 @@ class ModelSource:
     weights: str = Weights.RANDOM.value
     seed: int = 0
     attention: str | None = None
+    dtype: str | None = None
+    trust_remote_code: bool = False
+    unmatched_tensors: Sequence[str] = ()
+    frozen_weights: str = FrozenWeights.MEMORY.value
     pretrained_options: Mapping[str, Any] = field(default_factory=dict)
     head: Head = Head.CAUSAL_LM
     config_changes: Mapping[str, Any] = field(default_factory=dict)
@@ -94,6 +120,15 @@ class ModelSource:
             raise ConfigurationError(
                 "model.weights=pretrained needs model.hub_name: a name on the Hugging Face hub or "
                 "a local folder. This model has neither; use model.weights=random."
+            )
+        places = [place.value for place in FrozenWeights]
+        if self.frozen_weights not in places:
+            raise ConfigurationError(
+                f"model.frozen_weights={self.frozen_weights!r} is not one of {', '.join(places)}."
+            )
+        if self.dtype not in (None, "auto", *_DTYPES):
+            raise ConfigurationError(
+                f"model.dtype={self.dtype!r} is not one of auto, {', '.join(_DTYPES)}, or null."
             )
 
     @property
@@ -111,7 +146,13 @@ class ModelSource:
         if self.is_pretrained:
             assert self.hub_name is not None
             with _explained(self.hub_name):
-                config = AutoConfig.from_pretrained(self.hub_name, **self.config_changes)
+                self._check_remote_code()
+                config = AutoConfig.from_pretrained(
+                    self.hub_name,
+                    trust_remote_code=self.trust_remote_code,
+                    **self._load_options.hub,
+                    **self.config_changes,
+                )
                 return cast(PreTrainedConfig, config)
         fields = {**self.architecture, **self.config_changes}
         model_type = fields.pop("model_type", None)
@@ -143,21 +184,73 @@ class ModelSource:
 
     def _draw_random(self) -> PreTrainedModel:
         options = {} if self.attention is None else {"attn_implementation": self.attention}
+        if self.frozen_weights == FrozenWeights.MMAP.value and _on_host():
+            raise ConfigurationError(
+                "model.frozen_weights=mmap keeps published weights in their files, and "
+                "model.weights=random has none. Set model.weights=pretrained."
+            )
         config = self.load_config()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
-            return from_config(config, dtype=torch.get_default_dtype(), **options)
+            dtype = self._dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+            return from_config(config, dtype=dtype, **options)
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """Dtype of the parameters; None: that of the configuration."""
+        if self.dtype is None and self.frozen_weights == FrozenWeights.MEMORY.value:
+            return torch.get_default_dtype()
+        return None if self.dtype in (None, "auto") else getattr(torch, self.dtype)
+
+    @property
+    def _load_options(self) -> LoadOptions:
+        return LoadOptions(
+            dtype=self._dtype,
+            attention=self.attention,
+            unmatched=tuple(self.unmatched_tensors),
+            new_head=self.head is not Head.CAUSAL_LM,
+            mapped=self.frozen_weights == FrozenWeights.MMAP.value,
+            trust_remote_code=self.trust_remote_code,
+            others=self.pretrained_options,
+        )
 
     def _load_pretrained(self) -> PreTrainedModel:
         assert self.hub_name is not None
-        options = {"dtype": torch.get_default_dtype(), **self.pretrained_options}
-        options.update(self.config_changes)
-        if self.attention is not None:
-            options["attn_implementation"] = self.attention
+        options = self._load_options
+        if options.mapped:
+            check_can_map()
+        config = self.load_config()
         with _explained(self.hub_name):
-            model = self.head.auto_class.from_pretrained(self.hub_name, **options)
-        return cast(PreTrainedModel, model)
+            return load_pretrained(
+                self.hub_name, config=config, options=options, auto_class=self.head.auto_class
+            )
+
+    def _check_remote_code(self) -> None:
+        """Refuse to run code that comes with the weights, unless asked for.
+
+        Raises:
+            ConfigurationError: The model needs some.
+        """
+        assert self.hub_name is not None
+        fields, _ = PreTrainedConfig.get_config_dict(self.hub_name, **self._load_options.hub)
+        files = fields.get("auto_map")
+        known = fields.get("model_type") in CONFIG_MAPPING
+        if files and not known and not self.trust_remote_code:
+            raise ConfigurationError(
+                f"{self.hub_name!r} wants to run code of its own ({', '.join(_flat(files))})"
+                ", for the installed transformers has no architecture "
+                f"{fields.get('model_type')!r}. It is refused unless model.trust_remote_code=true; "
+                "read the code first."
+            )
+
+
+def _flat(auto_map: Mapping[str, Any]) -> list[Any]:
+    return sorted({str(value) for value in auto_map.values()})
+
+
+def _on_host() -> bool:
+    return torch.empty(0).device.type != "meta"
 
 
 @contextlib.contextmanager
@@ -165,6 +258,8 @@ def _explained(hub_name: str) -> Iterator[None]:
     """Turn what transformers raises for a name it cannot load into a `ModelSourceError`."""
     try:
         yield
+    except RoundPipeError:
+        raise  # it says itself what is wrong
     except (OSError, ValueError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         cause = lines[0] if lines else type(error).__name__

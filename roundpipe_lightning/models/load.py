@@ -1,0 +1,155 @@
+"""Published weights into a model of transformers, tensor by tensor.
+
+The model is built on the meta device. The names and shapes of the checkpoint are compared with the
+model's before a byte of them is read; then each tensor is read into memory of its own, in the dtype
+it is to have, so the peak is the model and the tensors that one parameter is made of. What a
+checkpoint calls its tensors, and which of them the model has fused, is transformers' own knowledge:
+its loading runs here, on tensors that are read when it asks for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.checkpoint_files import find_checkpoint_files, opened
+from roundpipe_lightning.models.checkpoint_match import check_match
+from roundpipe_lightning.models.mapped import map_frozen
+
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How weights are read.
+
+    Attributes:
+        dtype: Of the parameters; None keeps that of the configuration (`"auto"`).
+        attention: Transformers' attention implementation; None lets it choose.
+        unmatched: Regular expressions of tensors that may be missing from the checkpoint (they are
+            drawn anew) or that it may have besides (they are left out).
+        new_head: Whether what stands on top of the base model may be missing or another one.
+        mapped: Whether parameters stay in the files, frozen, where the files hold them as they are.
+        trust_remote_code: Whether code that comes with the model may run.
+        others: Further keyword arguments of `from_pretrained`.
+    """
+
+    dtype: torch.dtype | None = None
+    attention: str | None = None
+    unmatched: Sequence[str] = ()
+    new_head: bool = False
+    mapped: bool = False
+    trust_remote_code: bool = False
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """Those that say where the files are."""
+        return {key: value for key, value in self.others.items() if key in _HUB_OPTIONS}
+
+    @property
+    def building(self) -> dict[str, Any]:
+        """Those that say how the model is built."""
+        options = {key: value for key, value in self.others.items() if key not in _HUB_OPTIONS}
+        if self.attention is not None:
+            options["attn_implementation"] = self.attention
+        return {"dtype": self.dtype or "auto", **options}
+
+
+def load_pretrained(
+    name: str,
+    *,
+    config: PreTrainedConfig,
+    options: LoadOptions,
+    auto_class: Any = AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """A model with the weights of a local folder or of a name on the hub.
+
+    Args:
+        name: The folder or the name.
+        config: The configuration that is published with the weights.
+        options: How they are read.
+        auto_class: Transformers' automatic class of the model.
+
+    Raises:
+        ModelSourceError: A file is missing, damaged or a pickle of more than tensors; or tensors
+            are missing, extra or of another shape: all are listed.
+        ConfigurationError: The files cannot be mapped.
+        OSError: The hub cannot be reached; as transformers raises it.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        if options.mapped:
+            raise ConfigurationError(
+                f"model.frozen_weights=mmap: the weights of {name!r} are published in a quantised "
+                "form that has to be unpacked. Use model.frozen_weights=memory."
+            )
+        # Its quantizer reads its own files in its own way.
+        return cast(
+            PreTrainedModel,
+            auto_class.from_pretrained(
+                name,
+                config=config,
+                trust_remote_code=options.trust_remote_code,
+                **options.hub,
+                **options.building,
+            ),
+        )
+    files = find_checkpoint_files(name, hub_options=options.hub)
+    with torch.device("meta"):
+        skeleton = auto_class.from_config(config, trust_remote_code=options.trust_remote_code)
+    build = type(skeleton).from_pretrained
+    mapped: dict[int, Path] | None = {} if options.mapped else None
+    with _one_tensor_at_a_time(), opened(files, mapped=mapped) as tensors:
+        check_match(skeleton, tensors, build=build, config=config, options=options, name=name)
+        model = cast(
+            PreTrainedModel,
+            build(
+                None,
+                config=config,
+                state_dict=tensors,
+                ignore_mismatched_sizes=bool(options.unmatched) or options.new_head,
+                **options.building,
+            ),
+        )
+    model.config.name_or_path = model.name_or_path = name
+    _load_generation_config(model, name, options=options)
+    if mapped is not None:
+        map_frozen(model, mapped)
+    return model
+
+
+@contextmanager
+def _one_tensor_at_a_time() -> Iterator[None]:
+    """Keep transformers from reading ahead in threads: all of a model may then be there twice."""
+    variable = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def _load_generation_config(model: PreTrainedModel, name: str, *, options: LoadOptions) -> None:
+    """Take over how the published model generates, as `from_pretrained` does."""
+    if not model.can_generate():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name, **options.hub)
+    except OSError:  # there is none: the one made from the configuration stays
+        return
+    except ValueError as error:
+        raise ModelSourceError(
+            f"generation_config.json of {name!r} cannot be read: {error}."
+        ) from error

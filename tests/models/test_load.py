@@ -1,0 +1,232 @@
+"""Published weights: what is loaded is what transformers loads, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from benchmarks.checkpoint_loading import run_case, write_checkpoint
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules.source import Head
+from tests.modules.architectures import TINY
+
+EXPERTS: dict[str, Any] = {
+    **TINY,
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+"""Its checkpoint has a tensor for each expert, the model one for all of them."""
+
+
+def save(folder: Path, architecture: dict[str, Any], **options: Any) -> Any:
+    """Write a model of random weights, and return it."""
+    model = ModelSource(architecture=architecture, seed=3, dtype=options.pop("dtype", None)).build()
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def source(folder: Path, **options: Any) -> ModelSource:
+    return ModelSource(architecture={}, hub_name=str(folder), weights="pretrained", **options)
+
+
+def change(folder: Path, **changes: Tensor | None) -> None:
+    """Replace, add (to the first file) or remove tensors of a checkpoint; `__` stands for a dot."""
+    files = sorted(folder.glob("*.safetensors"))
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        holders = [file for file in files if name in load_file(file)] or files[:1]
+        tensors = load_file(holders[0])
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+        save_file(tensors, holders[0], metadata={"format": "pt"})
+
+
+def same_tensors(first: Any, second: Any) -> bool:
+    pairs = zip(
+        [*first.named_parameters(), *first.named_buffers()],
+        [*second.named_parameters(), *second.named_buffers()],
+        strict=True,
+    )
+    return all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("architecture", [TINY, EXPERTS], ids=["tied", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loads_what_transformers_loads(
+    tmp_path: Path, architecture: dict[str, Any], dtype: str
+) -> None:
+    save(tmp_path, architecture, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = source(tmp_path, dtype=dtype).build()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    assert same_tensors(model, expected)
+    ids = torch.arange(9)[None]
+    assert torch.equal(model.eval()(ids).logits, expected.eval()(ids).logits)
+    if architecture["tie_word_embeddings"]:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.name_or_path == str(tmp_path)
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_a_new_head_on_a_published_base(tmp_path: Path) -> None:
+    saved = save(tmp_path, TINY)
+    options: dict[str, Any] = {"head": Head.SEQUENCE_CLASSIFICATION}
+    model = source(tmp_path, **options, config_changes={"num_labels": 3, "pad_token_id": 0}).build()
+    assert isinstance(model, type(AutoModelForSequenceClassification.from_config(model.config)))
+    assert torch.equal(model.model.embed_tokens.weight, saved.model.embed_tokens.weight)
+    assert model.score.weight.shape == (3, 16)
+    assert 0 < model.score.weight.std() < 0.1
+
+
+def test_every_tensor_that_does_not_fit_is_listed(tmp_path: Path) -> None:
+    save(tmp_path, EXPERTS, max_shard_size="10KB")
+    expert = "model.layers.0.mlp.experts.1.up_proj.weight"
+    change(
+        tmp_path,
+        **{
+            "model.layers.0.self_attn.q_proj.weight": None,
+            "model.layers.1.self_attn.v_proj.weight": None,
+            "model.layers.0.extra.weight": torch.zeros(3),
+            "model.norm.weight": torch.zeros(7),
+            expert: torch.zeros(7, 16),
+        },
+    )
+    with pytest.raises(ModelSourceError) as raised:
+        source(tmp_path).build()
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"5 tensors of {str(tmp_path)!r} do not fit Qwen3MoeForCausalLM:"
+    assert set(lines[1:6]) == {
+        "  missing: model.layers.0.self_attn.q_proj.weight, (16, 16)",
+        "  missing: model.layers.1.self_attn.v_proj.weight, (8, 16)",
+        "  extra: model.layers.0.extra.weight, (3,)",
+        "  another shape: model.norm.weight, (7,) instead of (16,)",
+        f"  another shape: {expert}, (7, 16) instead of (8, 16)",
+    }
+    assert "model.unmatched_tensors" in lines[-1]
+
+
+def test_differences_that_are_meant(tmp_path: Path) -> None:
+    saved = save(tmp_path, TINY)
+    change(
+        tmp_path,
+        **{"model.layers.0.self_attn.q_proj.weight": None, "head.weight": torch.zeros(3)},
+    )
+    model = source(tmp_path, unmatched_tensors=[r"q_proj", r"^head\."]).build()
+    layer = model.model.layers[0].self_attn
+    assert torch.equal(layer.k_proj.weight, saved.model.layers[0].self_attn.k_proj.weight)
+    assert 0.01 < layer.q_proj.weight.std() < 0.03  # drawn anew
+    with pytest.raises(ModelSourceError, match=r"1 tensors .*\n  extra: head\.weight"):
+        source(tmp_path, unmatched_tensors=[r"q_proj"]).build()
+
+
+def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    save(tmp_path, TINY, max_shard_size="10KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ModelSourceError, match=rf"{shard.name} cannot be read.*cut short"):
+        source(tmp_path).build()
+    shard.write_bytes(b"nonsense" * 100)
+    with pytest.raises(ModelSourceError, match=rf"{shard.name} cannot be read"):
+        source(tmp_path).build()
+
+
+def test_an_index_that_names_files_that_are_not_there(tmp_path: Path) -> None:
+    save(tmp_path, TINY, max_shard_size="10KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    for shard in shards[:2]:
+        shard.unlink()
+    message = rf"names 2 of {len(shards)} files that are not there: {shards[0].name}, "
+    with pytest.raises(ModelSourceError, match=message):
+        source(tmp_path).build()
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelSourceError, match=r"index .* cannot be read"):
+        source(tmp_path).build()
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    save(tmp_path, TINY)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelSourceError, match=r"holds no weights.*model\.safetensors"):
+        source(tmp_path).build()
+
+
+def test_a_pickle_of_tensors_alone_is_read(tmp_path: Path) -> None:
+    model = save(tmp_path, TINY)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert same_tensors(source(tmp_path).build(), model)
+
+
+class Harmful:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return eval, ("1 / 0",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_of_anything_else_is_refused(tmp_path: Path, zipped: bool) -> None:
+    save(tmp_path, TINY)
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "pytorch_model.bin"
+    if zipped:
+        torch.save({"x": Harmful()}, file)
+    else:
+        file.write_bytes(pickle.dumps({"x": Harmful()}, protocol=2))
+    with pytest.raises(ModelSourceError, match=r"pytorch_model\.bin is a pickle .* refused"):
+        source(tmp_path).build()
+
+
+def test_a_model_that_wants_to_run_its_own_code(tmp_path: Path) -> None:
+    save(tmp_path, TINY)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    fields.update(model_type="own", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    path.write_text(json.dumps(fields))
+    (tmp_path / "configuration_own.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(ConfigurationError, match=r"configuration_own.*trust_remote_code=true"):
+        source(tmp_path).build()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frozen_weights": "disk"}, r"frozen_weights='disk' is not one of memory, mmap"),
+        ({"dtype": "int3"}, r"dtype='int3' is not one of auto, float32"),
+    ],
+)
+def test_refuses_unknown_choices(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelSource(architecture=TINY, **options)
+
+
+def test_auto_is_the_published_dtype(tmp_path: Path) -> None:
+    save(tmp_path, TINY, dtype="bfloat16")
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert source(tmp_path, dtype="auto").build().dtype == torch.bfloat16
+    assert source(tmp_path).build().dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", ["to_float32", "mapped"])
+def test_peak_memory_is_the_store_and_a_shard(tmp_path: Path, case: str) -> None:
+    """The same at 1 GB: benchmarks/checkpoint_loading.py; here with room for lazy imports."""
+    write_checkpoint(tmp_path, num_megabytes=300, shard_megabytes=40)
+    report = run_case(case, tmp_path)
+    if case == "mapped":
+        assert report["peak_bytes"] < 0.2 * report["model_bytes"]
+    else:
+        limit = report["model_bytes"] + report["largest_shard_bytes"]
+        assert report["model_bytes"] < report["peak_bytes"] < 1.05 * limit + 2**25
