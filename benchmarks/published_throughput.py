@@ -70,6 +70,12 @@ STORAGES = {
     "memory-mapped, 8 bits": ParameterStorage(weights=WeightStorage.MEMORY_MAPPED, frozen_bits=8),
     "memory-mapped, 4 bits": ParameterStorage(weights=WeightStorage.MEMORY_MAPPED, frozen_bits=4),
 }
+TITLES = {
+    "throughput": "Tokens per second",
+    "frozen": "Tokens per second by where frozen weights lie",
+    "sequences": "Longest sequences, in units of 1024 tokens",
+    "layers": "Milliseconds of a microbatch of 4 x 2048 tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class Model:
         return min(fitting, key=lambda each: self.seconds(each, num_microbatches=2 * ROUND_SIZE))
 
     def seconds(self, layout: PipelineLayout, *, num_microbatches: int) -> float:
-        """Time of a small step with these stages."""
+        """Time that the pipeline takes for a small step with these stages."""
         small = PipelineLayout(
             partition=layout.partition, num_microbatches=num_microbatches, round_size=ROUND_SIZE
         )
@@ -122,7 +128,7 @@ class Model:
             num_trainable=0,
             storage=ParameterStorage(),
             timing=UpdateTiming.BEHIND_NEXT_STEP,
-        ).step_seconds
+        ).pipeline_seconds
 
     def tokens_per_second(self, timing: UpdateTiming, storage: ParameterStorage) -> float:
         """Predicted throughput."""
@@ -301,9 +307,9 @@ def shown(name: str, value: Any) -> str:
     """A cell."""
     if not isinstance(value, float):
         return str(value)
-    return (
-        f"{value:+.1%}" if name == "error" else f"{value:,.0f}" if value > 300 else f"{value:.1f}"
-    )
+    if name == "error":
+        return f"{value:+.1%}"
+    return f"{value:,.0f}" if value > 300 or value.is_integer() else f"{value:.1f}"
 
 
 def main() -> None:
@@ -322,25 +328,27 @@ def main() -> None:
     ]
     throughput = throughput_rows(models)
     targets = [row for row in throughput if row["model"] not in LORA_RANKS]
-    frozen, sequences, layers = frozen_rows(models), sequence_rows(models), layer_rows(models)
     error = summary(targets)
+    rows = {
+        "throughput": throughput,
+        "frozen": frozen_rows(models),
+        "sequences": sequence_rows(models),
+        "layers": layer_rows(models),
+    }
+    tables = {name: table(TITLES[name], rows[name]) for name in rows}
     if options.output == "json":
         result = {
-            "throughput": throughput,
+            **rows,
             "throughput_error": error,
-            "frozen": frozen,
-            "sequences": sequences,
-            "layers": layers,
+            "tables": tables,
             "partitions": {model.name: str(model.layout.partition) for model in models},
         }
         print(json.dumps(result))
         return
-    print(table("Tokens per second", throughput))
-    if targets:
-        print(f"Errors without LoRA: median {error['median']:.1%}, worst {error['worst']:.1%}\n")
-    print(table("Tokens per second by where frozen weights lie", frozen))
-    print(table("Longest sequences, in units of 1024 tokens", sequences))
-    print(table("Milliseconds of a microbatch of 4 x 2048 tokens", layers))
+    for name, text in tables.items():
+        print(text)
+        if name == "throughput" and targets:
+            print("Errors without LoRA: median {median:.1%}, worst {worst:.1%}\n".format(**error))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ seconds. The result is kept in the user's cache folder under the devices' name a
 version of torch. Nothing is measured when this module is imported.
 
 Measured rates are reached, not peaks, so the efficiencies of matrix products and of memory are 1;
-those of experts and attention are their ratio to matrix products on an RTX 4090 (docs/planning.md).
+that of attention is its ratio to matrix products on an RTX 4090 (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from roundpipe_lightning.planning.hardware_files import (
     load_hardware,
 )
 
-_GROUPED_SHARE = 0.35 / 0.8
-_ATTENTION_SHARE = 0.55 / 0.8
-_HOST_SHARE = 0.4
+_ATTENTION_SHARE = 0.7 / 0.9
+_HOST_SHARE = 0.55
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COPY_BYTES = 2**27
 _SHORTEST_SECONDS = 0.1
@@ -184,7 +183,7 @@ class _Machine:
 
 
 def _efficiency() -> Efficiency:
-    return Efficiency(grouped=_GROUPED_SHARE, attention=_ATTENTION_SHARE, host=_HOST_SHARE)
+    return Efficiency(attention=_ATTENTION_SHARE, host=_HOST_SHARE)
 
 
 def _properties(device: torch.device) -> Any:

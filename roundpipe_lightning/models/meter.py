@@ -1,10 +1,10 @@
 """Counts what runs on the meta device: operations, bytes, and the memory in use.
 
 Every operation that PyTorch dispatches is of one kind. Matrix products count two operations per
-multiply-add, those of a mixture's experts apart. Fused attention counts the pairs of tokens that
-its mask leaves, four operations per pair and feature forward and ten backward (FlashAttention
-recomputes the scores; arXiv 2205.14135). All others count the bytes that they read and write. Views
-and allocations cost nothing.
+multiply-add, and the bytes that they read and write. Fused attention counts the pairs of tokens
+that its mask leaves, four operations per pair and feature forward and ten backward (FlashAttention
+recomputes the scores; arXiv 2205.14135). All others count the bytes that they read and write, in
+whole sectors where elements lie apart. Views and allocations cost nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ _GROUPED = "_grouped_mm"
 _CONVOLUTION = frozenset({"convolution", "convolution_backward", "_convolution"})
 _GATHER = frozenset({"index", "embedding", "gather", "index_select"})
 _SCATTER = frozenset({"index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_"})
+_PADDED = {"slice_backward": aten.slice.Tensor, "select_backward": aten.select.int}
+"""They write zeros, and then a part of them again, which is this view."""
+_SECTOR_BYTES = 32
+"""The least that a device's memory reads or writes at a time."""
 _ATTENTION_FORWARD = "_flash_attention_forward"
 _ATTENTION_BACKWARD = "_flash_attention_backward"
 
@@ -52,15 +56,13 @@ class Count:
     """What has been counted.
 
     Attributes:
-        matrix_operations: Of matrix products.
-        grouped_operations: Of grouped matrix products, a mixture's experts.
-        matrix_bytes: What both read and write.
+        matrix_operations: Of matrix products, those of a mixture's experts among them.
+        matrix_bytes: What they read and write.
         attention_operations: Of fused attention.
         memory_bytes: What everything else reads and writes.
     """
 
     matrix_operations: float = 0.0
-    grouped_operations: float = 0.0
     matrix_bytes: float = 0.0
     attention_operations: float = 0.0
     memory_bytes: float = 0.0
@@ -128,7 +130,7 @@ class Meter(TorchDispatchMode):
             count.matrix_operations += 2.0 * made[0].numel() * first.shape[-1]
             count.matrix_bytes += _num_bytes(read) + _num_bytes(made)
         elif name == _GROUPED:  # every row meets one group's matrix
-            count.grouped_operations += 2.0 * read[0].numel() * read[1].shape[-1]
+            count.matrix_operations += 2.0 * read[0].numel() * read[1].shape[-1]
             count.matrix_bytes += _num_bytes(read) + _num_bytes(made)
         elif name in _CONVOLUTION:
             count.matrix_operations += _convolution_operations(name, args, made)
@@ -141,6 +143,9 @@ class Meter(TorchDispatchMode):
             count.memory_bytes += 2 * _num_bytes(made)
         elif name in _SCATTER:
             count.memory_bytes += 3 * _num_bytes(read[1:])
+        elif name in _PADDED:
+            part = _PADDED[name](made[0], *args[2:])
+            count.memory_bytes += _num_bytes([*read, *made, part])
         else:
             count.memory_bytes += _num_bytes(read) + _num_bytes(made)
 
@@ -165,15 +170,20 @@ def _is_question(value: Tensor) -> bool:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that are touched: what is broadcast is read once."""
-    return sum(_distinct(tensor) * tensor.element_size() for tensor in tensors)
+    """Bytes that are touched: what is broadcast is read once, what lies apart in whole sectors."""
+    return sum(_touched_bytes(tensor) for tensor in tensors)
 
 
-def _distinct(tensor: Tensor) -> int:
-    elements = 1
+def _touched_bytes(tensor: Tensor) -> int:
+    elements, gap = 1, 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else 1
-    return elements
+        if size == 0:
+            return 0
+        if size > 1 and stride:
+            elements *= size
+            gap = min(gap or stride, stride)
+    item = tensor.element_size()
+    return elements * max(item, min(gap * item, _SECTOR_BYTES))
 
 
 def _convolution_operations(name: str, args: tuple[Any, ...], made: list[Tensor]) -> float:

@@ -153,7 +153,6 @@ def _block_work(name: str, part: Part, tensors: set[Tensor]) -> BlockWork:
     def work(count: Count) -> Work:
         return Work(
             matrix_operations=fixed(count.matrix_operations),
-            grouped_operations=fixed(count.grouped_operations),
             matrix_bytes=fixed(count.matrix_bytes),
             attention_operations=fixed(count.attention_operations),
             memory_bytes=fixed(count.memory_bytes),

@@ -186,7 +186,6 @@ def _block_work(
     def work(count: Callable[[Part], Count]) -> Work:
         return Work(
             matrix_operations=amount(lambda run: count(run).matrix_operations),
-            grouped_operations=amount(lambda run: count(run).grouped_operations),
             matrix_bytes=amount(lambda run: count(run).matrix_bytes),
             attention_operations=amount(lambda run: count(run).attention_operations),
             memory_bytes=amount(lambda run: count(run).memory_bytes),

@@ -76,6 +76,16 @@ class MatrixRates:
             raise HardwareError(f"No matrix rate for dtype {dtype!r}; there are those for {names}.")
         return float(rate)
 
+    def with_float32_sums(self, dtype: str) -> float:
+        """Return the rate for a dtype of kernels that sum in float32, whatever products do.
+
+        Raises:
+            HardwareError: The device has no such rate.
+        """
+        if dtype == "float16_accumulate_float16" and self.float16 is not None:
+            return float(self.float16)
+        return self.of(dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -83,18 +93,16 @@ class Efficiency:
 
     Attributes:
         matrix: Matrix products, of `MatrixRates`.
-        grouped: Matrix products of a mixture's experts, of `MatrixRates`.
-        attention: Fused attention, of `MatrixRates`.
-        memory: Everything else on a device, which is bound by its memory, of
-            `HardwareSpec.memory_bytes_per_second`.
-        host: The optimizer's step, of `HardwareSpec.host_bytes_per_second`.
+        attention: Fused attention, of `MatrixRates`, its rate with sums in float32.
+        memory: Whatever a device's memory moves, of `HardwareSpec.memory_bytes_per_second`.
+        host: What the processor does with parameters and gradients, of
+            `HardwareSpec.host_bytes_per_second`; a property of the host, not a kind of work.
 
     Raises:
         HardwareError: A share is not in this range.
     """
 
     matrix: float = 1.0
-    grouped: float = 1.0
     attention: float = 1.0
     memory: float = 1.0
     host: float = 1.0
@@ -175,20 +183,17 @@ class HardwareSpec:
         """Time of matrix products on one device."""
         return operations / (self.matrix_rates.of(dtype) * self.efficiency.matrix)
 
-    def grouped_seconds(self, operations: float, *, dtype: str) -> float:
-        """Time of a mixture's experts on one device."""
-        return operations / (self.matrix_rates.of(dtype) * self.efficiency.grouped)
-
     def attention_seconds(self, operations: float, *, dtype: str) -> float:
         """Time of fused attention on one device."""
-        return operations / (self.matrix_rates.of(dtype) * self.efficiency.attention)
+        rate = self.matrix_rates.with_float32_sums(dtype)
+        return operations / (rate * self.efficiency.attention)
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Time to read and write as many bytes of one device's memory."""
         return num_bytes / (self.memory_bytes_per_second * self.efficiency.memory)
 
     def host_seconds(self, num_bytes: float) -> float:
-        """Time of the optimizer to read and write as many bytes of host memory."""
+        """Time of the processor to read and write as many bytes of host memory."""
         return num_bytes / (self.host_bytes_per_second * self.efficiency.host)
 
     def upload_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:

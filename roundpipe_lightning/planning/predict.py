@@ -1,11 +1,13 @@
 """Predicts the time of an optimizer step: the pipeline, its transfers, and the optimizer.
 
-The pipeline's part is simulated. The optimizer on the host reads and writes `update_bytes` for
-every trainable parameter:
+The pipeline's part is simulated. The host adds every gradient that comes down to a sum
+(`sum_bytes`), and its optimizer reads and writes `update_bytes` for every trainable parameter. What
+is copied to and from the devices passes its memory, too:
 
-    AFTER_STEP         step = pipeline, filled and drained, + first upload + last download
-                              + optimizer
-    BEHIND_NEXT_STEP   step = max(pipeline in a continuous stream, optimizer)
+    host               = transfers + sums
+    AFTER_STEP         step = max(pipeline, filled and drained, host)
+                              + first upload + last download + optimizer
+    BEHIND_NEXT_STEP   step = max(pipeline in a continuous stream, host + optimizer)
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ class StepPrediction:
         step_seconds: From one step to the next.
         pipeline_seconds: The pipeline's part, transfers included.
         optimizer_seconds: The optimizer on the host, behind the pipeline or after it.
+        host_seconds: What else keeps the host's memory busy beside the pipeline: transfers and
+            sums of gradients.
         compute_seconds: What the devices compute, spread evenly: a limit.
         uploaded_bytes: Weights, host to devices, all together.
         downloaded_bytes: Gradients, devices to host, all together.
@@ -66,6 +70,7 @@ class StepPrediction:
     step_seconds: float
     pipeline_seconds: float
     optimizer_seconds: float
+    host_seconds: float
     compute_seconds: float
     uploaded_bytes: float
     downloaded_bytes: float
@@ -100,25 +105,23 @@ def predict_step(
     """
     run = _Run(profile=profile, hardware=hardware, layout=layout, storage=storage)
     optimizer = hardware.host_seconds(num_trainable * storage.update_bytes)
+    uploaded, downloaded = run.moved_bytes
+    host = run.host_seconds
     one = run.timeline(num_batches=1)
     if timing is UpdateTiming.AFTER_STEP:
         pipeline = one.makespan_seconds + run.edge_seconds
-        step = pipeline + optimizer
+        step = max(pipeline, host + run.edge_seconds) + optimizer
     else:
         pipeline = run.timeline(num_batches=2).makespan_seconds - one.makespan_seconds
-        step = max(pipeline, optimizer)
-    visits = -(-layout.num_microbatches // layout.round_size) * layout.team_size
-    moved = [
-        stage_bytes(run.stored, stage=stage, partition=layout.partition)
-        for stage in layout.partition.stages()
-    ]
+        step = max(pipeline, host + optimizer)
     return StepPrediction(
         step_seconds=step,
         pipeline_seconds=pipeline,
         optimizer_seconds=optimizer,
+        host_seconds=host,
         compute_seconds=one.busy_seconds / one.num_workers,
-        uploaded_bytes=float(visits * sum(each.weight_bytes for each in moved)),
-        downloaded_bytes=float(visits * sum(each.gradient_bytes for each in moved)),
+        uploaded_bytes=uploaded,
+        downloaded_bytes=downloaded,
     )
 
 
@@ -135,6 +138,27 @@ class _Run:
     def stored(self) -> ModelProfile:
         """The model as it is uploaded."""
         return self.storage.stored(self.profile)
+
+    @property
+    def moved_bytes(self) -> tuple[float, float]:
+        """Weights that go up in a step, and gradients that come down."""
+        layout = self.layout
+        visits = -(-layout.num_microbatches // layout.round_size) * layout.team_size
+        moved = [
+            stage_bytes(self.stored, stage=stage, partition=layout.partition)
+            for stage in layout.partition.stages()
+        ]
+        uploaded = visits * sum(each.weight_bytes for each in moved)
+        return float(uploaded), float(visits * sum(each.gradient_bytes for each in moved))
+
+    @property
+    def host_seconds(self) -> float:
+        """Transfers and sums of gradients, as the host's memory carries them."""
+        uploaded, downloaded = self.moved_bytes
+        transfers = self.storage.transfer_seconds(
+            uploaded_bytes=uploaded, downloaded_bytes=downloaded, hardware=self.hardware
+        )
+        return transfers + self.hardware.host_seconds(self.storage.sum_bytes(downloaded))
 
     @property
     def edge_seconds(self) -> float:

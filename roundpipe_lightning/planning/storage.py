@@ -10,6 +10,7 @@ from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 
 _COMPUTE_BITS = 16
+_MAPPED_PASSES = 3
 
 
 class WeightStorage(Enum):
@@ -60,6 +61,27 @@ class ParameterStorage:
         """
         return self.gradient_bytes + 2 * self.master_bytes + 2 * self.optimizer_bytes + 2
 
+    def sum_bytes(self, downloaded_bytes: float) -> float:
+        """Return what the host reads and writes to add 16-bit gradients to their sums."""
+        return downloaded_bytes * (1 + 2 * self.gradient_bytes * 8 / _COMPUTE_BITS)
+
+    def transfer_seconds(
+        self, *, uploaded_bytes: float, downloaded_bytes: float, hardware: HardwareSpec
+    ) -> float:
+        """Time for which transfers keep the host's memory busy; 0 where nothing is copied.
+
+        Args:
+            uploaded_bytes: Weights, to all devices together.
+            downloaded_bytes: Gradients, from all devices together.
+            hardware: The machine.
+        """
+        if hardware.shares_host_memory:
+            return 0.0
+        read = uploaded_bytes / hardware.host_bytes_per_second
+        if self.weights is WeightStorage.MEMORY_MAPPED:
+            read = hardware.host_seconds(_MAPPED_PASSES * uploaded_bytes)
+        return read + downloaded_bytes / hardware.host_bytes_per_second
+
     def stored(self, profile: ModelProfile) -> ModelProfile:
         """Return the model with frozen parameters of their size in storage."""
 
@@ -91,7 +113,7 @@ class ParameterStorage:
         """Return the machine with the uploads that the weights' place allows."""
         if self.weights is WeightStorage.PAGE_LOCKED:
             return hardware
-        copied = hardware.host_bytes_per_second * hardware.efficiency.host / 3
+        copied = hardware.host_bytes_per_second * hardware.efficiency.host / _MAPPED_PASSES
         return replace(
             hardware,
             upload_bytes_per_second=min(hardware.upload_bytes_per_second, copied),

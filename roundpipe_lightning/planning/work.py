@@ -8,10 +8,9 @@ Every quantity is a function of the microbatch, b sequences of s tokens each:
 weights and adding up their gradients. `work_seconds` and `time_model` turn work into seconds on a
 machine. The kinds of work add up, each at its own share of a rate (`Efficiency`):
 
-    seconds = matrix operations / (matrix rate * share)
-            + experts' matrix operations / (matrix rate * share)
-            + attention operations / (matrix rate * share)
-            + bytes of everything else / (memory bandwidth * share)
+    seconds = operations of matrix products / (matrix rate * share)
+            + operations of attention / (matrix rate with sums in float32 * share)
+            + bytes that matrix products and everything else move / (memory bandwidth * share)
 """
 
 from __future__ import annotations
@@ -122,15 +121,14 @@ class Work:
     """What one pass over a block computes.
 
     Attributes:
-        matrix_operations: Of matrix products, a multiply-add counted as two.
-        grouped_operations: Of a mixture's experts, those that tokens meet.
-        matrix_bytes: What both read and write.
+        matrix_operations: Of matrix products, a multiply-add counted as two; of a mixture's experts
+            those that tokens meet.
+        matrix_bytes: What they read and write: of a mixture the weights of all experts.
         attention_operations: Of fused attention, only the pairs that its mask leaves.
         memory_bytes: What all other operations read and write.
     """
 
     matrix_operations: Amount = Amount()
-    grouped_operations: Amount = Amount()
     matrix_bytes: Amount = Amount()
     attention_operations: Amount = Amount()
     memory_bytes: Amount = Amount()
@@ -139,7 +137,6 @@ class Work:
         """Add up, kind by kind."""
         return Work(
             matrix_operations=self.matrix_operations + other.matrix_operations,
-            grouped_operations=self.grouped_operations + other.grouped_operations,
             matrix_bytes=self.matrix_bytes + other.matrix_bytes,
             attention_operations=self.attention_operations + other.attention_operations,
             memory_bytes=self.memory_bytes + other.memory_bytes,
@@ -236,7 +233,8 @@ def work_seconds(
 ) -> float:
     """Return how long one device of a machine computes.
 
-    A matrix product that reads more than it multiplies takes as long as the reading.
+    A matrix product first moves its operands and then multiplies: that the two overlap in part is
+    in the shares.
 
     Args:
         work: What it computes.
@@ -244,13 +242,10 @@ def work_seconds(
         shape: The microbatch.
         dtype: Name of the rate in `MatrixRates`.
     """
-    matrix = max(
-        hardware.matrix_seconds(work.matrix_operations.of(shape), dtype=dtype)
-        + hardware.grouped_seconds(work.grouped_operations.of(shape), dtype=dtype),
-        hardware.memory_seconds(work.matrix_bytes.of(shape)),
-    )
+    matrix = hardware.matrix_seconds(work.matrix_operations.of(shape), dtype=dtype)
     attention = hardware.attention_seconds(work.attention_operations.of(shape), dtype=dtype)
-    return matrix + attention + hardware.memory_seconds(work.memory_bytes.of(shape))
+    moved = work.matrix_bytes.of(shape) + work.memory_bytes.of(shape)
+    return matrix + attention + hardware.memory_seconds(moved)
 
 
 def time_model(

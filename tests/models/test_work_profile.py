@@ -95,8 +95,12 @@ def test_only_active_experts_count(dtype: torch.dtype) -> None:
     )
     block = measure(model).blocks[0]
     expert = 3 * 64 * 32
-    assert block.forward.grouped_operations.of(SHAPE) == 2 * TOKENS * 2 * expert
-    assert block.backward.grouped_operations.of(SHAPE) == 4 * TOKENS * 2 * expert
+    attention = 64 * (64 + 2 * 32) + 64 * 64
+    per_token = 2 * (attention + 64 * 8 + 2 * expert)  # the router has 8 outputs
+    assert block.forward.matrix_operations.of(SHAPE) == TOKENS * per_token
+    assert block.backward.matrix_operations.of(SHAPE) == 2 * TOKENS * per_token
+    weights = 8 * expert * torch.empty((), dtype=dtype).element_size()
+    assert block.forward.matrix_bytes.fixed > weights  # all experts' weights are read
     assert block.num_parameters > 8 * expert  # all of them are uploaded
 
 

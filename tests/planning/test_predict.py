@@ -82,6 +82,48 @@ def test_bytes_moved_are_counted() -> None:
     assert prediction.downloaded_bytes == 2 * (4 + 1) * 1000
 
 
+def test_the_host_adds_up_what_comes_down() -> None:
+    big = model(replace(BLOCK, parameter_bytes=2 * 10**12, trainable_bytes=2 * 10**12))
+    fast = machine(
+        upload_bytes_per_second=1e15,
+        root_upload_bytes_per_second=1e15,
+        download_bytes_per_second=1e15,
+        root_download_bytes_per_second=1e15,
+        host_bytes_per_second=5e12,
+    )
+    after, behind = (
+        predict_step(
+            big,
+            hardware=fast,
+            layout=LAYOUT,
+            num_trainable=5 * 10**12,
+            storage=STORAGE,
+            timing=timing,
+        )
+        for timing in (UpdateTiming.AFTER_STEP, UpdateTiming.BEHIND_NEXT_STEP)
+    )
+    moved = 2 * (9 + 5) * 2e12  # as above
+    sums = 2 * 5 * 1e12 * (2 + 2 * 4)  # of each parameter 2 bytes are read, and 4 read and written
+    assert after.host_seconds == pytest.approx(moved / 5e12 + sums / 2.5e12)
+    assert after.host_seconds == behind.host_seconds < behind.pipeline_seconds
+    assert behind.optimizer_seconds == pytest.approx(5e12 * 30 / 2.5e12)
+    host = behind.host_seconds + behind.optimizer_seconds
+    assert host > behind.pipeline_seconds
+    assert behind.step_seconds == pytest.approx(host)
+    assert after.step_seconds == pytest.approx(after.pipeline_seconds + after.optimizer_seconds)
+
+
+def test_workers_that_share_the_host_s_memory_copy_nothing() -> None:
+    arguments = {"uploaded_bytes": 1e9, "downloaded_bytes": 1e9}
+    shared = replace(machine(), shares_host_memory=True)
+    assert STORAGE.transfer_seconds(**arguments, hardware=shared) == 0
+    plain = STORAGE.transfer_seconds(**arguments, hardware=machine())
+    assert plain == pytest.approx(2e9 / 1e12)
+    mapped = ParameterStorage(weights=WeightStorage.MEMORY_MAPPED)
+    seconds = mapped.transfer_seconds(**arguments, hardware=machine())
+    assert seconds == pytest.approx(3e9 / 0.5e12 + 1e9 / 1e12)
+
+
 def test_slow_links_make_a_step_longer_and_compressed_frozen_weights_shorter() -> None:
     frozen = model(replace(BLOCK, parameter_bytes=10**9, trainable_bytes=0))
     slow = machine(upload_bytes_per_second=0.5e8, root_upload_bytes_per_second=1e8)

@@ -60,15 +60,14 @@ def test_a_microbatch_has_tokens() -> None:
 
 
 def test_kinds_of_work_take_their_share_of_a_rate() -> None:
-    efficiency = Efficiency(matrix=0.5, grouped=0.25, attention=0.125, memory=0.5)
+    efficiency = Efficiency(matrix=0.5, attention=0.125, memory=0.25)
     machine = replace(load_hardware("rtx4090x1"), efficiency=efficiency)
     rate, bandwidth = machine.matrix_rates.of("bfloat16"), machine.memory_bytes_per_second
     second = {
         "matrix_operations": rate * 0.5,
-        "grouped_operations": rate * 0.25,
         "attention_operations": rate * 0.125,
-        "memory_bytes": bandwidth * 0.5,
-        "matrix_bytes": bandwidth * 0.5,
+        "memory_bytes": bandwidth * 0.25,
+        "matrix_bytes": bandwidth * 0.25,
     }
     for kind, amount in second.items():
         work = Work(**{kind: Amount(fixed=amount)})
@@ -76,7 +75,21 @@ def test_kinds_of_work_take_their_share_of_a_rate() -> None:
         assert seconds == pytest.approx(1), kind
     both = Work(**{kind: Amount(fixed=amount) for kind, amount in second.items()})
     seconds = work_seconds(both, hardware=machine, shape=shape(1, 1), dtype="bfloat16")
-    assert seconds == pytest.approx(4)  # reading the matrices hides behind multiplying them
+    assert seconds == pytest.approx(4)
+
+
+def test_attention_sums_in_float32_whatever_matrix_products_do() -> None:
+    machine = load_hardware("rtx4090x1")
+    operations = Amount(per_square=4.0)
+    attention, matrix = (
+        [
+            work_seconds(work, hardware=machine, shape=shape(1, 1000), dtype=dtype)
+            for dtype in ("float16", "float16_accumulate_float16")
+        ]
+        for work in (Work(attention_operations=operations), Work(matrix_operations=operations))
+    )
+    assert attention[0] == attention[1]
+    assert matrix[0] == pytest.approx(2 * matrix[1], rel=0.01)
 
 
 def test_a_model_is_timed_block_by_block() -> None:
@@ -104,5 +117,5 @@ def test_a_model_is_timed_block_by_block() -> None:
     assert profile.num_blocks == 2
     timed = profile.blocks[0]
     assert timed.backward_seconds == pytest.approx(3 * timed.forward_seconds)
-    assert (timed.boundary_bytes, timed.activation_bytes) == (16, 56)
+    assert (timed.boundary_bytes, timed.working_bytes) == (16, 56)
     assert (timed.parameter_bytes, timed.trainable_bytes) == (10, 6)
