@@ -2,15 +2,19 @@
 
 from roundpipe_lightning.data.byte_windows import ByteDataModule
 from roundpipe_lightning.data.chat import ChatDataModule
+from roundpipe_lightning.data.classification import ClassificationDataModule
 from roundpipe_lightning.data.corpus import TextFolder
 from roundpipe_lightning.data.files import FileOptions
+from roundpipe_lightning.data.preference import PreferenceDataModule
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
 
 __all__ = [
     "ByteDataModule",
     "ChatDataModule",
+    "ClassificationDataModule",
     "DatasetRecords",
     "FileOptions",
+    "PreferenceDataModule",
     "Record",
     "RecordFiles",
     "TextFolder",

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 
 from roundpipe_lightning.data.records import Record
-from roundpipe_lightning.data.samples import Sample
+from roundpipe_lightning.data.samples import IGNORED, Sample
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -59,13 +60,21 @@ class ConversationEncoder:
             return self._encode_marked(messages, options, place=record.place)
         return self._encode_by_difference(messages, options, place=record.place)
 
-    def prompt(self, messages: Sequence[Message], *, place: str) -> str:
-        """Text of a conversation up to where the assistant is to speak."""
-        return str(self._render(messages, {}, place=place, add_generation_prompt=True))
+    def last_answer(self, messages: Sequence[Message], *, place: str) -> Sample:
+        """A conversation that ends with the assistant's message, which alone is predicted.
 
-    def text(self, messages: Sequence[Message], *, place: str) -> str:
-        """Text of a whole conversation."""
-        return str(self._render(messages, {}, place=place))
+        Raises:
+            DataError: The template cannot write it.
+        """
+        if self._is_marked:
+            sample = self._encode_marked(messages, {}, place=place)
+        else:
+            sample = self._encode_by_difference(messages, {}, place=place)
+        targets = torch.nonzero(sample.labels != IGNORED).flatten().tolist()
+        if targets:
+            earlier = torch.nonzero(sample.labels[: targets[-1]] == IGNORED).flatten().tolist()
+            sample.labels[: earlier[-1]] = IGNORED  # the last run of targets begins after it
+        return sample
 
     def _encode_marked(
         self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str

@@ -2,6 +2,8 @@
 
 from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.causal_lm import CausalLanguageModule, TokenBatch
+from roundpipe_lightning.modules.classification import ClassBatch, SequenceClassificationModule
+from roundpipe_lightning.modules.preference import DirectPreferenceModule, PreferenceBatch
 from roundpipe_lightning.modules.schedule import WarmupCosine
 from roundpipe_lightning.modules.source import ModelSource, Weights
 from roundpipe_lightning.modules.tokenizer import TokenizerSource, byte_level_tokenizer
@@ -9,7 +11,11 @@ from roundpipe_lightning.modules.tokenizer import TokenizerSource, byte_level_to
 __all__ = [
     "Adapters",
     "CausalLanguageModule",
+    "ClassBatch",
+    "DirectPreferenceModule",
     "ModelSource",
+    "PreferenceBatch",
+    "SequenceClassificationModule",
     "TokenBatch",
     "TokenizerSource",
     "WarmupCosine",

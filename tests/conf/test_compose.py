@@ -18,6 +18,9 @@ FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 GROUPS = [path for path in FILES if len(path.parts) == 2]
 NEEDED = {
     "data/chat": ["data.files=[chat.jsonl]"],
+    "data/classification": ["data.files=[texts.csv]", "data.classes=[no,yes]"],
+    "data/preference": ["data.files=[pairs.jsonl]"],
+    "module/classification": ["+data.classes=[no,yes]"],
     "partition/saved": ["partition.plan=plan.json"],
 }
 """Settings that an entry leaves to the user."""

@@ -1,0 +1,102 @@
+"""Pairs of a better and a worse answer in files, for direct preference optimization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from roundpipe_lightning.data.conversation import ConversationEncoder, Message, check_messages
+from roundpipe_lightning.data.files import FileDataModule, FileOptions, Files, TokenizerMaker
+from roundpipe_lightning.data.records import Record
+from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong, as_row
+from roundpipe_lightning.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pair:
+    """A prompt with two answers.
+
+    Attributes:
+        chosen: With the better answer.
+        rejected: With the worse one.
+    """
+
+    chosen: Sample
+    rejected: Sample
+
+
+class PreferenceDataModule(FileDataModule):
+    """Pairs: `{"prompt": "...", "chosen": "...", "rejected": "..."}` per line.
+
+    Texts are taken as one exchange between user and assistant. Messages may stand in their place:
+    `prompt` may be a list of messages, and so may `chosen` and `rejected`, which then end with the
+    assistant's or, without a `prompt`, hold the whole conversation. All are written with the
+    tokenizer's chat template; of each only the last answer is scored.
+
+    Args:
+        files: Paths of JSON lines, folders, patterns; or an object that has records.
+        tokenizer: Loads the tokenizer.
+        options: The fields of `FileOptions`; `seq_len` and `batch_size` (in pairs) among them.
+            `too_long=cut_end` cuts answers, `cut_start` cuts prompts.
+
+    Raises:
+        ConfigurationError: A setting is out of its range.
+    """
+
+    def __init__(self, *, files: Files, tokenizer: TokenizerMaker, **options: Any) -> None:
+        super().__init__(files, tokenizer=tokenizer, options=FileOptions(**options))
+        self._encoder: ConversationEncoder | None = None
+
+    @override
+    def encode(self, record: Record) -> Pair | None:
+        """A pair as tokens."""
+        prompt = record.fields.get("prompt")
+        before = [] if prompt is None else _as_messages(prompt, "user", record)
+        chosen = self._answer(before, "chosen", record)
+        rejected = self._answer(before, "rejected", record)
+        if chosen is None or rejected is None:
+            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
+            return None
+        if torch.equal(chosen.input_ids, rejected.input_ids):
+            raise DataError(
+                f"{record.place}: the chosen and the rejected answer are the same"
+                f"{' as far as they are kept' if self.options.policy is TooLong.CUT_END else ''}, "
+                "so there is nothing to prefer. Remove the sample."
+            )
+        return Pair(chosen=chosen, rejected=rejected)
+
+    @override
+    def arrange(self, samples: Sequence[Pair]) -> Sequence[Row]:
+        """Pairs as rows of shape (2, tokens), the chosen answer first."""
+        stack = Padding(pad_token=self.pad_token_id)
+        return [stack([as_row(pair.chosen), as_row(pair.rejected)]) for pair in samples]
+
+    def _answer(self, before: Sequence[Message], field: str, record: Record) -> Sample | None:
+        """A prompt with one of its answers, the last message alone as the target."""
+        if self._encoder is None:
+            self._encoder = ConversationEncoder(self.tokenizer, name=self.tokenizer_name)
+        answer = _as_messages(record.get(field), "assistant", record)
+        messages = [*before, *answer]
+        if messages[-1]["role"] != "assistant" or len(messages) < 2:
+            raise DataError(
+                f"{record.place}: the field {field!r} does not end with an answer of the assistant "
+                "to something. Give a prompt, or messages that end with one."
+            )
+        whole = self._encoder.last_answer(messages, place=record.place)
+        sample = self.options.policy.apply(whole, limit=self.seq_len, place=record.place)
+        if sample is not None and sample.num_targets == 0:
+            raise DataError(
+                f"{record.place}: nothing is left of the {field} answer within "
+                f"data.seq_len={self.seq_len} tokens. Raise it, or set data.too_long=cut_start."
+            )
+        return sample
+
+
+def _as_messages(value: Any, role: str, record: Record) -> Sequence[Message]:
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    return check_messages(value, place=record.place)

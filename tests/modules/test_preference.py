@@ -1,0 +1,211 @@
+"""Direct preference optimization: the loss, the reference, and that pairs stay together."""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules import Adapters, DirectPreferenceModule, ModelSource
+from roundpipe_lightning.modules.preference import log_likelihoods, preference_loss
+from tests.modules.architectures import TINY
+
+DEEP = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.1}
+LORA = Adapters(method="lora", settings={"rank": 2, "target_modules": ["q_proj", "v_proj"]}, seed=1)
+
+
+def make(adapters: Adapters | None = None, **options: Any) -> DirectPreferenceModule:
+    return DirectPreferenceModule(
+        ModelSource(architecture=DEEP, seed=3),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        adapters=adapters,
+        **options,
+    )
+
+
+def pairs(count: int = 4, length: int = 6) -> list[dict[str, Tensor]]:
+    """Pairs with a prompt of two tokens and answers of different lengths."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(1, 264, (count, 2, length), generator=generator)
+    ids[:, 1, :2] = ids[:, 0, :2]
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:, :, :2] = -100
+    mask[::2, 1, -2:] = 0
+    labels[mask == 0] = -100
+    return [
+        {"input_ids": i, "attention_mask": m, "labels": lab}
+        for i, m, lab in zip(ids, mask, labels, strict=True)
+    ]
+
+
+def loader(count: int = 4) -> DataLoader[Any]:
+    return DataLoader(pairs(count), batch_size=4)  # type: ignore[arg-type]
+
+
+def batch() -> Any:
+    return next(iter(loader()))
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+class Watched(DirectPreferenceModule):
+    """Keeps the gradients of its steps."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def test_the_loss_is_equation_7() -> None:
+    margins = torch.tensor([0.5, -2.0])
+    sigmoid = [1 / (1 + math.exp(-m)) for m in (0.5, -2.0)]
+    expected = -(math.log(sigmoid[0]) + math.log(sigmoid[1])) / 2
+    assert preference_loss(margins).item() == pytest.approx(expected, rel=1e-6)
+    smooth = -sum(0.9 * math.log(s) + 0.1 * math.log(1 - s) for s in sigmoid) / 2
+    found = preference_loss(margins, label_smoothing=0.1).item()
+    assert found == pytest.approx(smooth, rel=1e-6)
+
+
+def test_likelihoods_are_sums_over_the_answers_tokens() -> None:
+    module = make()
+    module.configure_model()
+    given = batch()
+    found = log_likelihoods(module.model, given)
+    assert found.shape == (4, 2)
+    assert module.model is not None
+    for pair, text in ((0, 0), (0, 1), (1, 1)):
+        length = int(given["attention_mask"][pair, text].sum())
+        ids = given["input_ids"][pair, text, :length]
+        logits = module.model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        expected = sum(logits[place - 1, ids[place]] for place in range(2, length))
+        torch.testing.assert_close(found[pair, text], expected)
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["copy", "adapters"])
+def test_training_starts_at_the_reference_and_leaves_it(
+    adapters: Adapters | None, tmp_path: Path
+) -> None:
+    module = make(adapters, beta=0.5)
+    module.configure_model()
+    torch.testing.assert_close(module(batch()), torch.zeros(4, 2), atol=1e-6, rtol=0)
+    assert module.reference is not None
+    before = {name: value.clone() for name, value in module.reference.state_dict().items()}
+    single = trainer(tmp_path, max_steps=8, devices=1)
+    single.fit(module, loader(), loader())
+    metrics = single.callback_metrics
+    assert metrics["train_loss"] < 0.95 * math.log(2)
+    assert metrics["train_margin"] > 0
+    assert metrics["val_accuracy"] == 1
+    assert not any(module_.training for module_ in module.reference.modules())
+    assert all(torch.equal(before[name], v) for name, v in module.reference.state_dict().items())
+
+
+def test_with_adapters_the_reference_costs_no_memory() -> None:
+    module = make(LORA)
+    module.configure_model()
+    assert module.reference is not None
+    assert module.model is not None
+    own = {id(parameter) for parameter in module.model.parameters()}
+    assert all(id(parameter) in own for parameter in module.reference.parameters())
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert len(trained) == 16
+    assert all("lora" in name for name in trained)
+
+
+@pytest.mark.filterwarnings("ignore:The `.*` argument in the `init_lora_weights`")
+@pytest.mark.parametrize(
+    "settings", [{"init": "pissa"}, {"bias": "all", "target_modules": ["c_attn"]}]
+)
+def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any]) -> None:
+    module = make()
+    if "bias" in settings:
+        gpt2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2}
+        module.source = ModelSource(architecture=gpt2)
+        settings["fan_in_fan_out"] = True
+    module.adapters = Adapters(
+        method="lora", settings={"rank": 2, "target_modules": ["q_proj"], **settings}
+    )
+    with pytest.raises(ConfigurationError, match=r"is no reference\. Use peft\.bias=none"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["copy", "adapters"])
+def test_microbatches_give_the_gradients_of_the_whole_batch(
+    adapters: Adapters | None, num_workers: int, tmp_path: Path
+) -> None:
+    def run(folder: str, **options: Any) -> tuple[Watched, dict[str, Tensor]]:
+        module = Watched(
+            ModelSource(architecture=DEEP, seed=3),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+            adapters=adapters,
+            beta=0.5,
+        )
+        used = trainer(tmp_path / folder, max_steps=2, **options)
+        used.fit(module, loader(), loader())
+        return module, used.callback_metrics
+
+    plain, expected = run("plain", devices=1)
+    strategy = RoundPipeStrategy(num_microbatches=3)
+    piped, found = run("piped", strategy=strategy, devices=num_workers)
+    for name in ("train_loss", "train_margin", "train_accuracy", "val_loss"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
+    assert piped.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(piped.gradients[name], gradient, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["copy", "adapters"])
+def test_checkpoints_have_no_reference_and_can_be_loaded(
+    adapters: Adapters | None, tmp_path: Path
+) -> None:
+    module, first = make(adapters), trainer(tmp_path, max_steps=2, devices=1)
+    first.fit(module, loader(), loader())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert not any(name.startswith("reference") for name in saved)
+    other = make(adapters)
+    second = trainer(tmp_path, max_steps=4, devices=1)
+    second.fit(other, loader(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    straight = make(adapters)
+    trainer(tmp_path, max_steps=4, devices=1).fit(straight, loader(), loader())
+    for name, value in straight.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 0.0}, r"module\.beta=0\.0 must be above 0"),
+        ({"label_smoothing": 0.5}, r"module\.label_smoothing=0\.5 must be 0 or more and below"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make(**options)
+
+
+def test_it_is_ordinary_lightning() -> None:
+    assert isinstance(make(), LightningModule)
+    with pytest.raises(ConfigurationError, match=r"call configure_model\(\) first"):
+        make()(batch())
