@@ -228,7 +228,11 @@ class Engine:
         with self._preserved_generators():
             for device in self._devices:
                 device.start_clock()
-            self._run_all(runs, context)
+            try:
+                self._run_all(runs, context)
+            finally:
+                for run in runs:
+                    run.tell_writes()
             for device in self._devices:
                 device.synchronize()
         trained = backward and any(run.loss is not None for run in runs)

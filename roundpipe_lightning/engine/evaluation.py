@@ -133,6 +133,7 @@ class Evaluation:
             self._deactivate()
             while self._runs:
                 self._runs.pop().close()
+            user.writes.tell()
             user.close()
             for worker in self._workers:
                 worker.clear()

@@ -192,6 +192,10 @@ class Microbatch:
         """Whether the user's code has run the stack through the stages."""
         return self._called_stack
 
+    def tell_writes(self) -> None:
+        """Let the modules have the attributes that the user's code has written."""
+        self._user.writes.tell()
+
     def run(self) -> None:
         """Run the user's step and all stages. The engine calls this in the microbatch's thread."""
         device = self.worker.device
@@ -240,6 +244,8 @@ class Microbatch:
         self._write_buffers_back()
         if self._stack_run is not None:
             self._stack_run.check_finished()
+        if context.backward:
+            user.check_frozen()
         return without_phantoms(output)
 
     def _write_buffers_back(self) -> None:

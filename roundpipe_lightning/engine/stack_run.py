@@ -26,6 +26,7 @@ from roundpipe_lightning.engine.side_outputs import Watch
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.user_code import UserCode
 from roundpipe_lightning.engine.values import BlockCall, Outcome, Value
+from roundpipe_lightning.engine.view import put
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
@@ -304,7 +305,9 @@ class StackRun:
         def watched(taken: Sequence[Tensor]) -> AbstractContextManager[None]:
             return self._user.side_outputs.block(index, self._watch, taken)
 
-        with self._user.in_block(index, resident):
+        if given is not None:
+            call.writes = self._user.writes.within(self._stack.blocks[index])
+        with self._user.in_block(index, resident), resident.written(call.writes):
             if given is None:
                 outcome = call.run_again(
                     block, self._take_argument, watched=watched, block_name=name
@@ -315,7 +318,8 @@ class StackRun:
                 )
         for module, attribute, value in resident.take_writes():
             # This microbatch's user code reads the attributes that its block has written.
-            self._user.maker.view_of(module).__dict__[attribute] = value
+            put(self._user.maker.view_of(module), attribute, value)
+            self._user.writes.renew(module, attribute, value)
         return outcome
 
     @property

@@ -31,7 +31,8 @@ from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.worker import PlacedBuffers, ResidentStage, Worker
-from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.engine.writes import Writes
+from roundpipe_lightning.errors import CaptureError, ConfigurationError
 
 #: Functions that ask about a tensor and give no tensor that its gradient flows through.
 _QUESTIONS = frozenset(
@@ -84,6 +85,7 @@ class UserCode(TorchFunctionMode):
         super().__init__()
         self.stream = stream
         self.side_outputs = SideOutputs()
+        self.writes = Writes()
         #: Gives what a later segment uses for a tensor of an earlier one; None where there is none.
         self.cut: Callable[[Tensor], Tensor] | None = None
         self._module = module
@@ -98,7 +100,9 @@ class UserCode(TorchFunctionMode):
         self._masters = frozenset(module.parameters())
         self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
         self._buffers: dict[int, PlacedBuffers] = {}
-        self.maker = ViewMaker(parameter=self._leaf, buffer=self._buffer, classes=classes)
+        self.maker = ViewMaker(
+            parameter=self._leaf, buffer=self._buffer, classes=classes, write=self.writes.note
+        )
 
     # ------------------------------------------------------------------------------------ views
 
@@ -159,6 +163,22 @@ class UserCode(TorchFunctionMode):
     def used_parameters(self) -> set[nn.Parameter]:
         """Parameters that the code has asked for."""
         return {parameter for _, parameter in self._leaves}
+
+    def check_frozen(self) -> None:
+        """Raise if the code has made something trainable that was frozen when the step began.
+
+        Raises:
+            ConfigurationError: Naming it. Its gradient would be missing.
+        """
+        for (_, parameter), leaf in self._leaves.items():
+            if leaf.requires_grad and not parameter.requires_grad:
+                name = next(n for n, p in self._module.named_parameters() if p is parameter)
+                raise ConfigurationError(
+                    f"training_step made {name!r} trainable (requires_grad_, or set_adapter of "
+                    "peft). What is trained is settled before a step begins: do it in "
+                    "on_train_batch_start or configure_model. Adapters that a step changes "
+                    "between must all be trainable before it."
+                )
 
     def take_gradients(self) -> Gradients:
         """Download and clear the gradients of all leaves, summed over the workers."""

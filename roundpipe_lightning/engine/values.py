@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.arguments import Copies, Reference, Swap
 from roundpipe_lightning.engine.capture import Phantom
+from roundpipe_lightning.engine.writes import ModuleWrites
 from roundpipe_lightning.errors import CaptureError
 
 Watched: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
@@ -166,6 +167,7 @@ class BlockCall:
         values: What the block made; set when it has run.
         arguments: Tensors among the arguments that no block made.
         inputs: Values of earlier blocks among them.
+        writes: What the user's code has written into the block's attributes before.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, objects: bool) -> None:
@@ -173,6 +175,7 @@ class BlockCall:
         self.values: list[Value] = []
         self.arguments: list[Tensor] = []
         self.inputs: list[Value] = []
+        self.writes: ModuleWrites = []
         self._given = Copies(self._keep, objects=objects).of((args, kwargs))
         self._autocast = [_autocast_of(kind) for kind in _device_types()]
 

@@ -32,6 +32,8 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
 DELETED: Any = object()
 """What a view tells in place of a value when an attribute is deleted."""
 
+_AS_THE_ORIGINAL: Any = object()
+
 
 def write_through(module: nn.Module, name: str, value: Any) -> None:
     """Write an attribute of an original, or delete it."""
@@ -129,7 +131,7 @@ class View:
             return
         own[name] = value  # read back here, whatever another microbatch writes in between
         own["_gone"].discard(name)
-        if not own["_in_disguise"]:
+        if not (own["_in_disguise"] or _is_entry(own["_view_of"], name)):
             told = value.__dict__["_view_of"] if _is_view(value) else value
             own["_write"](own["_view_of"], name, told)
 
@@ -142,7 +144,7 @@ class View:
         if any(name in own[table] for table in _TABLES):
             for table in _TABLES:
                 own[table].pop(name, None)
-        elif own["_in_disguise"]:
+        elif own["_in_disguise"] or (name in own and _is_entry(own["_view_of"], name)):
             own.pop(name, None)
         else:
             if name not in own:
@@ -156,11 +158,33 @@ def _is_view(value: Any) -> bool:
     return issubclass(type(value), View)
 
 
+def _is_entry(module: nn.Module, name: str) -> bool:
+    """Say whether a module has it in a table: of what is in tables, a view has its own."""
+    return any(name in module.__dict__[table] for table in _TABLES)
+
+
 def _rebound(value: Any, original: object, view: object) -> Any:
     """Return a method of the original (a patched `forward`, say) bound to the view."""
     if isinstance(value, types.MethodType) and value.__self__ is original:
         return types.MethodType(value.__func__, view)
     return value
+
+
+def put(view: Any, name: str, value: Any) -> Any:
+    """Let a view have an attribute, `DELETED` for none, without telling the original.
+
+    Returns:
+        What it had: to be put back.
+    """
+    own = view.__dict__
+    before = DELETED if name in own["_gone"] else own.get(name, _AS_THE_ORIGINAL)
+    own["_gone"].discard(name)
+    own.pop(name, None)
+    if value is DELETED:
+        own["_gone"].add(name)
+    elif value is not _AS_THE_ORIGINAL:
+        own[name] = value
+    return before
 
 
 class ViewClasses:

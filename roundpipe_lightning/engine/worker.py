@@ -11,7 +11,8 @@ resident                upload F2 ─── drop  upload B3 ─── gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.gradients import GradientLedger, Gradients
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.view import LazyTable, ViewClasses, ViewMaker, write_through
+from roundpipe_lightning.engine.view import LazyTable, ViewClasses, ViewMaker, put, write_through
+from roundpipe_lightning.engine.writes import ModuleWrites
+from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.stages import Stage, StageKind
 
 
@@ -133,7 +136,7 @@ class ResidentStage:
         self.num_bytes = sum(leaf.nbytes for leaf in self._leaves.values())
         self._writes: list[tuple[nn.Module, str, Any]] = []
         self._maker = ViewMaker(
-            parameter=self._leaves.__getitem__,
+            parameter=self._leaf,
             buffer=self._buffers.place,
             classes=classes,
             write=self._write,
@@ -144,6 +147,15 @@ class ResidentStage:
             wanted = parameter.requires_grad and self.stage.kind is not StageKind.FORWARD
             self._leaves[parameter] = nn.Parameter(value, requires_grad=wanted)
 
+    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in self._leaves:
+            raise CaptureError(
+                f"A block has a parameter of shape {tuple(parameter.shape)} that it did not have "
+                "when training began: a module replaces its parameters while it runs (peft's LoRA "
+                "on nn.MultiheadAttention does). Adapt other layers, linear ones say."
+            )
+        return self._leaves[parameter]
+
     def block(self, index: int) -> nn.Module:
         """Return the stand-in for a block: the same code, with parameters that are here."""
         return self._maker.view_of(self._stack.blocks[index])
@@ -152,6 +164,21 @@ class ResidentStage:
         if self.stage.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
             write_through(module, name, value)
             self._writes.append((module, name, value))
+
+    @contextmanager
+    def written(self, writes: ModuleWrites) -> Iterator[None]:
+        """Let the blocks see what a microbatch's user code has written, until the context ends."""
+        before = []
+        for module, attributes in writes:
+            view = self._maker.view_of(module)
+            for name, value in attributes.items():
+                here = self._maker.view_of(value) if isinstance(value, nn.Module) else value
+                before.append((view, name, put(view, name, here)))
+        try:
+            yield
+        finally:
+            for view, name, value in reversed(before):
+                put(view, name, value)
 
     def take_writes(self) -> list[tuple[nn.Module, str, Any]]:
         """Return the attributes that the blocks have written since the last call."""
