@@ -115,6 +115,11 @@ class RoundPipePrecision(Precision):
         return _TRUE_DTYPES.get(self._name, torch.float32)
 
     @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What `*-mixed` computes in where autocast allows; None for the others."""
+        return _AUTOCAST_DTYPES.get(self._name)
+
+    @property
     def _name(self) -> str:
         return str(self.precision)
 

@@ -17,7 +17,12 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from roundpipe_lightning._lightning import checks
-from roundpipe_lightning._lightning.options import HardwareSource, Options, PlanSource
+from roundpipe_lightning._lightning.options import (
+    HardwareSource,
+    HintSource,
+    Options,
+    PlanSource,
+)
 from roundpipe_lightning._lightning.random_state import random_state, set_random_state
 from roundpipe_lightning._lightning.session import NoBlocksWarning, Session
 from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
@@ -47,17 +52,23 @@ class RoundPipeStrategy(ParallelStrategy):
         num_microbatches: Into how many parts a training batch is split. `"auto"` is twice the
             number of workers, but not more than the batch has samples; a smaller last batch then
             runs with fewer. With a number of your own, a smaller batch is an error.
-        plan: A `Plan`, the path of a saved one, or `"auto"`: made from the model.
+        plan: A `Plan`, the path of a saved one, or `"auto"`: made for the model, the machine and
+            the shape of the batches, see docs/planning.md.
         update: `"exact"`: the results are those of plain synchronous training.
         recompute: `"full"` (or `"auto"`): BACKWARD stages run their blocks again.
         blocks: Dotted name or names of the module lists that are the blocks; None finds them.
         microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
             `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.
         hardware: The machine: a `HardwareSpec`, the name of one (`"rtx4090x8"`) or the path of a
-            file. Its memory is checked before anything is allocated, and stages are kept small
-            enough for its devices. `"auto"` assumes nothing.
+            file. `"auto"`: the one at hand; its accelerators are measured once, of a processor only
+            the memory counts. Memory is checked before anything is allocated.
         timeout_seconds: After so many seconds without progress a step is given up with a report.
         workers_per_device: Workers that share each device.
+        hints: What is settled about the stages of a plan that is made: `PartitionHints`, or a
+            mapping with the keys of `conf/partition`.
+        replan: Whether a plan that was made is improved from measured times while training runs.
+        trial_run: Whether `training_step` is run once without values, on a copy of the module, to
+            learn what it computes. Without, plans follow from the parameters alone.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -82,6 +93,9 @@ class RoundPipeStrategy(ParallelStrategy):
         hardware: HardwareSource = "auto",
         timeout_seconds: float = 600.0,
         workers_per_device: int = 1,
+        hints: HintSource = None,
+        replan: bool = True,
+        trial_run: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -105,6 +119,9 @@ class RoundPipeStrategy(ParallelStrategy):
             hardware=hardware,
             timeout_seconds=timeout_seconds,
             workers_per_device=workers_per_device,
+            hints=hints,
+            replan=replan,
+            trial_run=trial_run,
         )
         self.num_nodes = 1
         """Set by the Trainer to its flag; anything but 1 is refused."""
@@ -131,7 +148,10 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use, that of the largest batch so far; None before the first set-up."""
+        """The plan in use, that of the largest batch so far; None before the first set-up.
+
+        Until the first batch it is one that follows from the parameters.
+        """
         return self._seen.plan if self._seen else None
 
     @property
@@ -251,7 +271,7 @@ class RoundPipeStrategy(ParallelStrategy):
             self.accelerator.setup_device(device)
 
     def setup(self, trainer: Trainer) -> None:
-        """Check the module, make its optimizers and open the engine."""
+        """Check the module, make its optimizers and a first plan."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._session = self._fit_session = None  # an earlier run's batches say nothing
             checks.check_module(
@@ -266,6 +286,8 @@ class RoundPipeStrategy(ParallelStrategy):
             precision=self.precision_plugin,
             options=self._options,
             given_plan=self._given_plan,
+            computes_on_host=self._computes_on_host,
+            optimizers=self.optimizers if trainer.state.fn == TrainerFn.FITTING else (),
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_session = self._session
@@ -336,13 +358,14 @@ class RoundPipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write a plain Lightning checkpoint, with the random state if it has the optimizer's."""
+        """Write a plain Lightning checkpoint, with optimizer states also what resuming needs."""
         if "optimizer_states" in checkpoint:
             checkpoint = {
                 **checkpoint,
                 _CHECKPOINT_KEY: {
                     "format_version": _CHECKPOINT_VERSION,
                     "random_state": random_state(),
+                    "planning": self._seen.state_dict() if self._seen else None,
                 },
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -363,3 +386,6 @@ class RoundPipeStrategy(ParallelStrategy):
                 f"this version reads {_CHECKPOINT_VERSION}. Update roundpipe_lightning."
             )
         set_random_state(ours["random_state"])
+        planning = ours.get("planning")
+        if planning is not None and self._session is not None:
+            self._session.load_state_dict(planning)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.plan import Plan
 
 PlanSource: TypeAlias = Plan | str | os.PathLike[str]
 """A plan, the path of a saved one, or `"auto"`."""
 
 HardwareSource: TypeAlias = HardwareSpec | str | os.PathLike[str]
-"""A machine, the name of one or the path of a file, or `"auto"`: nothing is assumed of it."""
+"""A machine, the name of one or the path of a file, or `"auto"`: the one at hand."""
+
+HintSource: TypeAlias = PartitionHints | Mapping[str, Any] | None
+"""Hints, or a mapping with the keys of `conf/partition` (`forward`, `limits`, `team_size`, ...)."""
+
+_HINTS = ("forward", "backward", "limits", "team_size", "round_size")
+_LIMITS = ("forward", "fused", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,9 @@ class Options:
     hardware: HardwareSource
     timeout_seconds: float
     workers_per_device: int
+    hints: HintSource = None
+    replan: bool = True
+    trial_run: bool = True
 
     def __post_init__(self) -> None:
         """Check every value by itself."""
@@ -58,6 +68,12 @@ class Options:
         if not isinstance(self.plan, (Plan, str, os.PathLike)):
             raise ConfigurationError(
                 f"plan={self.plan!r}: give a Plan, the path of a saved one, or 'auto'."
+            )
+        has_hints = self.partition_hints != PartitionHints()
+        if has_hints and self.plan != "auto":
+            raise ConfigurationError(
+                "hints settle a part of the plan that is made, but plan=... gives all of it: drop "
+                "one of the two."
             )
         self._check_names()
 
@@ -98,26 +114,35 @@ class Options:
             return None
         return [self.blocks] if isinstance(self.blocks, str) else list(self.blocks)
 
-    def load_hardware(self, *, num_workers: int) -> HardwareSpec | None:
-        """Return the machine that the user named, every worker a device; None for `"auto"`.
+    @property
+    def partition_hints(self) -> PartitionHints:
+        """What the user has settled about the stages.
 
         Raises:
-            HardwareError: It is not known, or a figure in its file is wrong.
-            ConfigurationError: It has another number of devices.
+            ConfigurationError: A hint is not known, or no whole number.
+            PlanError: A hint cannot be kept by itself, or two contradict each other.
         """
-        if self.hardware == "auto":
-            return None
-        source = self.hardware
-        spec = source if isinstance(source, HardwareSpec) else load_hardware(source)
-        shared = self.workers_per_device
-        if spec.num_devices * shared != num_workers:
+        given = self.hints
+        if given is None:
+            return PartitionHints()
+        if isinstance(given, PartitionHints):
+            return given
+        if not isinstance(given, Mapping):
             raise ConfigurationError(
-                f"hardware={spec.name} has {spec.num_devices} devices, but Trainer(devices=...) "
-                f"gives {num_workers // shared}. Change one of them, or set hardware='auto'."
+                f"hints={given!r}: give PartitionHints, or a mapping with some of {_words(_HINTS)}."
             )
-        if shared == 1:
-            return spec
-        return replace(spec, num_devices=num_workers, device_bytes=spec.device_bytes // shared)
+        _check_keys("hints", given, _HINTS)
+        limits = given.get("limits") or {}
+        _check_keys("hints['limits']", limits, _LIMITS)
+        return PartitionHints(
+            forward=_cut("forward", given.get("forward")),
+            backward=_cut("backward", given.get("backward")),
+            most_forward=_whole("limits.forward", limits.get("forward")),
+            most_fused=_whole("limits.fused", limits.get("fused")),
+            most_backward=_whole("limits.backward", limits.get("backward")),
+            team_size=_whole("team_size", given.get("team_size")),
+            round_size=_whole("round_size", given.get("round_size")),
+        )
 
     def load_plan(self) -> Plan | None:
         """Return the plan that the user gave, or None for `"auto"`.
@@ -135,3 +160,31 @@ class Options:
                 f"{plan.num_microbatches}: leave num_microbatches out, or make another plan."
             )
         return plan
+
+
+def _words(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = [str(key) for key in given if key not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"{what} has {_words(unknown)}, which is no hint: there are {_words(known)}."
+        )
+
+
+def _whole(name: str, value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ConfigurationError(f"partition.{name}={value!r}: give a whole number.")
+
+
+def _cut(name: str, counts: object) -> tuple[int, ...] | None:
+    if counts is None:
+        return None
+    if isinstance(counts, Sequence) and all(type(count) is int for count in counts):
+        return tuple(counts)
+    raise ConfigurationError(
+        f"partition.{name}={counts!r}: give whole numbers, such as partition.{name}=[2,3,3]."
+    )

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from roundpipe_lightning._lightning.options import Options
+from roundpipe_lightning._lightning.planning import Planned, StepPlanner
 from roundpipe_lightning._lightning.training import MicrobatchedStep
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.profile import profile_module
-from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.parameter_fit import (
-    check_plan_holds_parameters,
-    plan_that_holds_parameters,
-)
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
 
@@ -34,23 +31,26 @@ class NoBlocksWarning(UserWarning):
 class Session:
     """From the strategy's set-up to its teardown; what it found out can be read afterwards, too.
 
+    The engine opens with the first batch: what the training needs is known then, and checked.
+
     Args:
         module: The user's module, attached to its trainer.
         devices: One per worker.
         precision: The precision plugin.
         options: The strategy's settings.
         given_plan: The user's own plan, or None.
+        computes_on_host: Whether the Trainer's devices are CPU workers.
+        optimizers: The optimizers of a training; none for an evaluation.
 
     Attributes:
-        profile: The model as the planner sees it.
-        plan: The plan of the largest batch so far; before the first batch, of the number of
-            microbatches that was asked for.
+        plan: The plan in use, that of the largest batch so far; before the first batch, one for the
+            number of microbatches that was asked for.
         last_plan: The plan of the last training step.
         last_timeline: When every action of the last training step ran.
 
     Raises:
-        PlanError: The given plan is for another model or another number of workers, or the machine
-            that is named cannot hold the model. Nothing has been allocated then.
+        PlanError: The given plan is for another model or another number of workers, a hint cannot
+            be kept, or the machine cannot hold the model. Nothing has been allocated then.
     """
 
     def __init__(
@@ -61,11 +61,14 @@ class Session:
         precision: RoundPipePrecision,
         options: Options,
         given_plan: Plan | None,
+        computes_on_host: bool,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
-        self._num_workers = len(devices)
-        self._keeps_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
-        stack = find_blocks(module, options.block_names)
-        if stack is None:
+        self._module = module
+        self._devices = tuple(devices)
+        self._timeout_seconds = options.timeout_seconds
+        self._stack = find_blocks(module, options.block_names)
+        if self._stack is None:
             warnings.warn(
                 f"No stack of blocks was found in {type(module).__name__}: it trains as one stage, "
                 "which every worker needs as a whole. Name the list of its layers, for example "
@@ -73,37 +76,46 @@ class Session:
                 category=NoBlocksWarning,
                 stacklevel=2,
             )
-        self.profile = profile_module(module, stack)
-        self._hardware = options.load_hardware(num_workers=len(devices))
-        self._plans: dict[int, Plan] = {}
-        if given_plan is not None:
-            self._check_plan(given_plan)
-            self._plans[given_plan.num_microbatches] = given_plan
-        wanted = options.num_microbatches
-        if given_plan is not None:
-            wanted = given_plan.num_microbatches
-        elif wanted == "auto":
-            wanted = 2 * self._num_workers
-        self.plan = self._plan_for(wanted)
+        self._planner = StepPlanner(
+            module,
+            stack=self._stack,
+            num_workers=len(devices),
+            computes_on_host=computes_on_host,
+            precision=precision,
+            options=options,
+            given_plan=given_plan,
+            optimizers=optimizers,
+        )
+        self.plan = self._planner.first_plan()
         self.last_plan: Plan | None = None
         self.last_timeline: Timeline | None = None
         self._peak_device_bytes = 0
-        self._engine: Engine | None = Engine(
-            module,
-            stack=stack,
-            devices=devices,
-            plan=self.plan,
-            timeout_seconds=options.timeout_seconds,
-        ).__enter__()
+        self._engine: Engine | None = None
+        self._running: Planned | None = None
         self._step = MicrobatchedStep(
             module,
-            engine=self._engine,
+            engine=self._open_engine,
+            on_host=all(device.shares_host_memory for device in devices),
             precision=precision,
             plan_for=self._plan_for,
-            num_microbatches=wanted,
+            num_microbatches=self._planner.num_microbatches,
             shrinks=options.num_microbatches == "auto",
             weight=options.microbatch_weight,
         )
+
+    def _open_engine(self) -> Engine:
+        """Return the engine, opened when it is first needed."""
+        if self._engine is None:
+            engine = Engine(
+                self._module,
+                stack=self._stack,
+                devices=self._devices,
+                plan=self.plan,
+                timeout_seconds=self._timeout_seconds,
+            )
+            with torch.inference_mode(mode=False):  # else the parameters could not be trained
+                self._engine = engine.__enter__()
+        return self._engine
 
     def close(self) -> None:
         """Join the workers and free what they held. Closing twice is allowed."""
@@ -113,6 +125,11 @@ class Session:
             engine.close()
 
     @property
+    def profile(self) -> ModelProfile:
+        """The model as the planner sees it."""
+        return self._planner.profile
+
+    @property
     def peak_device_bytes(self) -> int:
         """The most memory in use on one worker."""
         return _peak_bytes(self._engine) if self._engine else self._peak_device_bytes
@@ -120,50 +137,53 @@ class Session:
     def training_step(self, *arguments: Any) -> STEP_OUTPUT:
         """Run a training batch; see `MicrobatchedStep.run`."""
         output = self._step.run(*arguments)
-        plan = self._step.plan
-        assert plan is not None
-        if self.last_plan is None or plan.num_microbatches > self.plan.num_microbatches:
-            self.plan = plan
-        self.last_plan, self.last_timeline = plan, self._step.timeline
+        self.last_plan, self.last_timeline = self._step.plan, self._step.timeline
+        if output is not None and not self._module.trainer.fit_loop._skip_backward:  # noqa: SLF001
+            self._learn()
         return output
 
     def evaluate(self, step_name: str, *arguments: Any) -> Any:
         """Run an evaluation batch; see `MicrobatchedStep.evaluate`."""
         return self._step.evaluate(step_name, *arguments)
 
-    def _check_plan(self, plan: Plan) -> None:
-        if plan.num_workers != self._num_workers:
-            raise PlanError(
-                f"The plan is for {plan.num_workers} workers, but Trainer(devices=...) and "
-                f"workers_per_device give {self._num_workers}. Change one of them, or set "
-                "plan='auto'."
-            )
-        plan.check_model(self.profile.fingerprint, block_names=self.profile.block_names)
-        if self._hardware is not None:
-            check_plan_holds_parameters(plan, profile=self.profile, hardware=self._hardware)
+    def _plan_for(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Plan:
+        """Return the plan for a batch and show it if the batch is the largest so far."""
+        self._running = self._planner.planned(microbatches, arguments)
+        plan = self._running.plan
+        if self.last_plan is None or plan.num_microbatches >= self.plan.num_microbatches:
+            self.plan = plan
+        return plan
 
-    def _plan_for(self, num_microbatches: int) -> Plan:
-        """Return the plan for a number of microbatches, made once."""
-        if num_microbatches not in self._plans:
-            self._plans[num_microbatches] = self._new_plan(num_microbatches)
-        return self._plans[num_microbatches]
+    def _learn(self) -> None:
+        """Let the planner know how long the step took; it may change the plan."""
+        running, timeline = self._running, self.last_timeline
+        assert running is not None
+        assert timeline is not None
+        remaining = _remaining_batches(self._module.trainer)
+        self._planner.learn(running, timeline, remaining_steps=remaining)
+        if self.plan is self.last_plan:
+            self.plan = running.plan
 
-    def _new_plan(self, num_microbatches: int) -> Plan:
-        """Make a plan; for a machine that is named, one that it can hold.
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the plans of a resumed training follow from."""
+        return self._planner.state_dict()
 
-        Raises:
-            PlanError: The machine cannot hold the model's parameters.
-        """
-        plan = default_plan(
-            self.profile,
-            num_workers=self._num_workers,
-            num_microbatches=num_microbatches,
-            # Running statistics are written in the order of the microbatches.
-            round_sizes=[num_microbatches] if self._keeps_statistics else (),
-        )
-        if self._hardware is None:
-            return plan
-        return plan_that_holds_parameters(plan, profile=self.profile, hardware=self._hardware)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned."""
+        self._planner.load_state_dict(state)
+
+
+def _remaining_batches(trainer: Trainer) -> int | None:
+    """Batches that are left to train on; None where nothing limits them."""
+    limits: list[float] = []
+    if trainer.max_steps >= 0:
+        left = trainer.max_steps - trainer.global_step
+        limits.append(left * trainer.accumulate_grad_batches)
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        epochs = trainer.max_epochs - trainer.current_epoch
+        limits.append(epochs * trainer.num_training_batches)
+    least = min(limits, default=math.inf)
+    return int(least) if math.isfinite(least) else None
 
 
 def _peak_bytes(engine: Engine) -> int:

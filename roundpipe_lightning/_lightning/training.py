@@ -37,9 +37,10 @@ class MicrobatchedStep:
 
     Args:
         module: The user's module, attached to its trainer.
-        engine: The open engine of the module.
+        engine: Returns the open engine of the module.
+        on_host: Whether the workers compute in host memory.
         precision: Gives the microbatch threads their context and the loss its scale.
-        plan_for: Returns the plan for a number of microbatches.
+        plan_for: Returns the plan for the microbatches of a batch and the step's other arguments.
         num_microbatches: How many; fewer for a batch of fewer samples if `shrinks`.
         shrinks: Whether a small batch is run with fewer microbatches instead of being refused.
         weight: How much a microbatch counts in the loss.
@@ -53,9 +54,10 @@ class MicrobatchedStep:
         self,
         module: LightningModule,
         *,
-        engine: Engine,
+        engine: Callable[[], Engine],
+        on_host: bool,
         precision: RoundPipePrecision,
-        plan_for: Callable[[int], Plan],
+        plan_for: Callable[[Sequence[Any], Sequence[Any]], Plan],
         num_microbatches: int,
         shrinks: bool,
         weight: MicrobatchWeight,
@@ -67,7 +69,6 @@ class MicrobatchedStep:
         self._num_microbatches = num_microbatches
         self._shrinks = shrinks
         self._weight = weight
-        on_host = all(worker.device.shares_host_memory for worker in engine.workers)
         self._metrics = MetricStandIns(module, in_place=on_host)
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
@@ -93,12 +94,13 @@ class MicrobatchedStep:
         backward = not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
         recorders = [LogRecorder() for _ in microbatches]
-        self.plan = self._plan_for(count)
+        self.plan = self._plan_for(microbatches, arguments)
+        engine = self._engine()
         with (
             self._metrics.for_microbatches(count) as stand_ins,
             _host_generator_seeded(trainer.fit_loop.epoch_loop.batch_progress.total.ready),
         ):
-            result = self._engine.step(
+            result = engine.step(
                 microbatches,
                 partial(_call_training_step, arguments=arguments),
                 plan=self.plan,
@@ -131,9 +133,9 @@ class MicrobatchedStep:
             batch: What it is called with, on the host.
             *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
         """
-        recorder = LogRecorder()
+        recorder, engine = LogRecorder(), self._engine()
         with self._metrics.lent() as stand_ins:
-            output = self._engine.evaluate(
+            output = engine.evaluate(
                 lambda view, here: getattr(view, step_name)(here, *arguments),
                 batch,
                 overrides={"log": recorder},

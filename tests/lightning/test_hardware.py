@@ -10,13 +10,14 @@ import pytest
 from lightning.pytorch import Trainer
 
 from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning._lightning import machine as machines
 from roundpipe_lightning._lightning import session
-from roundpipe_lightning.errors import ConfigurationError, PlanError
+from roundpipe_lightning.errors import ConfigurationError, FitError
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
 from roundpipe_lightning.planning.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.plan import Plan
-from tests.lightning.tiny_training import QUIET, Regressor, regression_data
+from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -27,46 +28,87 @@ def machine(**changes: int) -> HardwareSpec:
     return replace(load_hardware("rtx4090x2"), **changes)  # type: ignore[arg-type]
 
 
-def fit(folder: Path, **settings: object) -> RoundPipeStrategy:
-    strategy = RoundPipeStrategy(num_microbatches=4, **settings)  # type: ignore[arg-type]
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(Regressor(), regression_data())
-    return strategy
+def fit(folder: Path, *, batch_size: int = 8, count: int = 4, **settings: object) -> Trainer:
+    strategy = RoundPipeStrategy(num_microbatches=count, **settings)  # type: ignore[arg-type]
+    trainer = make_trainer(folder, strategy=strategy, devices=2, max_steps=1, max_epochs=-1)
+    trainer.fit(Regressor("adamw"), regression_data(64, batch_size=batch_size))
+    return trainer
 
 
-def test_a_machine_that_is_large_enough_changes_nothing(tmp_path: Path) -> None:
-    assert fit(tmp_path, hardware="rtx4090x2").plan == fit(tmp_path).plan
+def plan_of(trainer: Trainer) -> Plan:
+    assert isinstance(trainer.strategy, RoundPipeStrategy)
+    assert trainer.strategy.plan is not None
+    return trainer.strategy.plan
+
+
+def test_the_plan_is_for_the_machine_that_is_named(tmp_path: Path) -> None:
+    roomy = plan_of(fit(tmp_path, hardware="rtx4090x2"))
+    tight = machine(device_bytes=RESERVED_BYTES + 10 * BLOCK_BYTES)
+    small = plan_of(fit(tmp_path, hardware=tight))
+    assert max(small.partition.backward) < max(roomy.partition.backward)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     small = machine(device_bytes=RESERVED_BYTES + 2 * BLOCK_BYTES)
     with mock.patch.object(session, "Engine") as engine:
-        with pytest.raises(PlanError, match=r"GiB of device memory are missing.*roundpipe-plan"):
+        with pytest.raises(FitError, match=r"GiB of device memory are missing.*roundpipe-plan"):
             fit(tmp_path, hardware=small)
-        with pytest.raises(PlanError, match="GiB of host memory are missing"):
+        with pytest.raises(FitError, match=r"optimizer state does not fit .*GiB of host memory"):
             fit(tmp_path, hardware=machine(host_bytes=BLOCK_BYTES))
     engine.assert_not_called()
 
 
+def test_optimizer_state_counts(tmp_path: Path) -> None:
+    """Weights, gradients and AdamW's two moments: four times the parameters."""
+    size = sum(p.nbytes for p in Regressor().parameters())
+    with pytest.raises(FitError, match="optimizer state"):
+        fit(tmp_path, hardware=machine(host_bytes=round(3.9 * size)))
+    fit(tmp_path, hardware=machine(host_bytes=round(4.5 * size)))
+
+
+def test_activations_are_known_with_the_first_batch(tmp_path: Path) -> None:
+    """The parameters fit, the step does not: refused in time, with what makes it fit."""
+    small = machine(device_bytes=RESERVED_BYTES + 9 * BLOCK_BYTES)
+    with mock.patch.object(session, "Engine") as engine:
+        with pytest.raises(FitError, match=r"The training step does not fit rtx4090x2") as refused:
+            fit(tmp_path, hardware=small, batch_size=64, count=2)
+        engine.assert_not_called()
+    text = str(refused.value)
+    assert "activations" in text
+    count = int(text.partition("set num_microbatches=")[2].split()[0])
+    fit(tmp_path, hardware=small, batch_size=64, count=count)
+
+
 def test_a_saved_plan_is_checked_too(tmp_path: Path) -> None:
-    plan = fit(tmp_path).plan
-    assert isinstance(plan, Plan)
+    plan = plan_of(fit(tmp_path))
     small = machine(device_bytes=RESERVED_BYTES + 2 * BLOCK_BYTES)
-    with pytest.raises(PlanError, match="does not fit rtx4090x2"):
+    with pytest.raises(FitError, match="given plan does not fit rtx4090x2"):
         fit(tmp_path, plan=plan, hardware=small)
 
 
 def test_a_machine_has_as_many_devices_as_the_trainer(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"rtx4090x4 has 4 devices, .* gives 2"):
         fit(tmp_path, hardware="rtx4090x4")
-    assert fit(tmp_path, hardware="rtx4090x2", workers_per_device=2).num_workers == 4
+    trainer = fit(tmp_path, hardware="rtx4090x2", workers_per_device=2)
+    assert plan_of(trainer).num_workers == 4
+
+
+def test_host_memory_of_cpu_workers_is_that_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "host_bytes", lambda: BLOCK_BYTES)
+    with pytest.raises(FitError, match=r"does not fit cpu: .*GiB of host memory") as refused:
+        fit(tmp_path)
+    assert "use a machine with 16 GiB of host memory" in str(refused.value)
+
+
+def test_nothing_is_refused_where_host_memory_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "host_bytes", lambda: None)
+    assert plan_of(fit(tmp_path)).num_workers == 2
+
+
+def test_cpu_workers_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "probe_hardware", mock.Mock(side_effect=AssertionError))
+    fit(tmp_path)

@@ -1,0 +1,167 @@
+"""The machine that a training is planned for: named, measured, or this one's CPU workers."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from roundpipe_lightning.engine.probe import probe_hardware
+from roundpipe_lightning.errors import ConfigurationError, HardwareError
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.storage import ParameterStorage
+
+_UNKNOWN_BYTES = 2**60  # no host has as much: nothing is refused
+
+
+def find_machine(
+    source: HardwareSpec | str | os.PathLike[str],
+    *,
+    num_workers: int,
+    workers_per_device: int,
+    computes_on_host: bool,
+) -> HardwareSpec:
+    """Return the machine, every worker a device.
+
+    Args:
+        source: What the user gave for it. `"auto"` is this machine: its accelerators, measured once
+            in less than ten seconds; or its processor, with rates that are assumed, because CPU
+            workers are alike whatever their speed, and the memory that there is.
+        num_workers: Workers.
+        workers_per_device: Workers that share each device.
+        computes_on_host: Whether they are CPU workers.
+
+    Raises:
+        HardwareError: The machine is not known, or a figure in its file is wrong.
+        ConfigurationError: It has another number of devices.
+    """
+    num_devices = num_workers // workers_per_device
+    if source == "auto":
+        if computes_on_host:
+            return cpu_workers(num_workers)
+        spec = _probed(num_devices)
+    else:
+        spec = source if isinstance(source, HardwareSpec) else load_hardware(source)
+    if spec.num_devices != num_devices:
+        raise ConfigurationError(
+            f"hardware={spec.name} has {spec.num_devices} devices, but Trainer(devices=...) "
+            f"gives {num_devices}. Change one of them, or set hardware='auto'."
+        )
+    if workers_per_device == 1:
+        return spec
+    size = spec.device_bytes // workers_per_device
+    return replace(spec, num_devices=num_workers, device_bytes=size)
+
+
+def cpu_workers(num_workers: int) -> HardwareSpec:
+    """Return this machine as equal CPU workers: assumed rates, and the memory that there is."""
+    size = host_bytes() or _UNKNOWN_BYTES
+    return replace(
+        load_hardware("cpu"),
+        num_devices=num_workers,
+        devices_per_root=num_workers,
+        device_bytes=size,
+        host_bytes=size,
+    )
+
+
+def host_bytes() -> int | None:
+    """Return the host's memory, or what a container may use of it; None where that is not known."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not on this system
+        return None
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return total if total > 0 else None
+
+
+def _probed(num_devices: int) -> HardwareSpec:
+    """Measure the accelerators, or take what was measured before."""
+    try:
+        return probe_hardware(num_workers=num_devices)
+    except (RuntimeError, HardwareError) as error:
+        spec = load_hardware("rtx4090x1")
+        rank_zero_info(
+            f"roundpipe: the accelerators could not be measured ({error}); plans assume the rates "
+            f"of an {spec.device_name}. Name the machine with RoundPipeStrategy(hardware=...)."
+        )
+    sizes = [
+        torch.get_device_module(kind).get_device_properties(index).total_memory
+        for kind in (torch.accelerator.current_accelerator(),)
+        if kind is not None
+        for index in range(num_devices)
+    ]
+    size = host_bytes() or _UNKNOWN_BYTES
+    return replace(
+        spec,
+        name="auto",
+        num_devices=num_devices,
+        devices_per_root=num_devices,
+        device_bytes=min(sizes, default=spec.device_bytes),
+        host_bytes=size,
+    )
+
+
+def rate_name(machine: HardwareSpec, dtype: torch.dtype) -> str:
+    """Return the name of a dtype's matrix rate; that of float32 where a machine has none."""
+    name = str(dtype).removeprefix("torch.")
+    try:
+        machine.matrix_rates.of(name)
+    except HardwareError:
+        return "float32"
+    return name
+
+
+def storage_of(optimizers: Sequence[Optimizer]) -> ParameterStorage:
+    """Return what is kept for each parameter beside itself, which is what is uploaded."""
+    trained = {
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    num = sum(parameter.numel() for parameter in trained)
+    gradients = sum(parameter.nbytes for parameter in trained)
+    state = sum(_state_bytes(optimizer) for optimizer in optimizers)
+    return ParameterStorage(
+        master_bytes=0,
+        gradient_bytes=gradients / num if num else 4.0,
+        optimizer_bytes=state / num if num else 0.0,
+    )
+
+
+def _state_bytes(optimizer: Optimizer) -> float:
+    """Bytes of an optimizer's state: one small matrix per group is stepped by one of its kind.
+
+    Nothing is known of an optimizer that cannot be made from its own settings.
+    """
+    total = 0.0
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if not trained:
+            continue
+        sample = torch.nn.Parameter(torch.zeros(64, 64, dtype=trained[0].dtype))
+        sample.grad = torch.zeros_like(sample)
+        accepted = inspect.signature(type(optimizer)).parameters
+        settings = {key: value for key, value in group.items() if key in accepted}
+        settings.pop("params", None)
+        try:
+            with torch.enable_grad():
+                twin = type(optimizer)([sample], **settings)
+                twin.step()
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            continue
+        tensors = [t for state in twin.state.values() for t in state.values() if torch.is_tensor(t)]
+        per_parameter = sum(t.nbytes for t in tensors if t.numel() > 1) / sample.numel()
+        total += per_parameter * sum(parameter.numel() for parameter in trained)
+    return total

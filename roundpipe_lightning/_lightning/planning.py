@@ -1,0 +1,489 @@
+"""The plans of a training: one per shape of its batches, made when the shape is first seen.
+
+```
+set-up        parameters, gradients, optimizer state against the machine   a first plan
+first batch   the step's work, activations and all, against the machine    the plan, then the engine
+later         another shape, or measured times that pay                    another plan
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from roundpipe_lightning._lightning.machine import find_machine, rate_name, storage_of
+from roundpipe_lightning._lightning.options import Options
+from roundpipe_lightning._lightning.trial import TrialFailedError, try_step
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.trees import map_tensors
+from roundpipe_lightning.errors import BatchError, FitError, PlanError
+from roundpipe_lightning.models.batches import batch_size_of, split_batch
+from roundpipe_lightning.models.profile import parameter_work, profile_module
+from roundpipe_lightning.planning.fit import FitAnswer, Search, TrainingJob, fit_training
+from roundpipe_lightning.planning.hints import PartitionHints
+from roundpipe_lightning.planning.improve import improved_plan
+from roundpipe_lightning.planning.measured import MeasuredProfile
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.predict import PipelineLayout
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.remedies import Alternatives, remedies
+from roundpipe_lightning.planning.search import Effort
+from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile, time_model
+from roundpipe_lightning.precision import RoundPipePrecision
+
+_EFFORT = Effort(num_actions=2_000_000, num_generations=30)
+"""A fraction of a second: the first step waits for it."""
+
+_FIRST_LOOK = 5
+"""Steps after which measured times are looked at; then after twice as many, and so on."""
+
+_SMALLEST_SHARE = 0.6
+"""How much smaller a microbatch may be than the one that its plan was made for."""
+
+_SHAPE = MicrobatchShape(sequences=1, seq_len=1)
+"""All amounts of a measured step are fixed: its shape is the one it was measured with."""
+
+
+@dataclass(kw_only=True)
+class Planned:
+    """A plan and what it was made for.
+
+    Attributes:
+        plan: The plan in use for batches like this one.
+        job: What was planned.
+        size: Values in the largest microbatch's tensors; 0: before the first batch.
+        measured: How long its blocks take, as far as that has been measured.
+        planning_seconds: How long the search took.
+        next_look: Steps after which a better plan is looked for.
+    """
+
+    plan: Plan
+    job: TrainingJob
+    size: int
+    measured: MeasuredProfile
+    planning_seconds: float = 0.0
+    next_look: int = _FIRST_LOOK
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a trial of the step has shown.
+
+    Attributes:
+        work: What a microbatch costs.
+        knows_activations: Whether its bytes are among that.
+        writes_buffers: Whether the forward pass writes into buffers, as far as is known.
+    """
+
+    work: WorkProfile
+    knows_activations: bool
+    writes_buffers: bool
+
+
+class StepPlanner:
+    """Plans the steps of one session.
+
+    Args:
+        module: The user's module, attached to its trainer.
+        stack: Its blocks, or None.
+        num_workers: Workers.
+        computes_on_host: Whether they are CPU workers.
+        precision: The precision plugin.
+        options: The strategy's settings.
+        given_plan: The user's own plan, or None: it is never changed.
+        optimizers: The optimizers of the training; none for an evaluation.
+
+    Attributes:
+        machine: What is planned for.
+        profile: The model as the planner sees it.
+        num_microbatches: Microbatches of a full batch.
+
+    Raises:
+        PlanError: The given plan is for another model or another number of workers, or a hint
+            cannot be kept.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        *,
+        stack: BlockStack | None,
+        num_workers: int,
+        computes_on_host: bool,
+        precision: RoundPipePrecision,
+        options: Options,
+        given_plan: Plan | None,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        self._module = module
+        self._stack = stack
+        self._num_workers = num_workers
+        self._options = options
+        self._given_plan = given_plan
+        self._autocast_dtype = precision.autocast_dtype
+        self._precision = str(precision.precision)
+        self._keeps_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
+        self.machine = find_machine(
+            options.hardware,
+            num_workers=num_workers,
+            workers_per_device=options.workers_per_device,
+            computes_on_host=computes_on_host,
+        )
+        self._storage = storage_of(optimizers)
+        self.profile: ModelProfile = profile_module(module, stack)
+        self._parameter_work = parameter_work(module, stack)
+        self._planned: list[Planned] = []
+        self._trial_failed = not options.trial_run
+        if given_plan is not None:
+            self._check_given(given_plan)
+            self.num_microbatches = given_plan.num_microbatches
+        elif options.num_microbatches == "auto":
+            self.num_microbatches = 2 * num_workers
+        else:
+            self.num_microbatches = options.num_microbatches
+        self._rounds: dict[int, tuple[int, int]] = {}
+        self._restored: list[Mapping[str, Any]] = []
+
+    # --- before the first batch ------------------------------------------------------------------
+
+    def first_plan(self) -> Plan:
+        """Return a plan of what is known without a batch: parameters, not activations.
+
+        Raises:
+            FitError: Not even those fit.
+            PlanError: A hint cannot be kept.
+        """
+        what = "parameters, gradients and optimizer state"
+        return self._settle(
+            self._from_parameters(), self.num_microbatches, what=what, search=Search.QUICK
+        ).plan
+
+    def _check_given(self, plan: Plan) -> None:
+        if plan.num_workers != self._num_workers:
+            raise PlanError(
+                f"The plan is for {plan.num_workers} workers, but Trainer(devices=...) and "
+                f"workers_per_device give {self._num_workers}. Change one of them, or set "
+                "plan='auto'."
+            )
+        plan.check_model(
+            self.profile.fingerprint, block_names=self.profile.block_names, cuts=self.profile.cuts
+        )
+
+    # --- a batch ---------------------------------------------------------------------------------
+
+    def planned(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Planned:
+        """Return the plan for a batch, made once for batches of about its shape.
+
+        Args:
+            microbatches: Its parts, the largest first.
+            arguments: The other arguments of `training_step`.
+
+        Raises:
+            FitError: It does not fit.
+        """
+        count, size = len(microbatches), _num_values(microbatches[0])
+        known = self._known(count, size)
+        if known is not None:
+            return known
+        began = time.perf_counter()
+        found = self._settle(
+            self._try(microbatches[0], arguments),
+            count,
+            what="training step",
+            alternatives=lambda: self._alternatives(microbatches, arguments),
+        )
+        found.size = size
+        found.planning_seconds = time.perf_counter() - began
+        self._take_over(found)
+        self._planned.append(found)
+        self._rounds.setdefault(count, (found.plan.team_size, found.plan.round_size))
+        if len(self._planned) == 1 or count == self.num_microbatches:
+            self.profile = _timed(found.job)
+        rank_zero_info(
+            f"roundpipe: planned {count} microbatches on {self.machine.name} in "
+            f"{found.planning_seconds:.2f} s: {found.plan.partition}, teams of "
+            f"{found.plan.team_size}, rounds of {found.plan.round_size}."
+        )
+        return found
+
+    def _known(self, count: int, size: int) -> Planned | None:
+        """The plan of the smallest shape that is no smaller, and not much larger."""
+        near = [
+            planned
+            for planned in self._planned
+            if planned.plan.num_microbatches == count
+            and _SMALLEST_SHARE * planned.size <= size <= planned.size
+        ]
+        return min(near, key=lambda planned: planned.size, default=None)
+
+    def _try(self, microbatch: Any, arguments: Sequence[Any]) -> _Seen:
+        """Run the step without values; where that fails, once, use the parameters from then on."""
+        if self._trial_failed:
+            return self._from_parameters()
+        try:
+            step = try_step(
+                self._module,
+                self._stack,
+                microbatch=microbatch,
+                arguments=arguments,
+                compute_dtype=self._autocast_dtype,
+            )
+        except TrialFailedError as error:
+            self._trial_failed = True
+            rank_zero_info(
+                "roundpipe: plans follow from the parameters alone, because training_step cannot "
+                f"be run without values ({error})"
+            )
+            return self._from_parameters()
+        return _Seen(
+            work=step.work,
+            knows_activations=True,
+            writes_buffers=step.writes_buffers or self._keeps_statistics,
+        )
+
+    def _from_parameters(self) -> _Seen:
+        has_buffers = any(True for _ in self._module.buffers())
+        return _Seen(
+            work=self._parameter_work,
+            knows_activations=False,
+            writes_buffers=has_buffers or self._keeps_statistics,
+        )
+
+    # --- measured times --------------------------------------------------------------------------
+
+    def learn(self, planned: Planned, timeline: Timeline, *, remaining_steps: int | None) -> None:
+        """Take in how long a step took, and now and then look for a better plan.
+
+        A plan that the user gave is never changed.
+
+        Args:
+            planned: What was run.
+            timeline: When its actions ran.
+            remaining_steps: Steps that are left, if that is known.
+        """
+        if planned.plan is self._given_plan or not self._options.replan:
+            return
+        planned.measured.observe(timeline, partition=planned.plan.partition)
+        if not self._is_due(planned):
+            return
+        planned.next_look = 2 * planned.measured.num_steps
+        began = time.perf_counter()
+        better = improved_plan(
+            planned.plan,
+            profile=planned.measured.profile(),
+            job=planned.job,
+            planning_seconds=planned.planning_seconds,
+            remaining_steps=remaining_steps,
+        )
+        if better is None:
+            return
+        planned.plan = better.plan
+        rank_zero_info(
+            f"roundpipe: other stages after {planned.measured.num_steps} measured steps: "
+            f"{better.plan.partition}. Predicted step {better.after_seconds:.3g} s instead of "
+            f"{better.before_seconds:.3g} s ({better.gain:.0%} less); planned in "
+            f"{time.perf_counter() - began:.2f} s."
+        )
+
+    def _is_due(self, planned: Planned) -> bool:
+        return planned.measured.num_steps >= planned.next_look and planned.measured.is_ready
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training goes on with, in plain numbers."""
+        return {
+            "machine": self.machine.name,
+            "num_workers": self._num_workers,
+            "rounds": [[count, *sizes] for count, sizes in self._rounds.items()],
+            "averages": [
+                {
+                    "num_microbatches": planned.plan.num_microbatches,
+                    "size": planned.size,
+                    **planned.measured.state_dict(),
+                }
+                for planned in self._planned
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned, if it was on a machine like this one."""
+        if (state["machine"], state["num_workers"]) == (self.machine.name, self._num_workers):
+            self._rounds = {count: (team, size) for count, team, size in state["rounds"]}
+            self._restored = list(state["averages"])
+
+    def _take_over(self, planned: Planned) -> None:
+        """Give a plan the averages that an earlier run measured with batches of this shape."""
+        for state in self._restored:
+            if (state["num_microbatches"], state["size"]) == (
+                planned.plan.num_microbatches,
+                planned.size,
+            ) and planned.measured.load_state_dict(state):
+                planned.next_look = planned.measured.num_steps + 1
+
+    # --- planning --------------------------------------------------------------------------------
+
+    def _job(self, seen: _Seen, count: int, *, search: Search = Search.FULL) -> TrainingJob:
+        """What is to be planned for batches of so many microbatches."""
+        hints = self._wanted_hints(count)
+        return TrainingJob(
+            work=seen.work,
+            hardware=self.machine,
+            dtype=rate_name(self.machine, self._autocast_dtype or _widest(self._module)),
+            storage=self._storage,
+            shape=_SHAPE,
+            num_microbatches=count,
+            hints=self._completed(hints, seen, count),
+            search=search,
+            effort=_EFFORT,
+        )
+
+    def _wanted_hints(self, count: int) -> PartitionHints:
+        """The user's hints, for a batch of fewer microbatches as far as they can be kept there."""
+        hints = self._options.partition_hints
+        if count >= self.num_microbatches:
+            return hints
+        team = hints.team_size if hints.team_size and hints.team_size <= count else None
+        size = None if hints.round_size is None else min(hints.round_size, count)
+        return replace(hints, team_size=team, round_size=size)
+
+    def _completed(self, hints: PartitionHints, seen: _Seen, count: int) -> PartitionHints:
+        """The hints with what else has to be kept.
+
+        Running statistics are written in the order of the microbatches, so in one round without
+        teams. Accelerators sum gradients up per round and team: those stay as they are, so that
+        results do not depend on which shapes came first. A stage has no more than a part of the
+        blocks on CPU workers, and wherever nothing is known about activations.
+        """
+        if seen.writes_buffers:
+            if hints.team_size not in (None, 1) or hints.round_size not in (None, count):
+                raise PlanError(
+                    f"partition.team_size={hints.team_size} and "
+                    f"partition.round_size={hints.round_size} cannot be kept: the forward pass "
+                    "writes into buffers (running statistics, for example), which needs one round "
+                    f"of all {count} microbatches and no teams. Drop these hints."
+                )
+            hints = replace(hints, team_size=1, round_size=count)
+        elif count in self._rounds and not self.machine.shares_host_memory:
+            team_size, round_size = self._rounds[count]
+            hints = replace(hints, team_size=team_size, round_size=round_size)
+        if seen.knows_activations and not self.machine.shares_host_memory:
+            return hints
+        num_blocks = len(seen.work.blocks)
+        most = max(1, -(-num_blocks // max(self._num_workers, 4)))
+        if hints.backward is None:
+            hints = replace(
+                hints,
+                most_backward=hints.most_backward or most,
+                most_fused=most if hints.most_fused is None else hints.most_fused,
+            )
+        return hints
+
+    def _settle(
+        self,
+        seen: _Seen,
+        count: int,
+        *,
+        what: str,
+        search: Search = Search.FULL,
+        alternatives: Callable[[], Alternatives] = Alternatives,
+    ) -> Planned:
+        """Take the user's plan if it is for so many microbatches, else find the best one.
+
+        Raises:
+            FitError: It does not fit.
+        """
+        job = self._job(seen, count, search=search)
+        given = self._given_plan
+        if given is not None and given.num_microbatches == count:
+            memory = job.report(layout_of(given))
+            if not memory.fits:
+                raise FitError(
+                    f"The given plan does not fit {self.machine.name}: {memory.reason} Set "
+                    "plan='auto', or see with roundpipe-plan what would fit."
+                )
+            return _planned(given, job)
+        answer = fit_training(job)
+        if answer.planned is None or not answer.fits:
+            free = self._completed(PartitionHints(), seen, count)
+            raise self._refusal(answer, remedies(job, alternatives(), free_hints=free), what=what)
+        return _planned(answer.planned.plan, job)
+
+    # --- what does not fit -----------------------------------------------------------------------
+
+    def _refusal(self, answer: FitAnswer, found: Sequence[str], *, what: str) -> FitError:
+        listed = "; ".join(f"({number}) {text}" for number, text in enumerate(found, start=1))
+        remedy = f"What makes it fit: {listed}." if found else "No single change makes it fit."
+        return FitError(
+            f"The {what} does not fit {self.machine.name}: {answer.memory.reason} {remedy} Nothing "
+            "has been allocated; roundpipe-plan tries more."
+        )
+
+    def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:
+        """What could be changed about a batch."""
+        count = len(microbatches)
+
+        def smaller(num_microbatches: int) -> TrainingJob | None:
+            try:
+                part = split_batch(microbatches[0], -(-num_microbatches // count))[0]
+            except BatchError:
+                return None
+            return self._job(self._try(part, arguments), num_microbatches)
+
+        try:
+            most = count * batch_size_of(microbatches[0])
+        except BatchError:
+            most = 1
+        wide = _widest(self._module) is torch.float32 and self._precision == "32-true"
+        return Alternatives(
+            most_microbatches=most,
+            with_microbatches=smaller,
+            narrower_precision="bf16-true" if wide else None,
+        )
+
+
+def _planned(plan: Plan, job: TrainingJob) -> Planned:
+    return Planned(plan=plan, job=job, size=0, measured=MeasuredProfile(_timed(job)))
+
+
+def layout_of(plan: Plan) -> PipelineLayout:
+    """How a plan's microbatches travel."""
+    return PipelineLayout(
+        partition=plan.partition,
+        num_microbatches=plan.num_microbatches,
+        round_size=plan.round_size,
+        team_size=plan.team_size,
+    )
+
+
+def _timed(job: TrainingJob) -> ModelProfile:
+    return time_model(job.work, hardware=job.hardware, shape=job.shape, dtype=job.dtype)
+
+
+def _num_values(tree: Any) -> int:
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    map_tensors(note, tree)
+    return sum(sizes)
+
+
+def _widest(module: LightningModule) -> torch.dtype:
+    """The dtype that most of the parameters have."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)

@@ -1,0 +1,397 @@
+"""Plans of a training: made for its step and batches, honouring hints, improved by measuring."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics.aggregation import MeanMetric
+
+from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning._lightning import planning, session
+from roundpipe_lightning._lightning.random_state import random_state
+from roundpipe_lightning.errors import ConfigurationError, PlanError
+from roundpipe_lightning.planning.hints import PartitionHints
+from roundpipe_lightning.planning.improve import Improvement, improved_plan
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.stages import Partition
+from tests.lightning.tiny_training import (
+    QUIET,
+    WIDTH,
+    Block,
+    LanguageModel,
+    PaddedSequences,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+SAY = "lightning.pytorch.utilities.rank_zero"
+
+
+def fit(
+    folder: Path, module: Any = None, data: Any = None, *, steps: int = 3, **settings: Any
+) -> RoundPipeStrategy:
+    flags = {key: settings.pop(key) for key in ("callbacks", "precision") if key in settings}
+    strategy = RoundPipeStrategy(**settings)
+    trainer = make_trainer(
+        folder, strategy=strategy, devices=2, max_steps=steps, max_epochs=-1, **flags
+    )
+    trainer.fit(Regressor() if module is None else module, data or regression_data())
+    return strategy
+
+
+class Counting(Regressor):
+    """Its step does what a step may do beside computing a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.seen: list[int] = []
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = functional.mse_loss(self(x), y)
+        self.steps += 1
+        self.seen.append(batch_idx)
+        self.mean(loss)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=self.current_epoch > 1)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+# --- what the plan follows from -------------------------------------------------------------------
+
+
+def test_the_step_is_tried_without_values_and_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=SAY)
+    module = Counting()
+    strategy = fit(tmp_path, module, num_microbatches=4)
+    assert 3 <= module.steps <= 3 * 4  # microbatches may count from the same number
+    assert len(module.seen) == 3 * 4
+    assert sum("planned 4 microbatches" in line for line in caplog.messages) == 1
+    assert not any("cannot be run without values" in line for line in caplog.messages)
+    profile = strategy.profile
+    assert profile is not None
+    assert profile.blocks[0].boundary_bytes == 2 * WIDTH * 4  # two samples of a microbatch
+
+
+def test_random_numbers_are_as_without_a_trial(tmp_path: Path) -> None:
+    class Noisy(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            noise = random.random() + float(np.random.rand())  # noqa: NPY002
+            loss: Tensor = functional.mse_loss(self(x + torch.randn(x.shape) * noise), y)
+            return loss
+
+    def final(*, trial_run: bool) -> Noisy:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        module = Noisy(dropout=0.2)
+        fit(tmp_path, module, num_microbatches=1, trial_run=trial_run)
+        return module
+
+    first, state = final(trial_run=True), random_state()
+    second = final(trial_run=False)
+    assert same_bits(first, second)
+    assert torch.equal(state["torch"], random_state()["torch"])
+    assert torch.equal(state["numpy"]["words"], random_state()["numpy"]["words"])
+
+
+def test_a_step_that_needs_values_is_planned_from_its_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Needy(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            scale: float = x.abs().max().item()
+            return functional.mse_loss(self(x / scale), y)
+
+    caplog.set_level(logging.INFO, logger=SAY)
+    strategy = fit(tmp_path, Needy(), regression_data(30), num_microbatches="auto", steps=8)
+    said = [line for line in caplog.messages if "cannot be run without values" in line]
+    assert len(said) == 1  # though two shapes were planned
+    assert strategy.plan is not None
+    assert strategy.profile is not None
+    assert strategy.profile.blocks[0].boundary_bytes == 0
+
+
+@pytest.mark.parametrize("write", ["trainer.should_stop = True", "logger.log_metrics({})"])
+def test_a_step_that_uses_its_trainer_is_not_tried(tmp_path: Path, write: str) -> None:
+    ran: list[str] = []
+
+    class Using(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            exec(f"self.{write}" if self.global_step >= 99 else "pass")
+            x, y = batch
+            return functional.mse_loss(self(x), y) + 0 * len(str(self.trainer.loggers))
+
+    with mock.patch.object(planning, "rank_zero_info", side_effect=ran.append):
+        fit(tmp_path, Using(), num_microbatches=2)
+    assert any("The step uses the Trainer's loggers" in line for line in ran)
+
+
+def test_the_same_training_has_the_same_plan(tmp_path: Path) -> None:
+    plans = [fit(tmp_path).plan for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert plans[0] is not None
+    assert plans[0].num_microbatches == 4  # twice the workers, whatever their speed
+
+
+def test_a_shape_is_planned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=SAY)
+    data = torch.utils.data.DataLoader(PaddedSequences(14), batch_size=4)
+    strategy = fit(tmp_path, LanguageModel(), data, steps=12)
+    lines = [line for line in caplog.messages if "planned" in line]
+    assert len(lines) == 2  # the last batch of an epoch has two sequences
+    assert strategy.plan is not None
+    assert strategy.plan.num_microbatches == 4
+
+
+def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not() -> None:
+    module, data = LanguageModel(), []
+    for length in (8, 7, 16, 15, 4):
+        tokens = torch.ones(4, length, dtype=torch.long)
+        data.append({"input_ids": tokens, "labels": tokens})
+    planned: list[Any] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            planned.append(len(trainer.strategy._session._planner._planned))
+
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    fit(Path(), module, loader, steps=5, callbacks=[Watch()])
+    assert planned == [1, 1, 2, 2, 3]
+
+
+class _Statistics(Regressor):
+    """A block that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Counter(Block):
+            calls: Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                return super().forward(x)
+
+        self.layers = nn.ModuleList(Counter() for _ in range(4))
+
+
+@pytest.mark.parametrize("trial_run", [True, False])
+def test_buffers_that_are_written_need_one_round(tmp_path: Path, trial_run: bool) -> None:
+    module = _Statistics()
+    plan = fit(tmp_path, module, num_microbatches=4, trial_run=trial_run).plan
+    assert plan is not None
+    assert (plan.team_size, plan.round_size) == (1, 4)
+    hints = PartitionHints(round_size=2)
+    with pytest.raises(PlanError, match="writes into buffers"):
+        fit(tmp_path, _Statistics(), num_microbatches=4, trial_run=trial_run, hints=hints)
+
+
+def test_mixed_precision_is_planned_in_its_dtype(tmp_path: Path) -> None:
+    full = fit(tmp_path, num_microbatches=2).profile
+    mixed = fit(tmp_path, num_microbatches=2, precision="bf16-mixed").profile
+    assert full is not None
+    assert mixed is not None
+    assert mixed.blocks[0].activation_bytes < full.blocks[0].activation_bytes
+
+
+# --- hints ----------------------------------------------------------------------------------------
+
+
+def test_hints_are_kept(tmp_path: Path) -> None:
+    hints = {"backward": [1, 2, 1], "limits": {"forward": 2}, "team_size": 1, "round_size": 2}
+    plan = fit(tmp_path, hints=hints).plan
+    assert plan is not None
+    assert plan.partition.backward == (1, 2, 1)
+    assert max(plan.partition.forward) <= 2
+    assert (plan.team_size, plan.round_size) == (1, 2)
+
+
+def test_hints_for_a_full_batch_bend_for_a_smaller_one(tmp_path: Path) -> None:
+    strategy = fit(
+        tmp_path, data=regression_data(9), hints=PartitionHints(team_size=2, round_size=4), steps=2
+    )
+    assert strategy.last_plan is not None
+    assert strategy.last_plan.num_microbatches == strategy.last_plan.round_size == 1
+    assert strategy.plan is not None
+    assert (strategy.plan.team_size, strategy.plan.round_size) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("hints", "message"),
+    [
+        (PartitionHints(backward=(1, 2, 2)), r"has 5 blocks, the model has 4"),
+        (PartitionHints(team_size=3), r"team_size=3 does not divide the 2 devices"),
+        (PartitionHints(round_size=8), r"round_size=8 is more than the 4 microbatches"),
+    ],
+)
+def test_impossible_hints_are_refused_before_anything_is_allocated(
+    tmp_path: Path, hints: PartitionHints, message: str
+) -> None:
+    with mock.patch.object(session, "Engine") as engine:
+        with pytest.raises(PlanError, match=message):
+            fit(tmp_path, hints=hints)
+        engine.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hints": 3}, "hints=3: give PartitionHints, or a mapping"),
+        ({"hints": {"teams": 2}}, r"hints has teams, which is no hint: there are forward, "),
+        ({"hints": {"limits": {"tail": 2}}}, r"hints\['limits'\] has tail"),
+        ({"hints": {"forward": [1.5]}}, r"partition.forward=\[1.5\]: give whole numbers"),
+        ({"hints": {"team_size": "2"}}, r"partition.team_size='2': give a whole number"),
+        ({"hints": {"limits": {"backward": 0}}}, r"partition.limits.backward=0 must be 1"),
+        ({"hints": {"team_size": 2}, "plan": "a.json"}, "drop one of the two"),
+    ],
+)
+def test_hints_that_are_none_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RoundPipeStrategy(**settings)
+
+
+# --- measured times -------------------------------------------------------------------------------
+
+
+def other_plan(plan: Plan, partition: Partition) -> Plan:
+    return Plan(
+        model=plan.model,
+        partition=partition,
+        num_workers=plan.num_workers,
+        num_microbatches=plan.num_microbatches,
+        team_size=plan.team_size,
+        round_size=plan.round_size,
+        schedule=round_robin_schedule(
+            partition,
+            num_workers=plan.num_workers,
+            num_microbatches=plan.num_microbatches,
+            round_size=plan.round_size,
+            team_size=plan.team_size,
+        ),
+        block_names=plan.block_names,
+    )
+
+
+class _AnotherPlanEveryStep:
+    """Stands in for the search: the next of some partitions, every time."""
+
+    PARTITIONS = (
+        Partition(forward=(2, 1), backward=(1, 2, 1)),
+        Partition(forward=(), backward=(4,)),
+        Partition(forward=(1, 1, 2), backward=(0, 1, 1, 2)),
+    )
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, plan: Plan, **_: Any) -> Improvement:
+        partition = self.PARTITIONS[self.calls % len(self.PARTITIONS)]
+        self.calls += 1
+        return Improvement(plan=other_plan(plan, partition), before_seconds=2.0, after_seconds=1.0)
+
+
+def test_other_stages_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = []
+    for changes in (False, True):
+        search = _AnotherPlanEveryStep()
+        if changes:
+            monkeypatch.setattr(planning, "improved_plan", search)
+            monkeypatch.setattr(planning.StepPlanner, "_is_due", lambda self, planned: True)
+        torch.manual_seed(4)
+        module = Regressor("adamw", dropout=0.2)
+        seen: list[Any] = []
+
+        class Watch(Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                seen.append(trainer.strategy.last_plan.partition)  # noqa: B023
+
+        strategy = fit(tmp_path, module, steps=20, callbacks=[Watch()], replan=changes)
+        assert len(set(seen)) == (4 if changes else 1)
+        assert search.calls == (20 if changes else 0)
+        assert strategy.plan is not None
+        if changes:
+            assert strategy.plan.partition == search.PARTITIONS[19 % 3]
+        modules.append(module)
+    assert same_bits(*modules)
+
+
+def test_a_bad_start_is_improved_by_measuring(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All work is in the tail, which estimates from other blocks do not know."""
+    caplog.set_level(logging.INFO, logger=SAY)
+    looked: list[int] = []
+
+    def watched(plan: Plan, **given: Any) -> Any:
+        looked.append(given["remaining_steps"])
+        assert given["profile"].blocks[0].forward_seconds > 0
+        assert given["profile"].tail.backward_seconds > 0
+        return improved_plan(plan, **given)
+
+    monkeypatch.setattr(planning, "improved_plan", watched)
+    fit(tmp_path, steps=24)
+    assert looked == [24 - 4, 24 - 9, 24 - 19]  # after 5, 10 and 20 steps
+
+
+def test_a_given_plan_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = fit(tmp_path).plan
+    assert plan is not None
+    monkeypatch.setattr(planning, "improved_plan", mock.Mock(side_effect=AssertionError))
+    given = other_plan(plan, Partition(forward=(3,), backward=(1, 3)))
+    strategy = fit(tmp_path, plan=given, steps=8)
+    assert strategy.plan is given
+    assert strategy.last_plan is given
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_averages_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
+    flags: dict[str, Any] = {"devices": 2, "max_epochs": -1, "enable_checkpointing": True}
+    trainer = make_trainer(
+        tmp_path, strategy=RoundPipeStrategy(), max_steps=6, callbacks=[save], **flags
+    )
+    trainer.fit(Regressor(), regression_data())
+    path = tmp_path / "step=6.ckpt"
+    state = torch.load(path, weights_only=True)["roundpipe"]["planning"]
+    assert [average["num_steps"] for average in state["averages"]] == [6]
+    assert state["rounds"][0][0] == 4
+
+    for num_blocks, known in ((4, 6), (5, 0)):
+        strategy = RoundPipeStrategy()
+        trainer = make_trainer(tmp_path, strategy=strategy, max_steps=8, **flags)
+        if num_blocks == 5:  # another model: what was measured says nothing
+            state["averages"][0]["fingerprint"] = "another"
+            checkpoint = torch.load(path, weights_only=True)
+            checkpoint["roundpipe"]["planning"] = state
+            torch.save(checkpoint, path)
+        trainer.fit(Regressor(), regression_data(), ckpt_path=path)
+        (found,) = strategy._seen._planner._planned  # type: ignore[union-attr]
+        assert found.measured.num_steps == known + 2
