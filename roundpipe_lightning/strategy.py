@@ -28,6 +28,7 @@ from roundpipe_lightning._lightning.session import NoBlocksWarning, Session
 from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
 from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.deferred_logits import FusedLosses, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
@@ -59,6 +60,9 @@ class RoundPipeStrategy(ParallelStrategy):
         blocks: Dotted name or names of the module lists that are the blocks; None finds them.
         microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
             `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.
+        loss: `"auto"`: a microbatch's cross-entropy is computed without whole logits where these
+            would be larger than 256 MiB in float32; then the result differs in rounding. `"own"`
+            never does that, `"fused"` wherever it can.
         hardware: The machine: a `HardwareSpec`, the name of one (`"rtx4090x8"`) or the path of a
             file. `"auto"`: the one at hand; its accelerators are measured once, of a processor only
             the memory counts. Memory is checked before anything is allocated.
@@ -90,6 +94,7 @@ class RoundPipeStrategy(ParallelStrategy):
         recompute: str = "auto",
         blocks: str | Sequence[str] | None = None,
         microbatch_weight: MicrobatchWeight = "auto",
+        loss: LossMode = "auto",
         hardware: HardwareSource = "auto",
         timeout_seconds: float = 600.0,
         workers_per_device: int = 1,
@@ -116,6 +121,7 @@ class RoundPipeStrategy(ParallelStrategy):
             recompute=recompute,
             blocks=blocks,
             microbatch_weight=microbatch_weight,
+            loss=loss,
             hardware=hardware,
             timeout_seconds=timeout_seconds,
             workers_per_device=workers_per_device,
@@ -173,6 +179,11 @@ class RoundPipeStrategy(ParallelStrategy):
     def peak_device_bytes(self) -> int | None:
         """The most memory in use on one worker; None before the first set-up."""
         return self._seen.peak_device_bytes if self._seen else None
+
+    @property
+    def fused_losses(self) -> FusedLosses | None:
+        """What became of logits that were put off; None with `loss="own"` and before a set-up."""
+        return self._seen.fused_losses if self._seen else None
 
     @property
     def _seen(self) -> Session | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.deferred_logits import LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
@@ -44,6 +45,7 @@ class Options:
     microbatch_weight: MicrobatchWeight
     hardware: HardwareSource
     timeout_seconds: float
+    loss: LossMode = "auto"
     workers_per_device: int
     hints: HintSource = None
     replan: bool = True
@@ -100,6 +102,8 @@ class Options:
             )
         if self.hardware != "auto" and not isinstance(self.hardware, HardwareSpec):
             load_hardware(self.hardware)
+        if self.loss not in ("auto", "fused", "own"):
+            raise ConfigurationError(f"loss={self.loss!r}: set 'auto', 'fused' or 'own'.")
         rule = self.microbatch_weight
         if not callable(rule) and rule not in ("auto", "tokens", "samples"):
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from roundpipe_lightning._lightning.training import MicrobatchedStep
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.deferred_logits import FusedLosses
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.timeline import Timeline
@@ -101,6 +102,7 @@ class Session:
             num_microbatches=self._planner.num_microbatches,
             shrinks=options.num_microbatches == "auto",
             weight=options.microbatch_weight,
+            loss=options.loss,
         )
 
     def _open_engine(self) -> Engine:
@@ -133,6 +135,11 @@ class Session:
     def peak_device_bytes(self) -> int:
         """The most memory in use on one worker."""
         return _peak_bytes(self._engine) if self._engine else self._peak_device_bytes
+
+    @property
+    def fused_losses(self) -> FusedLosses | None:
+        """What became of logits that were put off; None where none are."""
+        return self._step.fused_losses
 
     def training_step(self, *arguments: Any) -> STEP_OUTPUT:
         """Run a training batch; see `MicrobatchedStep.run`."""

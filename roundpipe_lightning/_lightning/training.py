@@ -26,6 +26,7 @@ from roundpipe_lightning._lightning.metrics import MetricStandIns
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.randomness import mix
 from roundpipe_lightning.models.batches import batch_size_of, merge_outputs, split_batch
+from roundpipe_lightning.models.deferred_logits import FusedLosses, LossFusion, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight, microbatch_weights
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.timeline import Timeline
@@ -44,6 +45,7 @@ class MicrobatchedStep:
         num_microbatches: How many; fewer for a batch of fewer samples if `shrinks`.
         shrinks: Whether a small batch is run with fewer microbatches instead of being refused.
         weight: How much a microbatch counts in the loss.
+        loss: Which losses are computed without whole logits.
 
     Attributes:
         plan: The plan of the last step.
@@ -61,6 +63,7 @@ class MicrobatchedStep:
         num_microbatches: int,
         shrinks: bool,
         weight: MicrobatchWeight,
+        loss: LossMode,
     ) -> None:
         self._module = module
         self._engine = engine
@@ -69,6 +72,7 @@ class MicrobatchedStep:
         self._num_microbatches = num_microbatches
         self._shrinks = shrinks
         self._weight = weight
+        self._fusion = None if loss == "own" else LossFusion(loss)
         self._metrics = MetricStandIns(module, in_place=on_host)
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
@@ -102,13 +106,14 @@ class MicrobatchedStep:
         ):
             result = engine.step(
                 microbatches,
-                partial(_call_training_step, arguments=arguments),
+                partial(_call_training_step, arguments=arguments, fusion=self._fusion),
                 plan=self.plan,
                 loss_scales=[share * backward_scale for share in shares],
                 backward=backward,
                 thread_context=self._precision.thread_context,
                 overrides=lambda microbatch: {"log": recorders[microbatch]},
                 stand_ins=stand_ins,
+                outside=self._fusion,
             )
         self.timeline = result.timeline
         replay_logs(
@@ -125,6 +130,11 @@ class MicrobatchedStep:
             )
         return _output(loss, result.outputs, microbatches=microbatches, shares=shares)
 
+    @property
+    def fused_losses(self) -> FusedLosses | None:
+        """What became of logits that were put off; None where none are."""
+        return None if self._fusion is None else self._fusion.report
+
     def evaluate(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on the full batch, in this thread.
 
@@ -136,10 +146,16 @@ class MicrobatchedStep:
         recorder, engine = LogRecorder(), self._engine()
         with self._metrics.lent() as stand_ins:
             output = engine.evaluate(
-                lambda view, here: getattr(view, step_name)(here, *arguments),
+                partial(
+                    _call_evaluation_step,
+                    step_name=step_name,
+                    arguments=arguments,
+                    fusion=self._fusion,
+                ),
                 batch,
                 overrides={"log": recorder},
                 stand_ins=stand_ins,
+                outside=self._fusion,
             )
         replay_logs(
             [recorder],
@@ -163,15 +179,31 @@ def _call_training_step(
     index: int,  # noqa: ARG001 - the engine's signature
     *,
     arguments: Sequence[Any],
+    fusion: LossFusion | None,
 ) -> Any:
     """Call the user's code on a view; runs in the microbatch's thread."""
     output = view.training_step(microbatch, *arguments)
+    if fusion is not None:
+        output = fusion.settled(output)
     if isinstance(output, Mapping) and output.get("loss") is None:
         raise MisconfigurationException(
             "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs "
             "to be present"
         )
     return output
+
+
+def _call_evaluation_step(
+    view: Any,
+    batch: Any,
+    *,
+    step_name: str,
+    arguments: Sequence[Any],
+    fusion: LossFusion | None,
+) -> Any:
+    """Call the user's code on a view of the module."""
+    output = getattr(view, step_name)(batch, *arguments)
+    return output if fusion is None else fusion.settled(output)
 
 
 @contextmanager

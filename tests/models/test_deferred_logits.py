@@ -77,7 +77,9 @@ def _sum_over_items(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _sliced(logits: Tensor, labels: Tensor) -> Tensor:
     logits = logits[..., :-1, :].contiguous()
-    return nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels[..., 1:].reshape(-1))
+    flat = logits.view(-1, logits.size(-1))
+    loss: Tensor = nn.CrossEntropyLoss()(flat, labels[..., 1:].reshape(-1))
+    return loss
 
 
 def _capped(logits: Tensor, labels: Tensor) -> Tensor:
