@@ -52,7 +52,7 @@ class MicrobatchedStep:
         timeline: When every action of the last step ran.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all keyword-only
         self,
         module: LightningModule,
         *,
