@@ -6,7 +6,7 @@ nothing else: no thread is started, no device is touched, no setting is changed.
 
 from roundpipe_lightning import errors
 from roundpipe_lightning._lightning.registry import register as _register
-from roundpipe_lightning.callbacks import PipelineTimeline
+from roundpipe_lightning.callbacks import ExportPretrained, PipelineTimeline
 from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
 from roundpipe_lightning.models.linear_cross_entropy import linear_cross_entropy
 from roundpipe_lightning.planning.hardware import HardwareSpec
@@ -18,6 +18,7 @@ from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import RoundPipeStrategy
 
 __all__ = [
+    "ExportPretrained",
     "HardwareSpec",
     "ModelProfile",
     "PipelineTimeline",

@@ -13,6 +13,7 @@ import pytest
 import roundpipe_lightning
 
 PUBLIC_NAMES = [
+    "ExportPretrained",
     "HardwareSpec",
     "ModelProfile",
     "PipelineTimeline",

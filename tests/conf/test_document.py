@@ -10,7 +10,14 @@ from tests.conf.test_models import PUBLISHED
 
 CONF = find_config_folder()
 TEXT = (CONF.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
-PARTS = {"last_checkpoint", "best_checkpoint", "timeline", "progress_bar", "lr_monitor"}
+PARTS = {
+    "last_checkpoint",
+    "best_checkpoint",
+    "pretrained_export",
+    "timeline",
+    "progress_bar",
+    "lr_monitor",
+}
 """Files of conf/callbacks that the choices are made of."""
 
 

@@ -1,0 +1,121 @@
+"""The trained model as a Hugging Face folder, written by the training itself."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.export_folder import check_replaceable
+from roundpipe_lightning.models.export_options import ExportOptions
+
+log = logging.getLogger(__name__)
+
+
+class ExportPretrained(Callback):
+    """Writes the model of transformers, or the adapter of peft, that a training has made.
+
+    The folder loads with `from_pretrained` or `PeftModel.from_pretrained`. It is written shard by
+    shard without a second copy of the model, and replaced as a whole.
+
+    Args:
+        dirpath: Where to; None is `export` in the logger's folder, or in the Trainer's default one.
+        every_n_steps: Also after every so many optimizer steps; None: at the end of training only.
+        model: Dotted name of the model in the LightningModule; None finds it.
+        dtype: `"auto"` keeps that of every parameter; `"fp32"`, `"bf16"` or `"fp16"`.
+        merge: Whether adapters are merged into their base, which is then exported whole.
+        overwrite: Whether a folder that holds anything but an earlier export may be replaced.
+        max_shard_bytes: Largest size of a safetensors file.
+        original_layout: Whether fused parameters are taken apart as published checkpoints have
+            them.
+        tokenizer: A tokenizer, its folder or its hub name; None takes that of the data module, or
+            of the folder the model was loaded from, if they have one.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    def __init__(  # noqa: PLR0913 - all keyword-only, each a setting of its own
+        self,
+        dirpath: str | Path | None = None,
+        *,
+        every_n_steps: int | None = None,
+        model: str | None = None,
+        dtype: str = "auto",
+        merge: bool = False,
+        overwrite: bool = False,
+        max_shard_bytes: int = 5_000_000_000,
+        original_layout: bool = True,
+        tokenizer: Any = None,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(
+                f"ExportPretrained(every_n_steps={every_n_steps}) must be 1 or more, or None."
+            )
+        self._dirpath = None if dirpath is None else Path(dirpath)
+        self._every_n_steps = every_n_steps
+        self._model = model
+        self._tokenizer = tokenizer
+        self._settings: dict[str, Any] = {
+            "dtype": dtype,
+            "merge": merge,
+            "overwrite": overwrite,
+            "max_shard_bytes": max_shard_bytes,
+            "original_layout": original_layout,
+        }
+        ExportOptions(**self._settings)
+        self._last_step: int | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse before training what could not be exported after it.
+
+        Raises:
+            ConfigurationError: There is no model to export.
+            CheckpointError: The folder holds something else than an export.
+        """
+        from roundpipe_lightning.models.export import find_pretrained  # imports transformers
+
+        find_pretrained(pl_module, self._model)
+        check_replaceable(self.folder(trainer), overwrite=self._settings["overwrite"])
+        self._last_step = None
+
+    def on_train_batch_end(  # Lightning's signature
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Export after every `every_n_steps` optimizer steps."""
+        step = trainer.global_step
+        if self._every_n_steps is not None and step and step % self._every_n_steps == 0:
+            self._export(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export what training has made."""
+        self._export(trainer, pl_module)
+
+    def folder(self, trainer: Trainer) -> Path:
+        """The folder that is written."""
+        return self._dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export"
+
+    def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._last_step == trainer.global_step or not trainer.is_global_zero:
+            return
+        from roundpipe_lightning.models.export import export_pretrained, find_pretrained
+
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            held = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+            tokenizer = held if hasattr(held, "save_pretrained") else None
+        folder = export_pretrained(
+            find_pretrained(pl_module, self._model),
+            self.folder(trainer),
+            options=ExportOptions(**self._settings, tokenizer=tokenizer),
+        )
+        self._last_step = trainer.global_step
+        log.info("Exported step %d to %s", trainer.global_step, folder)
