@@ -1,0 +1,163 @@
+"""`model.generate()` inside evaluation steps gives the tokens that plain PyTorch gives."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from roundpipe_lightning.engine.tagged import tag_of
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.engine.architectures import build_model
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import QUIET, make_trainer
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+]
+
+NUM_TOKENS = 8
+"""New tokens: more than the window of those that have one."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "static": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+}
+
+
+class Generating(LightningModule):
+    """Generates from prompts in every evaluation step.
+
+    Args:
+        model: A model of transformers or peft.
+        ways: Names of `WAYS`.
+    """
+
+    def __init__(self, model: Any, ways: list[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.ways = ways
+        self.seen: list[Tensor] = []
+
+    def generate(self, prompts: Tensor) -> dict[str, Tensor]:
+        found = {}
+        for way in self.ways:
+            torch.manual_seed(11)
+            found[way] = self.model.generate(
+                input_ids=prompts,
+                attention_mask=(prompts != 0).long(),
+                max_new_tokens=NUM_TOKENS,
+                **WAYS[way],
+            )
+        return found
+
+    def predict_step(self, batch: Tensor) -> dict[str, Tensor]:
+        return self.generate(batch)
+
+    def validation_step(self, batch: Tensor) -> None:
+        tokens = self.generate(batch)[self.ways[0]]
+        self.seen.append(tokens)
+        self.log("mean_token", tokens.float().mean())
+
+    def test_step(self, batch: Tensor) -> None:
+        self.validation_step(batch)
+
+
+def prompts() -> DataLoader[Any]:
+    """Two prompts, the first padded on the left."""
+    ids = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(2))
+    ids[0, :2] = 0
+    return DataLoader(list(ids), batch_size=2)
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 6},
+    "mamba": {"state_size": 4},
+}
+
+
+@functools.cache
+def model_of(name: str, *, adapted: bool = False) -> Any:
+    """A tiny model in evaluation mode, with weights large enough for lively text."""
+    if name == "t5":
+        torch.manual_seed(0)
+        t5 = AutoConfig.for_model(
+            "t5", vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2
+        )
+        model: Any = AutoModelForSeq2SeqLM.from_config(t5)
+        model.generation_config.decoder_start_token_id = 0
+    else:
+        model = build_model(name, **SPECIAL.get(name, {}))
+    if adapted:
+        config = LoraConfig(r=2, target_modules="all-linear")
+        if name == "gpt2":
+            config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def strategies() -> list[tuple[Any, int]]:
+    """What to compare with one device: a strategy and its number of workers."""
+    return [
+        (RoundPipeStrategy(), 1),
+        (RoundPipeStrategy(), 3),
+        (EmulatedStrategy(num_microbatches=2), 3),
+    ]
+
+
+CASES = [
+    ("qwen3", False, list(WAYS)),
+    ("qwen3", True, ["greedy", "sampling"]),
+    ("llama", False, ["greedy", "beams"]),
+    ("gpt2", False, ["greedy", "sampling"]),
+    ("gpt2", True, ["greedy"]),
+    ("gemma2", False, ["greedy", "beams", "static"]),
+    ("mamba", False, ["greedy", "sampling"]),
+    ("t5", False, ["sampling", "greedy", "beams"]),
+]
+
+
+@pytest.mark.parametrize(("name", "adapted", "ways"), CASES)
+def test_tokens_are_those_of_plain_pytorch(
+    tmp_path: Path, name: str, adapted: bool, ways: list[str]
+) -> None:
+    module = Generating(model_of(name, adapted=adapted), ways)
+    with torch.inference_mode():
+        expected = module.generate(next(iter(prompts())))
+    assert len(expected[ways[0]][:, -NUM_TOKENS:].unique()) > 3, "a text that is worth comparing"
+    for strategy, devices in strategies():
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+        found: Any = trainer.predict(module, prompts())
+        for way in ways:
+            assert torch.equal(found[0][way], expected[way]), (way, strategy, devices)
+        assert strategy.plan.partition.num_blocks >= 2
+
+
+def test_generation_within_validation_and_test(tmp_path: Path) -> None:
+    module = Generating(model_of("qwen3"), ["greedy"])
+    with torch.inference_mode():
+        expected = module.generate(next(iter(prompts())))["greedy"]
+    for strategy, devices in strategies()[1:]:
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+        for evaluate in (trainer.validate, trainer.test):
+            module.seen.clear()
+            metrics: Any = evaluate(module, prompts(), verbose=False)
+            assert metrics[0]["mean_token"] == pytest.approx(float(expected.float().mean()))
+            (tokens,) = module.seen
+            raw = tokens if tag_of(tokens) is None else torch.tensor(tokens.tolist())
+            assert torch.equal(raw, expected)
