@@ -78,7 +78,8 @@ def prompts() -> DataLoader[Any]:
     """Two prompts, the first padded on the left."""
     ids = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(2))
     ids[0, :2] = 0
-    return DataLoader(list(ids), batch_size=2)
+    rows: Any = list(ids)
+    return DataLoader(rows, batch_size=2)
 
 
 SPECIAL: dict[str, dict[str, Any]] = {
