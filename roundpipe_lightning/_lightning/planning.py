@@ -83,12 +83,14 @@ class _Seen:
     Attributes:
         work: What a microbatch costs.
         knows_activations: Whether its bytes are among that.
-        writes_buffers: Whether the forward pass writes into buffers, as far as is known.
+        writes_buffers: Whether the forward pass writes into buffers.
+        may_write_buffers: Whether it does, or is not known not to.
     """
 
     work: WorkProfile
     knows_activations: bool
     writes_buffers: bool
+    may_write_buffers: bool
 
 
 class StepPlanner:
@@ -246,18 +248,20 @@ class StepPlanner:
                 f"be run without values ({error})"
             )
             return self._from_parameters()
+        writes = step.writes_buffers or self._keeps_statistics
         return _Seen(
             work=step.work,
             knows_activations=True,
-            writes_buffers=step.writes_buffers or self._keeps_statistics,
+            writes_buffers=writes,
+            may_write_buffers=writes,
         )
 
     def _from_parameters(self) -> _Seen:
-        has_buffers = any(True for _ in self._module.buffers())
         return _Seen(
             work=self._parameter_work,
             knows_activations=False,
-            writes_buffers=has_buffers or self._keeps_statistics,
+            writes_buffers=self._keeps_statistics,
+            may_write_buffers=any(True for _ in self._module.buffers()),
         )
 
     # --- measured times --------------------------------------------------------------------------
@@ -364,15 +368,21 @@ class StepPlanner:
         results do not depend on which shapes came first. A stage has no more than a part of the
         blocks on CPU workers, and wherever nothing is known about activations.
         """
-        if seen.writes_buffers:
-            if hints.team_size not in (None, 1) or hints.round_size not in (None, count):
-                raise PlanError(
-                    f"partition.team_size={hints.team_size} and "
-                    f"partition.round_size={hints.round_size} cannot be kept: the forward pass "
-                    "writes into buffers (running statistics, for example), which needs one round "
-                    f"of all {count} microbatches and no teams. Drop these hints."
-                )
-            hints = replace(hints, team_size=1, round_size=count)
+        if seen.writes_buffers and (
+            hints.team_size not in (None, 1) or hints.round_size not in (None, count)
+        ):
+            raise PlanError(
+                f"partition.team_size={hints.team_size} and "
+                f"partition.round_size={hints.round_size} cannot be kept: the forward pass writes "
+                "into buffers (running statistics, for example), which needs one round of all "
+                f"{count} microbatches and no teams. Drop these hints."
+            )
+        if seen.may_write_buffers:
+            hints = replace(
+                hints,
+                team_size=hints.team_size or 1,
+                round_size=hints.round_size or count,
+            )
         elif count in self._rounds and not self.machine.shares_host_memory:
             team_size, round_size = self._rounds[count]
             hints = replace(hints, team_size=team_size, round_size=round_size)

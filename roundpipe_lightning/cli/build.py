@@ -73,7 +73,7 @@ def build_run(config: DictConfig) -> Run:
     data: LightningDataModule = build(config.data)
     check_fit(source, data)
     check_split(config)
-    check_supported(config)
+    check_frozen_bits(config.peft)
     module: LightningModule = build(config.module)(
         source,
         optimizer=build(config.optimizer),
@@ -168,25 +168,6 @@ def check_split(config: DictConfig) -> None:
         raise BatchError(
             f"partition.num_microbatches={count} is more than the data.batch_size={size} windows "
             "of a batch. Lower the one or raise the other."
-        )
-
-
-def check_supported(config: DictConfig) -> None:
-    """Refuse what only `roundpipe-plan` knows so far.
-
-    Raises:
-        ConfigurationError: Frozen weights of fewer bits or hints about the stages are asked for.
-    """
-    check_frozen_bits(config.peft)
-    partition = config.partition
-    names = ("forward", "backward", "team_size", "round_size")
-    hints = {name: partition.get(name) for name in names}
-    hints.update({f"limits.{name}": value for name, value in partition.get("limits", {}).items()})
-    given = [f"partition.{name}" for name, value in hints.items() if value is not None]
-    if given:
-        raise ConfigurationError(
-            f"{', '.join(given)}: hints are for roundpipe-plan, which writes a plan.json that "
-            "keeps them. Train with it: partition=saved partition.plan=path/to/plan.json."
         )
 
 

@@ -231,13 +231,24 @@ def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: 
     ("override", "reason"),
     [
         ("peft=lora peft.frozen_bits=4", "peft.frozen_bits=4 can be planned"),
-        ("partition.team_size=2", "partition.team_size: hints are for roundpipe-plan"),
-        ("partition.limits.fused=2", "partition.limits.fused: hints are for roundpipe-plan"),
+        ("partition.team_size=0", "partition.team_size=0 must be 1 or more"),
+        ("partition.forward=[1] partition.limits.forward=0", "partition.limits.forward=0"),
+        ("partition.forward=[1.5]", r"partition.forward=\[1.5\]: give whole numbers"),
+        ("partition.plan=a.json partition.team_size=2", "drop one of the two"),
     ],
 )
 def test_training_refuses_what_it_does_not_know(tmp_path: Path, override: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         build_run(compose_small(tmp_path, *override.split()))
+
+
+def test_training_keeps_hints(tmp_path: Path) -> None:
+    hints = ("partition.team_size=2", "partition.limits.backward=1", "partition.forward=[2,1]")
+    train_small(tmp_path, *hints, "trainer.max_steps=1")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.team_size == 2
+    assert plan.partition.forward == (2, 1)
+    assert plan.partition.backward == (1, 1, 1, 1)
 
 
 def test_the_plan_is_one_that_trains(ask: Ask) -> None:

@@ -208,9 +208,27 @@ def test_buffers_that_are_written_need_one_round(tmp_path: Path, trial_run: bool
     plan = fit(tmp_path, module, num_microbatches=4, trial_run=trial_run).plan
     assert plan is not None
     assert (plan.team_size, plan.round_size) == (1, 4)
-    hints = PartitionHints(round_size=2)
+
+
+def test_hints_against_buffers_that_are_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="writes into buffers"):
-        fit(tmp_path, _Statistics(), num_microbatches=4, trial_run=trial_run, hints=hints)
+        fit(tmp_path, _Statistics(), hints=PartitionHints(round_size=2))
+
+
+def test_hints_are_kept_where_buffers_are_only_read(tmp_path: Path) -> None:
+    class Reading(Regressor):
+        scale: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    plan = fit(tmp_path, Reading(), hints=PartitionHints(team_size=2)).plan
+    assert plan is not None
+    assert plan.team_size == 2
 
 
 def test_mixed_precision_is_planned_in_its_dtype(tmp_path: Path) -> None:
