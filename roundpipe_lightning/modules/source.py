@@ -176,7 +176,7 @@ class ModelSource:
             ModelSourceError: Published weights were asked for and cannot be loaded.
         """
         if self.is_pretrained:
-            model = self._load_pretrained()
+            model = self._load_pretrained() if _on_host() else self._without_weights()
         else:
             model = self._draw_random()
         model.train()
@@ -195,6 +195,25 @@ class ModelSource:
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
             dtype = self._dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
             return from_config(config, dtype=dtype, **options)
+
+    def _without_weights(self) -> PreTrainedModel:
+        """The model on the device that is torch's default, where nothing is to be read."""
+        options = {} if self.attention is None else {"attn_implementation": self.attention}
+        config = self.load_config()
+        from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
+        model = from_config(
+            config,
+            dtype=self._dtype or getattr(config, "dtype", None) or torch.get_default_dtype(),
+            trust_remote_code=self.trust_remote_code,
+            **options,
+        )
+        model.config.name_or_path = model.name_or_path = cast(str, self.hub_name)
+        return model
+
+    @property
+    def keeps_weights_in_files(self) -> bool:
+        """Whether the weights stay in the files they are published in."""
+        return self.is_pretrained and self.frozen_weights == FrozenWeights.MMAP.value
 
     @property
     def _dtype(self) -> torch.dtype | None:

@@ -1,0 +1,144 @@
+"""`roundpipe-export`: a checkpoint as a Hugging Face folder, or as an adapter folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig, OmegaConf
+
+from roundpipe_lightning.cli.build import USER_ERRORS, build, find_checkpoint
+from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.peft import read_adapters
+from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.models.checkpoint_state import leaves_base_out, load_checkpoint_state
+from roundpipe_lightning.models.export import export_pretrained, find_pretrained
+from roundpipe_lightning.models.export_folder import check_replaceable
+from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+
+log = logging.getLogger(__name__)
+
+EXIT_ERROR = 1
+"""Exit status after an error that names its cause."""
+
+
+def main() -> None:
+    """Run the command line. `--help` lists the groups, `--cfg job` prints the configuration."""
+    failed: list[bool] = []
+
+    def job(config: DictConfig) -> None:
+        try:
+            sys.stdout.write(f"{export(config)}\n")
+        except USER_ERRORS as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            failed.append(True)
+            _explain(error)
+
+    try:
+        folder = find_config_folder()
+        hydra.main(version_base="1.3", config_path=str(folder), config_name="export")(job)()
+    except RoundPipeError as error:
+        failed.append(True)
+        _explain(error)
+    if failed:
+        sys.exit(EXIT_ERROR)
+
+
+def _explain(error: Exception) -> None:
+    log.error("%s", error)
+    sys.stderr.write(f"\nError: {error}\n")
+
+
+def export(config: DictConfig) -> Path:
+    """Write the folder of a configuration, and return it.
+
+    Args:
+        config: The composed configuration, see `conf/export.yaml`.
+
+    Raises:
+        RoundPipeError: The configuration cannot work, the checkpoint is of another model, or the
+            folder cannot be written. What was there before is untouched.
+    """
+    checkpoint = find_checkpoint(config.ckpt_path)
+    options = ExportOptions(
+        dtype=config.dtype,
+        merge=config.merge,
+        overwrite=config.overwrite,
+        max_shard_bytes=config.max_shard_bytes,
+        original_layout=config.original_layout,
+        tokenizer=config.tokenizer,
+    )
+    folder = _output_folder(config, checkpoint)
+    check_replaceable(folder, overwrite=options.overwrite)
+    module = _build_module(_with_run(config, checkpoint), checkpoint)
+    if checkpoint is not None:
+        load_checkpoint_state(module, checkpoint)
+    return export_pretrained(find_pretrained(module, config.name), folder, options=options)
+
+
+def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:
+    if config.output_dir is not None:
+        return Path(config.output_dir).expanduser()
+    if checkpoint is None:
+        raise ConfigurationError("output_dir=null: name the folder that is to be written.")
+    run = _run_folder(checkpoint)
+    return (checkpoint.parent if run is None else run) / "export"
+
+
+def _run_folder(checkpoint: Path) -> Path | None:
+    """The folder of the run that wrote a checkpoint: the one with its configuration."""
+    folders = list(checkpoint.resolve().parents)[:2]
+    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+
+
+def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
+    """The configuration with what it leaves to the checkpoint's run filled in."""
+    run = None if checkpoint is None else _run_folder(checkpoint)
+    filled = config.copy()
+    OmegaConf.set_struct(filled, False)
+    saved: Any = {} if run is None else OmegaConf.load(run / "config.yaml")
+    for group in ("model", "module", "peft"):
+        if filled.get(group) is None:
+            filled[group] = saved.get(group)
+    if filled.model is None:
+        raise ConfigurationError(
+            f"ckpt_path={config.ckpt_path}: there is no config.yaml of a run beside it that says "
+            "which model it is of. Name it: model=..., and peft=... if it has adapters."
+        )
+    return filled
+
+
+def _build_module(config: DictConfig, checkpoint: Path | None) -> LightningModule:
+    """The module that the checkpoint is of; without weights where the checkpoint has them all."""
+    source: ModelSource = build(config.model)
+    adapters = None if config.peft is None else read_adapters(config.peft)
+    make = CausalLanguageModule if config.module is None else build(config.module)
+    module: LightningModule = make(source, optimizer=_no_optimizer, adapters=adapters)
+    if checkpoint is None and not source.is_pretrained:
+        raise ConfigurationError(
+            "ckpt_path=null exports published weights, and model.weights=random has none. Name a "
+            "checkpoint, or set model.weights=pretrained."
+        )
+    has_base = checkpoint is not None and not leaves_base_out(checkpoint)
+    if not has_base or source.keeps_weights_in_files:
+        module.configure_model()
+        return module
+    with torch.device("meta"):
+        module.configure_model()
+    return module
+
+
+def _no_optimizer(parameters: Any) -> Any:
+    raise ConfigurationError(f"An export steps no optimizer over {parameters}.")
+
+
+if __name__ == "__main__":
+    main()

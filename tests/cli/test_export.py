@@ -1,0 +1,184 @@
+"""`roundpipe-export`: from a run's checkpoint to a folder that others load."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.export import export
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.models.export_folder import MARKER
+from roundpipe_lightning.modules import ModelSource
+from tests.cli.small import environment, train_small
+from tests.models.test_load import EXPERTS, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run; tests that change it take a copy."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train_small(folder)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def run_export(*overrides: str) -> Path:
+    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+        return export(compose("export", overrides=list(overrides)))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model.eval()(torch.arange(9)[None]).logits
+    return result
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A node of a configuration as an ordinary dictionary."""
+    container: Any = OmegaConf.to_container(config)
+    return dict(container)
+
+
+def checkpoint_of(run: Path) -> Path:
+    return run / "checkpoints" / "last.ckpt"
+
+
+def state_of(run: Path) -> dict[str, torch.Tensor]:
+    """The model's weights as the checkpoint has them."""
+    state = torch.load(checkpoint_of(run), weights_only=True)["state_dict"]
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def test_a_run_is_exported_from_its_checkpoint_alone(run: Path) -> None:
+    folder = run_export(f"ckpt_path={checkpoint_of(run)}")
+    assert folder == run / "export"
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    config: Any = OmegaConf.load(run / "config.yaml")
+    expected = ModelSource(architecture=plain(config.model.architecture)).build()
+    expected.load_state_dict(state_of(run))
+    assert torch.equal(logits(loaded), logits(expected))
+    again = run_export(f"ckpt_path={checkpoint_of(run)}", "dtype=bf16")  # an export is replaced
+    assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("frozen_weights", ["memory", "mmap"])
+def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
+    tiny: Any = OmegaConf.load(find_config_folder() / "model" / "tiny.yaml")
+    base = ModelSource(architecture=plain(tiny.architecture)).build()
+    base.save_pretrained(tmp_path / "base")
+    run = tmp_path / "run"
+    train_small(
+        run,
+        f"model.hub_name={tmp_path / 'base'}",
+        "model.weights=pretrained",
+        f"model.frozen_weights={frozen_weights}",
+        "peft=lora",
+        "peft.rank=2",
+        "optimizer.lr=0.1",
+    )
+    checkpoint = f"ckpt_path={checkpoint_of(run)}"
+    adapter = run_export(checkpoint)
+    assert (adapter / "adapter_config.json").is_file()
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter
+    )
+    assert not torch.equal(logits(loaded), logits(base))
+    merged = run_export(checkpoint, "merge=true", f"output_dir={tmp_path / 'merged'}")
+    whole = AutoModelForCausalLM.from_pretrained(merged)
+    assert torch.equal(logits(whole), logits(loaded.merge_and_unload()))
+
+
+def test_published_weights_in_the_models_own_layout(tmp_path: Path) -> None:
+    save(tmp_path / "published", EXPERTS)
+    model = [
+        "model=tiny",
+        "model.weights=pretrained",
+        f"model.hub_name={tmp_path / 'published'}",
+    ]
+    folder = run_export(*model, "original_layout=false", f"output_dir={tmp_path / 'own'}")
+    mapped = ModelSource(
+        architecture={}, hub_name=str(folder), weights="pretrained", frozen_weights="mmap"
+    ).build()
+    assert mapped.state_dict() == {}  # a warning would say that some are not mapped
+
+
+def test_the_checkpoint_of_another_model(run: Path) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        run_export(
+            f"ckpt_path={checkpoint_of(run)}",
+            "model=tiny",
+            "model.architecture.num_hidden_layers=3",
+            "model.architecture.hidden_size=16",
+            "model.architecture.intermediate_size=48",
+        )
+    message = str(raised.value)
+    assert "checkpoint of another model: 20 tensors do not fit" in message
+    assert "extra: model.model.layers.3.mlp.up_proj.weight, (32, 16)" in message
+    another = "another shape: model.model.layers.0.mlp.up_proj.weight, (32, 16) instead of (48, 16)"
+    assert another in message
+    assert not (run / "export").exists()
+
+
+def test_refuses_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(run)
+    alone = tmp_path / "alone.ckpt"
+    alone.write_bytes(checkpoint.read_bytes())
+    with pytest.raises(ConfigurationError, match=r"no config\.yaml of a run beside it"):
+        run_export(f"ckpt_path={alone}")
+    with pytest.raises(ConfigurationError, match=r"output_dir=null"):
+        run_export("model=tiny")
+    with pytest.raises(ConfigurationError, match=r"model\.weights=random has none"):
+        run_export("model=tiny", f"output_dir={tmp_path / 'out'}")
+    with pytest.raises(CheckpointError, match=r"none\.ckpt.*does not exist"):
+        run_export(f"ckpt_path={tmp_path / 'none.ckpt'}")
+    with pytest.raises(ConfigurationError, match=r"dtype='int8'"):
+        run_export(f"ckpt_path={checkpoint}", "dtype=int8")
+    with pytest.raises(CheckpointError, match=r"no earlier export.*overwrite=true"):
+        run_export(f"ckpt_path={checkpoint}", f"output_dir={run}")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-3000])
+    with pytest.raises(CheckpointError, match=r"last\.ckpt"):
+        run_export(f"ckpt_path={checkpoint}")
+    torch.save({"weights": torch.zeros(2)}, checkpoint)
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of Lightning"):
+        run_export(f"ckpt_path={checkpoint}")
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "roundpipe_lightning.cli.export"]
+    for overrides, status in (
+        ([f"ckpt_path={checkpoint_of(run)}"], 0),
+        (["ckpt_path=none.ckpt"], 1),
+    ):
+        done = subprocess.run(
+            [*command, *overrides],
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=str(Path(__file__).parents[2])),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        if status == 0:
+            assert (Path(done.stdout.strip()) / MARKER).is_file()
+        else:
+            assert "Error: ckpt_path='none.ckpt' does not exist" in done.stderr
