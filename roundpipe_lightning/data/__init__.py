@@ -7,6 +7,7 @@ from roundpipe_lightning.data.corpus import TextFolder
 from roundpipe_lightning.data.files import FileOptions
 from roundpipe_lightning.data.preference import PreferenceDataModule
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
+from roundpipe_lightning.data.text import TextDataModule
 
 __all__ = [
     "ByteDataModule",
@@ -17,5 +18,6 @@ __all__ = [
     "PreferenceDataModule",
     "Record",
     "RecordFiles",
+    "TextDataModule",
     "TextFolder",
 ]

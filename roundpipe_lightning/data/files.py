@@ -172,7 +172,7 @@ class FileDataModule(LightningDataModule):
         """
         if self._train is not None:
             return
-        _ = self.pad_token_id  # refused before anything is read
+        self.collate()  # a tokenizer that cannot pad is refused before anything is read
         train = self._encode_all(self.files)
         if self.options.validation_files is None:
             train, validation = _split(train, share=self.options.validation_share)

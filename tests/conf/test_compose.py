@@ -20,6 +20,7 @@ NEEDED = {
     "data/chat": ["data.files=[chat.jsonl]"],
     "data/classification": ["data.files=[texts.csv]", "data.classes=[no,yes]"],
     "data/preference": ["data.files=[pairs.jsonl]"],
+    "data/text": ["data.files=[texts]"],
     "module/classification": ["+data.classes=[no,yes]"],
     "partition/saved": ["partition.plan=plan.json"],
 }

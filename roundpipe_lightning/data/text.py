@@ -1,0 +1,116 @@
+"""Texts in files, cut into windows: for training on plain text with a model's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from roundpipe_lightning.data.files import FileDataModule, FileOptions, Files, TokenizerMaker
+from roundpipe_lightning.data.records import Record
+from roundpipe_lightning.data.samples import Padding, Row, Sample, packed_row
+from roundpipe_lightning.errors import ConfigurationError
+
+
+class TextDataModule(FileDataModule):
+    """Texts, laid end to end and cut into windows of equal length; every token is predicted.
+
+    Args:
+        files: Paths of JSON lines, CSV, Parquet, text files, folders, patterns; or an object that
+            has records.
+        tokenizer: Loads the tokenizer. Its end-of-text token ends every text.
+        field: Field of a record that has the text.
+        keep_apart: Whether no attention crosses from one text into another in the same window.
+        options: The fields of `FileOptions`; `seq_len` and `batch_size` (in windows) among them.
+            No text is too long: a long one makes several windows.
+
+    Raises:
+        ConfigurationError: A setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        files: Files,
+        tokenizer: TokenizerMaker,
+        field: str = "text",
+        keep_apart: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(files, tokenizer=tokenizer, options=FileOptions(**options))
+        self.field = field
+        self.keep_apart = keep_apart
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether several documents share a row and must not see each other."""
+        return self.keep_apart
+
+    @override
+    def encode(self, record: Record) -> Sample:
+        """A text as tokens, with the token that ends it."""
+        return text_sample(record.text(self.field), self.tokenizer, name=self.tokenizer_name)
+
+    @override
+    def arrange(self, samples: Sequence[Sample]) -> Sequence[Row]:
+        """Windows; the tokens after the last whole one are left out."""
+        cutter = WindowCutter(seq_len=self.seq_len, keep_apart=self.keep_apart)
+        return list(cutter.windows(samples))
+
+    @override
+    def collate(self) -> Padding:
+        """Windows are stacked: all are equally long."""
+        return Padding(pad_token=0)
+
+
+def text_sample(text: str, tokenizer: Any, *, name: str) -> Sample:
+    """A text as tokens, with the token that ends it.
+
+    Raises:
+        ConfigurationError: The tokenizer has no such token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(
+            f"The tokenizer {name} has no end-of-text token, so texts cannot be told apart. Set "
+            "eos_token in its tokenizer_config.json."
+        )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Sample.of([*ids, tokenizer.eos_token_id])
+
+
+class WindowCutter:
+    """Lays texts end to end and cuts them into windows, one text at a time.
+
+    Args:
+        seq_len: Tokens of a window.
+        keep_apart: Whether positions start anew with every text, so that transformers keeps the
+            attention of each to itself.
+
+    Attributes:
+        rest: Pieces of the window that is not full yet.
+    """
+
+    def __init__(self, *, seq_len: int, keep_apart: bool) -> None:
+        self.seq_len = seq_len
+        self.keep_apart = keep_apart
+        self.rest: list[Sample] = []
+
+    def windows(self, samples: Iterable[Sample]) -> Iterator[Row]:
+        """Windows that are full once a text was added, text by text."""
+        for sample in samples:
+            start = 0
+            while start < len(sample):
+                room = self.seq_len - sum(map(len, self.rest))
+                self.rest.append(sample[start : start + room])
+                start += room
+                if sum(map(len, self.rest)) == self.seq_len:
+                    yield self._row()
+                    self.rest = []
+
+    def _row(self) -> Row:
+        if self.keep_apart:
+            return packed_row(self.rest)
+        ids = torch.cat([piece.input_ids for piece in self.rest])
+        return {"input_ids": ids, "labels": ids.clone()}

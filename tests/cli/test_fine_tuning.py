@@ -1,0 +1,89 @@
+"""The experiments that fine-tune, made small: they run as they are shipped, and learn."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from roundpipe_lightning.cli.build import build_run
+from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.errors import ConfigurationError, DataError
+from tests.cli.small import REPOSITORY, summary
+
+SMALL = (
+    "model.architecture.num_hidden_layers=3",
+    "model.architecture.hidden_size=32",
+    "model.architecture.intermediate_size=64",
+    "hardware=cpu",
+    "trainer.devices=2",
+    "data.batch_size=4",
+    "partition.num_microbatches=2",
+    "trainer.max_steps=5",
+    "trainer.limit_val_batches=2",
+    "trainer.val_check_interval=5",
+    "scheduler.warmup_steps=1",
+    "optimizer.lr=0.01",
+)
+CLEAR = ("data.batch_size=16",)
+TEXTS = "data.files=[docs/quickstart.md,docs/index.md,README.md]"
+
+
+def compose_experiment(name: str, folder: Path, *overrides: str) -> Any:
+    everything = [f"experiment={name}", *SMALL, f"paths.output_dir={folder}", *overrides]
+    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+        return compose("train", overrides=everything)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "metrics"),
+    [
+        ("chat_lora", (), {"val_loss"}),
+        ("dpo", (), {"val_loss", "val_margin", "val_accuracy", "train_margin"}),
+        ("classification", CLEAR, {"val_loss", "val_accuracy", "train_accuracy"}),
+        ("text_full", (TEXTS, "data.validation_share=0.4"), {"val_loss"}),
+    ],
+)
+def test_the_experiment_runs_and_learns(
+    name: str,
+    overrides: tuple[str, ...],
+    metrics: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    train(compose_experiment(name, tmp_path, *overrides))
+    figures = summary(tmp_path)
+    assert figures["num_steps"] == 5
+    assert figures["loss_last"] < figures["loss_first"]
+    assert figures["tokens_per_second"] > 0
+    columns = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert metrics <= set(columns)
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 5
+
+
+def test_data_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"nothing is found at 'examples/data/chat\.jsonl"):
+        train(compose_experiment("chat_lora", tmp_path))
+
+
+def test_a_broken_line_stops_the_run_with_its_number(tmp_path: Path) -> None:
+    chat = tmp_path / "mine.jsonl"
+    chat.write_text('{"messages": []}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"mine\.jsonl, line 1: a conversation is a list"):
+        train(compose_experiment("chat_lora", tmp_path, f"data.files=[{chat}]"))
+
+
+def test_samples_longer_than_the_model_allows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"data\.seq_len=2048 is longer than the 1024"):
+        build_run(compose_experiment("chat_lora", tmp_path, "data.seq_len=2048"))
+
+
+def test_a_vocabulary_without_room_for_the_tokens_is_refused(tmp_path: Path) -> None:
+    overrides = "model.architecture.vocab_size=257"
+    with pytest.raises(ConfigurationError, match=r"257 tokens is smaller than the 259 tokens"):
+        build_run(compose_experiment("chat_lora", tmp_path, overrides))
