@@ -29,6 +29,13 @@ from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
 from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.deferred_logits import FusedLosses, LossMode
+from roundpipe_lightning.models.frozen_base import (
+    FROZEN_KEY,
+    describe_frozen,
+    left_out,
+    load_without_base,
+    split_frozen,
+)
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
@@ -73,6 +80,9 @@ class RoundPipeStrategy(ParallelStrategy):
         replan: Whether a plan that was made is improved from measured times while training runs.
         trial_run: Whether `training_step` is run once without values, on a copy of the module, to
             learn what it computes. Without, plans follow from the parameters alone.
+        exclude_frozen_parameters: Whether checkpoints leave out what is not trained. The module
+            must then build its base by itself, in `__init__` or `configure_model`, before one is
+            loaded; another base is refused.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -101,6 +111,7 @@ class RoundPipeStrategy(ParallelStrategy):
         hints: HintSource = None,
         replan: bool = True,
         trial_run: bool = True,
+        exclude_frozen_parameters: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -129,6 +140,8 @@ class RoundPipeStrategy(ParallelStrategy):
             replan=replan,
             trial_run=trial_run,
         )
+        self.exclude_frozen_parameters = exclude_frozen_parameters
+        """Whether checkpoints leave out what is not trained."""
         self.num_nodes = 1
         """Set by the Trainer to its flag; anything but 1 is refused."""
         self._given_plan = self._options.load_plan()
@@ -370,6 +383,9 @@ class RoundPipeStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a plain Lightning checkpoint, with optimizer states also what resuming needs."""
+        if self.exclude_frozen_parameters:
+            _, frozen = split_frozen(self._module, self._module.state_dict())
+            checkpoint = {**checkpoint, FROZEN_KEY: describe_frozen(self._module, frozen)}
         if "optimizer_states" in checkpoint:
             checkpoint = {
                 **checkpoint,
@@ -380,6 +396,22 @@ class RoundPipeStrategy(ParallelStrategy):
                 },
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, without what is frozen where that is to be left out."""
+        state = super().lightning_module_state_dict()
+        return split_frozen(self._module, state)[0] if self.exclude_frozen_parameters else state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
+        """Restore the module; the base that a checkpoint leaves out must be there already.
+
+        Raises:
+            CheckpointError: The base is another one than the checkpoint's.
+        """
+        if left_out(checkpoint):
+            load_without_base(self._module, checkpoint, strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers and, if the checkpoint has it, the random state to go on with.

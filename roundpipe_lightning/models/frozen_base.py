@@ -1,0 +1,118 @@
+"""Checkpoints without the frozen base: what they say of it, and how they are read again.
+
+A run with adapters trains a thousandth of its parameters; the rest can be built again from where it
+came from. A checkpoint that leaves it out keeps the names, the shapes and a few values of every
+frozen parameter, so that it is not put onto another base in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.errors import CheckpointError
+
+FROZEN_KEY = "roundpipe_frozen"
+"""Entry of a checkpoint that says what it leaves out."""
+
+_NUM_SAMPLES = 8
+_RELATIVE, _ABSOLUTE = 1e-2, 1e-6  # a base in 16 bits is the same base
+_MOST_NAMED = 3
+
+
+def split_frozen(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Part a state dict of a module into what is kept and the names of what is frozen."""
+    named = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in named if not parameter.requires_grad}
+    kept = {name: value for name, value in state.items() if name not in frozen}
+    return kept, [name for name in state if name in frozen]
+
+
+def describe_frozen(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """What a checkpoint says of the frozen parameters that it leaves out.
+
+    Returns:
+        `names`, `shapes` and `samples`: a float32 tensor of shape (names, 8).
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    named = {name: parameters[name] for name in names}
+    samples = [_sample(parameter) for parameter in named.values()]
+    return {
+        "names": list(named),
+        "shapes": [list(parameter.shape) for parameter in named.values()],
+        "samples": torch.stack(samples) if samples else torch.zeros(0, _NUM_SAMPLES),
+    }
+
+
+def left_out(checkpoint: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the frozen parameters that a checkpoint leaves out; none in an ordinary one."""
+    return frozenset(checkpoint.get(FROZEN_KEY, {}).get("names", ()))
+
+
+def check_base(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a base that is not the one that the checkpoint leaves out.
+
+    Raises:
+        CheckpointError: A parameter is missing, has another shape or other values.
+    """
+    described = checkpoint.get(FROZEN_KEY)
+    if not described:
+        return
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    wrong, changed = [], []
+    for name, shape, sample in zip(
+        described["names"], described["shapes"], described["samples"], strict=True
+    ):
+        parameter = parameters.get(name)
+        if parameter is None:
+            wrong.append(f"{name} does not exist here")
+        elif list(parameter.shape) != shape:
+            wrong.append(f"{name} is {tuple(parameter.shape)} here, {tuple(shape)} there")
+        elif not parameter.is_meta and _differs(_sample(parameter), sample):
+            changed.append(f"{name} has other values")
+    wrong += changed
+    if wrong:
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise CheckpointError(
+            "The checkpoint leaves the frozen base model out (exclude_frozen_parameters=True), and "
+            f"the base that was built here is another one: {'; '.join(wrong[:_MOST_NAMED])}{more}. "
+            "Build the module from the weights, or with the seed, that it was trained with."
+        )
+
+
+def load_without_base(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+    """Load what the checkpoint has into a module that has its base already.
+
+    Raises:
+        CheckpointError: The base is another one; or, if strict, something that was trained is
+            missing or has no place.
+    """
+    check_base(module, checkpoint)
+    found = module.load_state_dict(checkpoint["state_dict"], strict=False)
+    missing = sorted(set(found.missing_keys) - left_out(checkpoint))
+    unexpected = sorted(found.unexpected_keys)
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            "The checkpoint does not fit the module. Missing in the checkpoint: "
+            f"{', '.join(missing) or 'nothing'}. Without a place in the module: "
+            f"{', '.join(unexpected) or 'nothing'}. Use the adapters it was trained with."
+        )
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """A few values, evenly spread, as float32; not a number where they are not plain numbers."""
+    if not parameter.numel() or not parameter.is_floating_point() or parameter.is_meta:
+        return torch.full((_NUM_SAMPLES,), torch.nan)
+    positions = torch.linspace(0, parameter.numel() - 1, _NUM_SAMPLES, dtype=torch.float64).long()
+    values = parameter.detach().reshape(1) if parameter.dim() == 0 else parameter.detach()
+    return values[torch.unravel_index(positions, values.shape)].float().cpu()
+
+
+def _differs(here: Tensor, there: Tensor) -> bool:
+    comparable = ~(here.isnan() | there.isnan())
+    return not torch.allclose(
+        here[comparable], there[comparable], rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True
+    )
