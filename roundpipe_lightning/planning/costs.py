@@ -8,6 +8,7 @@ from enum import Enum
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
 
 
@@ -77,11 +78,19 @@ def stage_costs(
     partition: Partition,
     hop_seconds: float = 0.0,
     recompute_start: RecomputeStart = RecomputeStart.EARLY,
+    recompute: RecomputePolicy = RecomputePolicy.FULL,
 ) -> StageCosts:
     """Add up the blocks of every stage.
 
     The head segment runs forward with the first stage and backward with the last, the tail segment
     both ways with the fused stage.
+
+    Args:
+        profile: The model.
+        partition: The stages.
+        hop_seconds: Time from one worker to another.
+        recompute_start: When a recompute may begin.
+        recompute: What BACKWARD stages start from.
 
     Raises:
         PlanError: If the partition is for another number of blocks.
@@ -89,7 +98,7 @@ def stage_costs(
     if partition.num_blocks != profile.num_blocks:
         raise PlanError(f"'{partition}' does not cut a model of {profile.num_blocks} blocks.")
     stages = partition.stages()
-    costs = [_stage_cost(stage, profile, stages) for stage in stages]
+    costs = [_stage_cost(stage, profile, stages, recompute) for stage in stages]
     return StageCosts(
         forward=tuple(costs[: partition.num_forward]),
         backward=tuple(costs[partition.num_forward :]),
@@ -98,7 +107,9 @@ def stage_costs(
     )
 
 
-def _stage_cost(stage: Stage, profile: ModelProfile, stages: Sequence[Stage]) -> ActionCost:
+def _stage_cost(
+    stage: Stage, profile: ModelProfile, stages: Sequence[Stage], policy: RecomputePolicy
+) -> ActionCost:
     blocks: list[BlockProfile] = [profile.blocks[index] for index in stage.blocks]
     forward = sum(block.forward_seconds for block in blocks)
     backward = sum(block.backward_seconds for block in blocks)
@@ -109,5 +120,5 @@ def _stage_cost(stage: Stage, profile: ModelProfile, stages: Sequence[Stage]) ->
     if stage.kind is StageKind.FUSED:
         tail = profile.tail.forward_seconds + profile.tail.backward_seconds
         return ActionCost(compute_seconds=forward + backward + tail + head_forward + head_backward)
-    recompute = sum(block.recompute_seconds for block in blocks)
+    recompute = sum(block.seconds_to_recompute(policy) for block in blocks)
     return ActionCost(recompute_seconds=recompute, compute_seconds=backward + head_backward)

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from roundpipe_lightning.planning.costs import RecomputeStart
 from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.stages import Partition
 
 Floats = npt.NDArray[np.float64]
@@ -99,6 +100,8 @@ class Evaluator:
         forward_upload_seconds: Time to upload one byte of weights for a FORWARD stage; 0: no time.
         backward_upload_seconds: The same for FUSED and BACKWARD stages, whose uploads may share the
             host's memory with gradients on their way back.
+        weight_slots: Stages whose weights a worker holds at once.
+        recompute: What BACKWARD stages start from.
     """
 
     profile: ModelProfile
@@ -108,6 +111,8 @@ class Evaluator:
     recompute_start: RecomputeStart = RecomputeStart.EARLY
     forward_upload_seconds: float = 0.0
     backward_upload_seconds: float = 0.0
+    weight_slots: int = 2
+    recompute: RecomputePolicy = RecomputePolicy.FULL
 
     def makespans(self, table: PartitionTable) -> Floats:
         """Return the makespan of every partition, in seconds."""
@@ -142,7 +147,8 @@ class Evaluator:
                 ends += np.where(here & started, hop, 0.0)
                 started |= here
                 free_now = free[worker, rows]
-                weights = np.maximum(uploaded[worker, rows], free_before[worker, rows])
+                slot_free = free_before[worker, rows] if self.weight_slots > 1 else free_now
+                weights = np.maximum(uploaded[worker, rows], slot_free)
                 weights += upload[stage]
                 start = np.maximum(free_now, weights)
                 np.maximum(ends[0], start + recompute[stage], out=ends[0])
@@ -175,20 +181,22 @@ class Evaluator:
     def _durations(self, table: PartitionTable) -> tuple[Floats, Floats]:
         """Return recompute and remaining seconds, each of shape (stages, partitions)."""
         profile = self.profile
-        forward = _prefix_sums([block.forward_seconds for block in profile.blocks])
-        backward = _prefix_sums([block.backward_seconds for block in profile.blocks])
+        blocks = profile.blocks
+        forward = _prefix_sums([block.forward_seconds for block in blocks])
+        backward = _prefix_sums([block.backward_seconds for block in blocks])
         stop = table.forward.cumsum(axis=1)
         start = stop - table.forward
         first = forward[stop] - forward[start]
         first += np.where((start == 0) & (stop > 0), profile.head.forward_seconds, 0.0)
         low = profile.num_blocks - table.backward.cumsum(axis=1)
         high = low + table.backward
-        recompute = forward[high] - forward[low]
+        again = _prefix_sums([block.seconds_to_recompute(self.recompute) for block in blocks])
+        recompute = again[high] - again[low]
         compute = backward[high] - backward[low]
         last = (low == 0) & (high > 0)
         last[:, 0] = low[:, 0] == 0
         compute += np.where(last, profile.head.backward_seconds, 0.0)
-        compute[:, 0] += recompute[:, 0]
+        compute[:, 0] += forward[high[:, 0]] - forward[low[:, 0]]
         compute[:, 0] += profile.tail.forward_seconds + profile.tail.backward_seconds
         compute[:, 0] += np.where(stop[:, -1] == 0, profile.head.forward_seconds, 0.0)
         recompute[:, 0] = 0.0

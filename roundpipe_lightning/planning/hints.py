@@ -16,6 +16,7 @@ from roundpipe_lightning.planning.cuts import (
     reversed_cuts,
 )
 from roundpipe_lightning.planning.partition import balanced_cuts
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.search import StageLimits
 from roundpipe_lightning.planning.stages import Partition
 
@@ -32,6 +33,9 @@ class PartitionHints:
         most_fused: Blocks of the FUSED stage, at most.
         team_size: Workers of a team.
         round_size: Microbatches of a round.
+        recompute: What BACKWARD stages may start from.
+        weight_slots: Stages whose weights a device holds at once, 1 or 2.
+        resident: Blocks that stay on every device.
 
     Raises:
         PlanError: A hint cannot be kept by itself, or two contradict each other.
@@ -44,6 +48,9 @@ class PartitionHints:
     most_fused: int | None = None
     team_size: int | None = None
     round_size: int | None = None
+    recompute: tuple[RecomputePolicy, ...] | None = None
+    weight_slots: int | None = None
+    resident: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse hints that no plan can keep."""
@@ -53,11 +60,15 @@ class PartitionHints:
             ("limits.fused", self.most_fused, 0),
             ("team_size", self.team_size, 1),
             ("round_size", self.round_size, 1),
+            ("resident", self.resident, 0),
         )
         for name, value, least in counts:
             if value is not None and value < least:
                 raise PlanError(f"partition.{name}={value} must be {least} or more.")
+        if self.weight_slots not in (None, 1, 2):
+            raise PlanError(f"partition.weight_slots={self.weight_slots} must be 1 or 2.")
         self._check_cuts()
+        self._check_recompute()
         if self.team_size and self.round_size and self.round_size < self.team_size:
             raise PlanError(
                 f"partition.round_size={self.round_size} leaves workers of a team of "
@@ -92,6 +103,21 @@ class PartitionHints:
                     f"partition.limits.{name}={most} allows at most {most}: drop one of the two."
                 )
 
+    def _check_recompute(self) -> None:
+        """Refuse a policy that the cuts beside it rule out."""
+        if self.recompute != (RecomputePolicy.NONE,):
+            return
+        backward = self.backward or (0,)
+        for name, value, is_ruled_out in (
+            ("forward", self.forward, bool(self.forward)),
+            ("backward", self.backward, len(backward) > 1),
+        ):
+            if is_ruled_out:
+                raise PlanError(
+                    f"partition.recompute=none has all blocks in the fused stage, but "
+                    f"partition.{name}={list(value or ())} has others: drop one of the two."
+                )
+
     @property
     def cuts(self) -> bool:
         """Whether a cut is fixed."""
@@ -110,6 +136,17 @@ class PartitionHints:
                     f"partition.{name}={list(counts or ())} has {total} blocks, the model has "
                     f"{num_blocks}."
                 )
+        none = self.recompute == (RecomputePolicy.NONE,)
+        if none and self.most_fused is not None and self.most_fused < num_blocks:
+            raise PlanError(
+                f"partition.recompute=none has all {num_blocks} blocks in the fused stage, but "
+                f"partition.limits.fused={self.most_fused}: drop one of the two."
+            )
+        if self.resident is not None and self.resident > num_blocks:
+            raise PlanError(
+                f"partition.resident={self.resident} is more than the {num_blocks} blocks of the "
+                "model."
+            )
         divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
         if self.team_size is not None and self.team_size not in divisors:
             raise PlanError(

@@ -1,73 +1,204 @@
-"""How many blocks a stage may have, so that a worker can hold what it needs at once.
+"""How many blocks a stage may have, so that a device can hold what it needs at once.
 
-A worker holds the weights of two visits (the present and the prefetched one), the gradients of two
-(being computed, being downloaded), the activations of the present stage and four boundaries (one
-coming and one going for each of two microbatches). With W, G, A, b the weights, gradients,
-activations and boundary of the largest block, and D the device's memory less a reserve:
-
-    FORWARD of n blocks       2 n W + A + 4 b              <= D    (activations of one block at a
-    time) BACKWARD of n blocks      n (2 W + 2 G + A) + 4 b      <= D
-    FUSED of n and the tail   n (2 W + 2 G + A) + 2 W' + 2 G' + A' + 4 b  <= D    (primes: the
-    tail's)
-
-Where a profile says nothing about activations, a BACKWARD or FUSED stage gets no more blocks than a
-worker would hold if the blocks were dealt out evenly, and a FORWARD stage twice as many.
+`Footprint` says what a layout needs. The limits are the most blocks of each kind of stage with
+which stages of that size still fit. Where a profile says nothing about activations, a BACKWARD or
+FUSED stage gets no more blocks than a device would hold if the blocks were dealt out evenly, and a
+FORWARD stage twice as many.
 """
 
 from __future__ import annotations
 
-from roundpipe_lightning.errors import PlanError
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from roundpipe_lightning.errors import FitError
+from roundpipe_lightning.planning.cuts import call_lengths, cuts_before, reversed_cuts
+from roundpipe_lightning.planning.footprint import RESERVED_BYTES, Footprint, MemoryKind
 from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.layout import PipelineLayout
+from roundpipe_lightning.planning.partition import greedy_cuts
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.search import StageLimits
+from roundpipe_lightning.planning.stages import Partition, StageKind
 
-RESERVED_BYTES = 1_500_000_000
-"""Device memory that plans leave alone: the runtime's context and the allocator's fragments."""
-
-_NO_BLOCK = BlockProfile(name="none")
+_GIB = 2**30
 
 
-def stage_limits(profile: ModelProfile, hardware: HardwareSpec) -> StageLimits:
+@dataclass(frozen=True, kw_only=True)
+class Travel:
+    """How microbatches travel, whatever the stages are.
+
+    Attributes:
+        num_microbatches: Microbatches of one batch.
+        round_size: Microbatches that travel together.
+        team_size: Workers that share a stage.
+        weight_slots: Stages whose weights a device holds at once.
+        recompute: What BACKWARD stages start from.
+        num_batches: Batches in one stream.
+    """
+
+    num_microbatches: int
+    round_size: int
+    team_size: int = 1
+    weight_slots: int = 2
+    recompute: RecomputePolicy = RecomputePolicy.FULL
+    num_batches: int = 1
+
+    def layout(self, partition: Partition) -> PipelineLayout:
+        """Return the layout of a partition's stages."""
+        return PipelineLayout(
+            partition=partition,
+            num_microbatches=self.num_microbatches * self.num_batches,
+            round_size=self.round_size,
+            team_size=self.team_size,
+            weight_slots=self.weight_slots,
+            recompute=self.recompute,
+            num_batches=self.num_batches,
+        )
+
+
+def stage_limits(profile: ModelProfile, hardware: HardwareSpec, *, travel: Travel) -> StageLimits:
     """Return how many blocks a stage may have on this machine.
 
     Args:
         profile: The model, with its sizes where they are known.
         hardware: The machine; its `device_bytes` is the limit.
+        travel: How the microbatches travel.
 
     Raises:
-        PlanError: If a device cannot hold even one block, or not the tail segment.
+        FitError: If a device cannot hold even one block, or not the tail segment.
     """
-    blocks = profile.blocks or (_NO_BLOCK,)
-    weights = max(block.parameter_bytes for block in blocks)
-    gradients = max(block.trainable_bytes for block in blocks)
-    activations = max(block.activation_bytes for block in blocks)
-    boundaries = 4 * max(block.boundary_bytes for block in blocks)
-    room = hardware.device_bytes - RESERVED_BYTES - boundaries
-    per_block = 2 * weights + 2 * gradients + activations
-    tail = profile.tail
-    tail_bytes = 2 * tail.parameter_bytes + 2 * tail.trainable_bytes + tail.activation_bytes
-    for what, size in (("block", per_block), ("tail segment", tail_bytes)):
-        if size > room:
-            raise PlanError(
-                f"{hardware.name} cannot hold the largest {what}: it needs {_gb(size)} of "
-                f"{_gb(hardware.device_bytes)} per device, of which "
-                f"{_gb(RESERVED_BYTES + boundaries)} "
-                "are reserved or hold boundaries. Use smaller microbatches, LoRA, or devices with "
-                "more memory."
-            )
-    forward = (room - activations) // (2 * weights) if weights else profile.num_blocks
-    backward = room // per_block if per_block else profile.num_blocks
-    fused = (room - tail_bytes) // per_block if per_block else profile.num_blocks
-    if not activations:
-        share = -(-profile.num_blocks // hardware.num_devices)
-        forward, backward, fused = min(forward, 2 * share), min(backward, share), min(fused, share)
-    most = max(profile.num_blocks, 1)
+    footprint = Footprint(profile, hardware=hardware)
+    limits = limits_within(footprint, travel=travel)
+    if limits is None:
+        raise FitError(describe_lack(footprint, travel=travel))
+    return even_share(limits, profile=profile, hardware=hardware)
+
+
+def even_share(
+    limits: StageLimits, *, profile: ModelProfile, hardware: HardwareSpec
+) -> StageLimits:
+    """Return limits for a profile that may say nothing about activations."""
+    if any(block.activation_bytes or block.working_bytes for block in profile.blocks):
+        return limits
+    share = max(-(-profile.num_blocks // hardware.num_devices), 1)
     return StageLimits(
-        forward=min(max(forward, 1), most),
-        backward=min(max(backward, 1), most),
-        fused=min(fused, most),
+        forward=min(limits.forward, 2 * share),
+        backward=min(limits.backward, share),
+        fused=min(limits.fused, share),
     )
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+def limits_within(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
+    """Return the most blocks per stage with which every device can hold its part.
+
+    Args:
+        footprint: The model on the machine.
+        travel: How the microbatches travel.
+
+    Returns:
+        The limits; None where stages of one block do not fit.
+    """
+    profile = footprint.profile
+
+    def holds(forward: int, fused: int, backward: int) -> bool:
+        limits = StageLimits(forward=forward, fused=fused, backward=backward)
+        return footprint.fits(travel.layout(largest_stages(profile, limits)))
+
+    widest = widest_limits(footprint, travel=travel)
+    if widest is None:
+        return None
+    forward, fused, backward = widest.forward, widest.fused, widest.backward
+    while not holds(forward, fused, backward):  # neighbours share a device's two slots
+        if forward > max(backward, fused):
+            forward -= 1
+        elif fused > backward:
+            fused -= 1
+        elif backward > 1:
+            backward -= 1
+        else:
+            forward, fused = max(forward - 1, 1), max(fused - 1, 0)
+    return StageLimits(forward=forward, fused=fused, backward=backward)
+
+
+def widest_limits(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
+    """Return the most blocks of one kind of stage while the others have the fewest.
+
+    Args:
+        footprint: The model on the machine.
+        travel: How the microbatches travel.
+
+    Returns:
+        The limits; None where stages of one block do not fit.
+    """
+    profile = footprint.profile
+
+    def holds(forward: int, fused: int, backward: int) -> bool:
+        limits = StageLimits(forward=forward, fused=fused, backward=backward)
+        return footprint.fits(travel.layout(largest_stages(profile, limits)))
+
+    if not holds(1, 0, 1):
+        return None
+    num_blocks = profile.num_blocks
+    most = max(num_blocks, 1)
+    return StageLimits(
+        forward=_largest(lambda n: holds(n, 0, 1), least=1, most=most),
+        backward=_largest(lambda n: holds(1, 0, n), least=1, most=most),
+        fused=_largest(lambda n: holds(1, n, 1), least=0, most=num_blocks),
+    )
+
+
+def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:
+    """Return stages as large as the limits and the model's cuts allow."""
+    num_blocks, cuts = profile.num_blocks, profile.cuts
+    fused = min(limits.fused, sum(call_lengths(num_blocks, cuts)[-1:]))
+    rest = num_blocks - fused
+    forward = greedy_cuts([1.0] * rest, limit=limits.forward, cuts=cuts_before(rest, cuts))
+    backward = greedy_cuts([1.0] * rest, limit=limits.backward, cuts=reversed_cuts(rest, cuts))
+    return Partition(forward=forward, backward=(fused, *backward))
+
+
+def describe_lack(footprint: Footprint, *, travel: Travel) -> str:
+    """Say what no device can hold: the stage of one block, or of the tail segment, at its least."""
+    profile, hardware = footprint.profile, footprint.hardware
+    ones = largest_stages(profile, StageLimits(forward=1, fused=0, backward=1))
+    need = footprint.need(travel.layout(ones))
+    if need.stage.kind is StageKind.FUSED or not need.stage.blocks:
+        part, what = profile.tail, "the tail segment"
+    else:
+        part = profile.blocks[need.stage.blocks.start]
+        what = f"even one block, {part.name!r}"
+    kinds = sorted(need.num_bytes.items(), key=lambda pair: -pair[1])
+    sizes = ", ".join(f"{kind.value} {size / _GIB:.2f}" for kind, size in kinds if size)
+    return (
+        f"{hardware.name} cannot hold {what}: it has {part.parameter_bytes / _GIB:.2f} GiB of "
+        f"weights and needs {need.total_bytes / _GIB:.2f} GiB of a device's "
+        f"{hardware.device_bytes / _GIB:.2f} GiB ({sizes}). Use smaller microbatches, LoRA, or "
+        "devices with more memory."
+    )
+
+
+def _largest(holds: Callable[[int], bool], *, least: int, most: int) -> int:
+    """The largest number that holds, of which `least` does: by doubling, then by bisection."""
+    stride = 1
+    while least + stride <= most and holds(least + stride):
+        least, stride = least + stride, 2 * stride
+    most = min(most, least + stride - 1)
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if holds(middle) else (least, middle - 1)
+    return least
+
+
+__all__ = [
+    "RESERVED_BYTES",
+    "MemoryKind",
+    "Travel",
+    "describe_lack",
+    "even_share",
+    "largest_stages",
+    "limits_within",
+    "stage_limits",
+    "widest_limits",
+]

@@ -10,14 +10,22 @@ from typing import Any
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cuts import check_partition
+from roundpipe_lightning.planning.recompute import RecomputePolicy
+from roundpipe_lightning.planning.resident_text import format_resident, parse_resident
 from roundpipe_lightning.planning.schedule import Schedule
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.validate import validate_schedule
 
-FORMAT_VERSION = 1
-"""Version of the saved form; a file of another version is refused."""
+FORMAT_VERSION = 2
+"""Version of the saved form; a file of a later version is refused."""
+
+_VERSIONS = (1, FORMAT_VERSION)
+"""Versions that are read; the first one had no `_ADDED`."""
 
 _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
+
+_ADDED = {"num_batches": 1, "weight_slots": 2, "recompute": "full", "resident": "-"}
+"""What version 2 has beside, and its value in version 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,12 @@ class Plan:
         round_size: Microbatches that travel together.
         schedule: Every worker's actions in order.
         block_names: Names of the model's blocks, first block first.
+        num_batches: Accumulated batches for which the plan was chosen, in one stream.
+        weight_slots: Stages whose weights a worker holds at once: 2, the next one's are uploaded
+            while this one computes; or 1, which needs less memory.
+        recompute: What BACKWARD stages start from; NONE: there are none.
+        resident: For every worker the blocks whose weights stay on it between visits: frozen ones
+            for good, trainable ones within the step. Empty: none do.
 
     Raises:
         PlanError: If the parts do not fit together or the schedule cannot run.
@@ -46,10 +60,14 @@ class Plan:
     schedule: Schedule
     block_names: tuple[str, ...]
     team_size: int = 1
+    num_batches: int = 1
+    weight_slots: int = 2
+    recompute: RecomputePolicy = RecomputePolicy.FULL
+    resident: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Check everything once, so that a plan that exists can run."""
-        for name in _COUNTS:
+        for name in (*_COUNTS, "num_batches"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.num_workers % self.team_size:
@@ -73,9 +91,35 @@ class Plan:
                 f"{len(self.block_names)} block names for a partition of "
                 f"{self.partition.num_blocks} blocks."
             )
+        self._check_memory_choices()
         validate_schedule(
             self.schedule, partition=self.partition, num_microbatches=self.num_microbatches
         )
+
+    def _check_memory_choices(self) -> None:
+        """Refuse slots, policies and resident blocks that there cannot be."""
+        if self.weight_slots not in (1, 2):
+            raise PlanError(f"weight_slots={self.weight_slots} must be 1 or 2.")
+        if self.recompute is RecomputePolicy.NONE and self.partition.num_backward:
+            raise PlanError(
+                f"recompute=none, but '{self.partition}' has {self.partition.num_backward} "
+                "BACKWARD stages: the fused stage must have all blocks."
+            )
+        if not any(self.resident):
+            object.__setattr__(self, "resident", ())
+        if self.resident and len(self.resident) != self.num_workers:
+            raise PlanError(
+                f"resident has blocks for {len(self.resident)} workers, but "
+                f"num_workers={self.num_workers}."
+            )
+        for worker, blocks in enumerate(self.resident):
+            if sorted(set(blocks)) != list(blocks) or any(
+                not 0 <= block < self.partition.num_blocks for block in blocks
+            ):
+                raise PlanError(
+                    f"resident blocks {list(blocks)} of worker {worker}: give ascending numbers "
+                    f"from 0 to {self.partition.num_blocks - 1}."
+                )
 
     def check_model(
         self, fingerprint: str, *, block_names: tuple[str, ...], cuts: tuple[int, ...] = ()
@@ -116,6 +160,7 @@ class Plan:
             f"model: {self.model}",
             f"partition: {self.partition}",
             *(f"{name}: {getattr(self, name)}" for name in _COUNTS),
+            *(f"{name}: {value}" for name, value in self._added().items()),
             f"block_names: {' '.join(self.block_names)}".rstrip(),
             "schedule:",
         ]
@@ -130,7 +175,8 @@ class Plan:
         """
         head, _, rows = text.partition("\nschedule:\n")
         lines = head.splitlines()
-        if not lines or lines[0] != f"roundpipe plan {FORMAT_VERSION}":
+        known = {f"roundpipe plan {version}": version for version in _VERSIONS}
+        if not lines or lines[0] not in known:
             raise PlanError(
                 f"Expected 'roundpipe plan {FORMAT_VERSION}' in the first line, got "
                 f"{(lines or [''])[0][:80]!r}. Make a new plan with this version."
@@ -140,7 +186,8 @@ class Plan:
             name, _, value = line.partition(":")
             values[name.strip()] = value.strip()
         values["block_names"] = values.get("block_names", "").split()
-        return cls._from_values({**values, "schedule": rows.splitlines()}, source="text")
+        values["schedule"] = rows.splitlines()
+        return cls._from_values(values, version=known[lines[0]], source="text")
 
     def to_json(self) -> str:
         """JSON form, which `from_json` reads back."""
@@ -149,6 +196,7 @@ class Plan:
             "model": self.model,
             "partition": str(self.partition),
             **{name: getattr(self, name) for name in _COUNTS},
+            **self._added(),
             "block_names": list(self.block_names),
             "schedule": self.schedule.to_text().splitlines(),
         }
@@ -166,15 +214,26 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"Not a plan: {error}.") from error
         version = values.pop("format_version", None) if isinstance(values, dict) else None
-        if version != FORMAT_VERSION:
+        if version not in _VERSIONS or isinstance(version, bool):
             raise PlanError(
-                f"format_version={version!r}, but this version reads {FORMAT_VERSION}: make a new "
-                f"plan."
+                f"format_version={version!r}, but this version reads "
+                f"{' and '.join(map(str, _VERSIONS))}: make a new plan."
             )
-        return cls._from_values(values, source="JSON")
+        return cls._from_values(values, version=version, source="JSON")
+
+    def _added(self) -> dict[str, Any]:
+        """What version 2 has beside version 1."""
+        return {
+            "num_batches": self.num_batches,
+            "weight_slots": self.weight_slots,
+            "recompute": self.recompute.value,
+            "resident": format_resident(self.resident),
+        }
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any], *, source: str) -> Plan:
+    def _from_values(cls, values: dict[str, Any], *, version: int, source: str) -> Plan:
+        if version == 1:
+            values = {**values, **_ADDED}
         try:
             counts = {name: int(values[name]) for name in _COUNTS}
             model, partition = str(values["model"]), Partition.parse(values["partition"])
@@ -184,6 +243,10 @@ class Plan:
                 partition=partition,
                 block_names=tuple(map(str, names)),
                 schedule=Schedule.from_text("\n".join(rows)),
+                num_batches=int(values["num_batches"]),
+                weight_slots=int(values["weight_slots"]),
+                recompute=RecomputePolicy(values["recompute"]),
+                resident=parse_resident(values["resident"]),
                 **counts,
             )
         except KeyError as error:

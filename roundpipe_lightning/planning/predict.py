@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from roundpipe_lightning.planning.costs import ActionCost, StageCosts, stage_costs
 from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.layout import PipelineLayout
+from roundpipe_lightning.planning.moves import Visit, worker_visits
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.stages import Partition, Stage
+from roundpipe_lightning.planning.schedule import Schedule
+from roundpipe_lightning.planning.stages import Stage
 from roundpipe_lightning.planning.storage import ParameterStorage
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.planning.transfers import simulate_transfers, stage_bytes
@@ -33,23 +37,6 @@ class UpdateTiming(Enum):
 
     BEHIND_NEXT_STEP = "behind_next_step"
     """While the next step computes with weights that are one step old (asynchronous updates)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineLayout:
-    """How a step's microbatches travel.
-
-    Attributes:
-        partition: The stages.
-        num_microbatches: Microbatches of an optimizer step.
-        round_size: Microbatches that travel together.
-        team_size: Workers that share a stage.
-    """
-
-    partition: Partition
-    num_microbatches: int
-    round_size: int
-    team_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +129,18 @@ class _Run:
     @property
     def moved_bytes(self) -> tuple[float, float]:
         """Weights that go up in a step, and gradients that come down."""
-        layout = self.layout
-        visits = -(-layout.num_microbatches // layout.round_size) * layout.team_size
-        moved = [
-            stage_bytes(self.stored, stage=stage, partition=layout.partition)
-            for stage in layout.partition.stages()
-        ]
-        uploaded = visits * sum(each.weight_bytes for each in moved)
-        return float(uploaded), float(visits * sum(each.gradient_bytes for each in moved))
+        visits = [visit for row in self._visits for visit in row]
+        uploaded = sum(visit.weight_bytes for visit in visits)
+        return float(uploaded), float(sum(visit.gradient_bytes for visit in visits))
+
+    @cached_property
+    def _visits(self) -> list[list[Visit]]:
+        return worker_visits(
+            self._schedule(num_batches=1),
+            partition=self.layout.partition,
+            profile=self.stored,
+            resident=self.layout.resident,
+        )
 
     @property
     def host_seconds(self) -> float:
@@ -163,32 +154,35 @@ class _Run:
     @property
     def edge_seconds(self) -> float:
         """The first stage's upload and the last one's download, which nothing hides."""
-        stages = self.layout.partition.stages()
-        first, last = (
-            stage_bytes(self.stored, stage=stage, partition=self.layout.partition)
-            for stage in (stages[0], stages[-1])
-        )
+        partition = self.layout.partition
+        last = stage_bytes(self.stored, stage=partition.stages()[-1], partition=partition)
         links = self.storage.links(self.hardware)
-        return links.upload_seconds(first.weight_bytes) + links.download_seconds(
+        return links.upload_seconds(self._visits[0][0].weight_bytes) + links.download_seconds(
             last.gradient_bytes
         )
 
     def timeline(self, *, num_batches: int) -> Timeline:
         """Simulate some batches in one stream."""
         layout = self.layout
-        schedule = round_robin_schedule(
+        return simulate_transfers(
+            self._schedule(num_batches=num_batches),
+            partition=layout.partition,
+            costs=self._costs(),
+            profile=self.stored,
+            hardware=self.storage.links(self.hardware),
+            weight_slots=layout.weight_slots,
+            resident=layout.resident,
+            recompute=layout.recompute,
+        )
+
+    def _schedule(self, *, num_batches: int) -> Schedule:
+        layout = self.layout
+        return round_robin_schedule(
             layout.partition,
             num_workers=self.hardware.num_devices,
             num_microbatches=num_batches * layout.num_microbatches,
             round_size=layout.round_size,
             team_size=layout.team_size,
-        )
-        return simulate_transfers(
-            schedule,
-            partition=layout.partition,
-            costs=self._costs(),
-            profile=self.stored,
-            hardware=self.storage.links(self.hardware),
         )
 
     def _costs(self) -> StageCosts:
@@ -200,6 +194,7 @@ class _Run:
             partition=partition,
             hop_seconds=self.hardware.download_seconds(boundary)
             + self.hardware.upload_seconds(boundary),
+            recompute=self.layout.recompute,
         )
         extra = [self._expansion(stage) for stage in partition.stages()]
         return replace(
@@ -219,3 +214,6 @@ def _longer(costs: tuple[ActionCost, ...], extra: list[float]) -> tuple[ActionCo
         replace(cost, compute_seconds=cost.compute_seconds + seconds)
         for cost, seconds in zip(costs, extra, strict=True)
     )
+
+
+__all__ = ["PipelineLayout", "StepPrediction", "UpdateTiming", "predict_step"]

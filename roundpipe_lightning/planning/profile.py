@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cuts import check_cuts
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,15 @@ class BlockProfile:
         trainable_bytes: Size of those that get a gradient, in the compute dtype.
         boundary_bytes: Size of what is handed to the next block.
         activation_bytes: Size of what its backward keeps from its forward (or its recompute).
+        working_bytes: The most that its backward needs at once beside that.
+        forward_bytes: The most that a forward pass which keeps nothing needs at once.
+        attention_seconds: Part of `forward_seconds` that attention takes.
+        attention_bytes: Size of attention's outputs; with them kept, a recompute leaves attention
+            out.
+        expanded_bytes: Size of all parameters in the compute dtype, where `parameter_bytes` is that
+            of a compressed form, which is expanded on the device; 0: it is not compressed.
+        has_backward: Whether it runs backward and is recomputed for it; not where nothing in it or
+            before it is trained.
 
     Raises:
         PlanError: If a figure is negative.
@@ -34,6 +44,12 @@ class BlockProfile:
     trainable_bytes: int = 0
     boundary_bytes: int = 0
     activation_bytes: int = 0
+    working_bytes: int = 0
+    forward_bytes: int = 0
+    attention_seconds: float = 0.0
+    attention_bytes: int = 0
+    expanded_bytes: int = 0
+    has_backward: bool = True
 
     def __post_init__(self) -> None:
         """Refuse negative figures."""
@@ -43,8 +59,14 @@ class BlockProfile:
 
     @property
     def recompute_seconds(self) -> float:
-        """Duration of the recompute: one forward pass."""
-        return self.forward_seconds
+        """Duration of a full recompute: one forward pass, or none."""
+        return self.forward_seconds if self.has_backward else 0.0
+
+    def seconds_to_recompute(self, policy: RecomputePolicy) -> float:
+        """Duration of the recompute under a policy."""
+        if policy is RecomputePolicy.SELECTIVE and self.attention_bytes:
+            return max(self.recompute_seconds - self.attention_seconds, 0.0)
+        return self.recompute_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

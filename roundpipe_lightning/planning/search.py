@@ -16,10 +16,13 @@ Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
+
+import numpy as np
+import numpy.typing as npt
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cuts import call_lengths, cuts_before, grouped, reversed_cuts
@@ -29,6 +32,8 @@ from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.stages import Partition
 
 Counts = tuple[int, ...]
+
+Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
 
 _PATIENCE = 6
 """Generations without a better partition after which an island is left."""
@@ -79,8 +84,11 @@ class Effort:
         num_actions: Actions to simulate, at most, in all generations together.
         num_children: Partitions per generation.
         num_parents: Partitions that survive a generation.
-        num_generations: Generations of all islands together, at most.
+        num_generations: Generations of all islands together, at most; 0: no search.
         island_generations: Generations per island, at most.
+        num_even: Numbers of stages to choose from among even partitions, about.
+        num_verified_actions: Actions of the simulations, together, that even partitions get which
+            might be better than what was found.
         seed: Seed of the random numbers.
     """
 
@@ -89,7 +97,13 @@ class Effort:
     num_parents: int = 48
     num_generations: int = 200
     island_generations: int = 20
+    num_even: int = 12
+    num_verified_actions: int = 60_000
     seed: int = 0
+
+
+QUICK = Effort(num_generations=0, num_even=2, num_verified_actions=0)
+"""A few even partitions alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +126,7 @@ def search_partitions(
     limits: StageLimits,
     effort: Effort,
     num_results: int = 8,
+    fits: Fits | None = None,
 ) -> tuple[Found, ...]:
     """Return the best partitions found, the best first.
 
@@ -121,14 +136,17 @@ def search_partitions(
         limits: What every partition must keep.
         effort: How long to search.
         num_results: How many to return, at most.
+        fits: Says which partitions of a table fit the devices' memory; None: all do.
     """
     num_blocks = evaluator.profile.num_blocks
     if num_blocks == 0:
         only = Partition(forward=(), backward=(0,))
         return (Found(partition=only, makespan_seconds=_makespan(evaluator, only)),)
     random = Random(effort.seed)
-    best = _Island(evaluator, limits, effort, random, in_order=True)
+    best = _Island(evaluator, limits, effort, random, in_order=True, fits=fits)
     best.add(even)
+    if effort.num_generations == 0:
+        return best.results(num_results)
     stages = sum(len(c.forward) + len(c.backward) + 1 for c in even) // len(even)
     generation = effort.num_children * stages * sum(evaluator.rounds)
     num_generations = min(max(4, effort.num_actions // generation), effort.num_generations)
@@ -137,7 +155,7 @@ def search_partitions(
     for number in range(num_islands):
         fused = min(limits.fused, _ISLANDS_FUSED[number % len(_ISLANDS_FUSED)])
         near = replace(limits, fused=fused)
-        island = _Island(evaluator, near, effort, random, in_order=True)
+        island = _Island(evaluator, near, effort, random, in_order=True, fits=fits)
         some = [candidate for candidate in even if candidate.fused <= fused]
         island.add(random.sample(some, min(len(some), 24)))
         cuts = evaluator.profile.cuts
@@ -149,7 +167,7 @@ def search_partitions(
         )
         island.evolve(each)
         best.adopt(island)
-    last = _Island(evaluator, limits, effort, random, in_order=False)
+    last = _Island(evaluator, limits, effort, random, in_order=False, fits=fits)
     last.adopt(best)
     last.evolve(each)
     return last.results(num_results)
@@ -181,6 +199,11 @@ class Candidate:
     fused: int
     backward: Counts
 
+    @property
+    def partition(self) -> Partition:
+        """The same stages."""
+        return Partition(forward=self.forward, backward=(self.fused, *self.backward))
+
 
 class _Island:
     """Partitions with their makespans, of which the best have children."""
@@ -193,7 +216,9 @@ class _Island:
         random: Random,
         *,
         in_order: bool,
+        fits: Fits | None,
     ) -> None:
+        self._fits = fits
         self._evaluator = evaluator
         self._limits = limits
         self._effort = effort
@@ -207,8 +232,10 @@ class _Island:
         if not new:
             return
         table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in new])
-        for candidate, makespan in zip(new, self._evaluator.makespans(table), strict=True):
-            self._makespans[candidate] = float(makespan)
+        makespans = self._evaluator.makespans(table)
+        if self._fits is not None:
+            makespans = np.where(self._fits(table), makespans, np.inf)
+        self._makespans.update(zip(new, makespans.tolist(), strict=True))
 
     def adopt(self, other: _Island) -> None:
         for candidate in other._parents():
@@ -229,10 +256,10 @@ class _Island:
     def results(self, count: int) -> tuple[Found, ...]:
         found = []
         for candidate in self._parents()[:count]:
-            partition = Partition(
-                forward=candidate.forward, backward=(candidate.fused, *candidate.backward)
-            )
-            found.append(Found(partition=partition, makespan_seconds=self._makespans[candidate]))
+            if self._makespans[candidate] == math.inf:
+                break
+            seconds = self._makespans[candidate]
+            found.append(Found(partition=candidate.partition, makespan_seconds=seconds))
         return tuple(found)
 
     def _parents(self) -> list[Candidate]:
@@ -337,16 +364,19 @@ def _take_one(counts: list[int], place: int) -> None:
         counts.pop(place)
 
 
-def even_candidates(profile: ModelProfile, *, limits: StageLimits) -> tuple[Candidate, ...]:
+def even_candidates(
+    profile: ModelProfile, *, limits: StageLimits, count: int = 12
+) -> tuple[Candidate, ...]:
     """Return partitions into any reasonable number of stages of about equal duration.
 
     Args:
         profile: The model.
         limits: What every partition must keep.
+        count: Numbers of BACKWARD stages to choose from, about.
     """
     candidates = []
     last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])
-    for fused in _spread(0, min(limits.fused, last_call), count=4):
+    for fused in _spread(0, min(limits.fused, last_call), count=min(count, 4)):
         blocks = profile.blocks[: profile.num_blocks - fused]
         if not blocks:
             candidates.append(Candidate((), fused, ()))
@@ -360,7 +390,8 @@ def even_candidates(profile: ModelProfile, *, limits: StageLimits) -> tuple[Cand
         cuts_back = reversed_cuts(len(blocks), cuts)
         calls = call_lengths(len(blocks), cuts)
         fewest = _fewest(calls, limits.forward)
-        for num_backward in _spread(_fewest(calls, limits.backward), len(blocks)):
+        fewest_backward = _fewest(calls, limits.backward)
+        for num_backward in _spread(fewest_backward, len(blocks), count=count):
             backward = _balanced(backward_seconds, num_backward, limits.backward, cuts=cuts_back)
             for extra in (0, 1, 3):
                 num_forward = min(len(blocks), max(fewest, 1, round(num_backward * share) + extra))
@@ -384,7 +415,7 @@ def _balanced(
     return counts
 
 
-def _spread(first: int, last: int, *, count: int = 12) -> list[int]:
+def _spread(first: int, last: int, *, count: int) -> list[int]:
     """Return about `count` whole numbers from `first` to `last`, evenly spaced, both included."""
     step = max(1, -(-(last - first) // count))
     return sorted({*range(first, last, step), last})

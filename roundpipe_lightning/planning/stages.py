@@ -33,6 +33,8 @@ class StageKind(Enum):
     BACKWARD = "B"
     """Recomputes its blocks with a graph, then runs their backward."""
 
+    __hash__ = object.__hash__  # members are singletons; that of Enum hashes their name each time
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

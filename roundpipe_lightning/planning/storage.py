@@ -88,7 +88,8 @@ class ParameterStorage:
         def smaller(part: BlockProfile) -> BlockProfile:
             frozen = part.parameter_bytes - part.trainable_bytes
             size = part.trainable_bytes + frozen * self.frozen_bits // _COMPUTE_BITS
-            return replace(part, parameter_bytes=size)
+            expanded = part.parameter_bytes if size < part.parameter_bytes else 0
+            return replace(part, parameter_bytes=size, expanded_bytes=expanded)
 
         return replace(
             profile,

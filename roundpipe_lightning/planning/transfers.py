@@ -2,10 +2,11 @@
 
 Each worker has one queue for each direction. A *visit* is a run of actions of one stage on one
 worker: its weights are uploaded once, before its first action, and the gradients of its trainable
-    parameters are
-downloaded once, after its last. Two slots: the weights of a worker's next visit are uploaded while
-the present one computes, no earlier; and a gradient is downloaded while the next visit computes,
-which must have ended by the time the visit after that has gradients of its own.
+parameters are downloaded once, after its last (`moves`). Two slots: the weights of a worker's next
+visit are uploaded while the present one computes, no earlier; and a gradient is downloaded while
+the next visit computes, which must have ended by the time the visit after that has gradients of its
+own. With one slot for weights (`weight_slots=1`) the next visit's are uploaded when this one has
+ended.
 
 ```
 upload    [ W0 ][ W1 ]      [ W2   ]
@@ -24,76 +25,25 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from itertools import groupby
-from typing import NamedTuple
+from operator import attrgetter
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.costs import RecomputeStart, StageCosts
 from roundpipe_lightning.planning.dependencies import NeededFor, stage_dependencies
 from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule import Action, ActionKey, Schedule
-from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
+from roundpipe_lightning.planning.moves import (
+    StageBytes,
+    Visit,
+    stage_bytes,
+    worker_visits,
+)
+from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule import Action, Schedule
+from roundpipe_lightning.planning.stages import Partition, StageKind
 from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
-
-
-class Direction(Enum):
-    """Which way bytes travel."""
-
-    UPLOAD = "upload"
-    """From the host to a device."""
-
-    DOWNLOAD = "download"
-    """From a device to the host."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageBytes:
-    """What a stage moves.
-
-    Attributes:
-        weight_bytes: Parameters, once per visit.
-        gradient_bytes: Gradients of trainable parameters, once per visit; 0 for FORWARD.
-        input_bytes: Boundaries and gradients that one action needs.
-        output_bytes: Boundaries and gradients that one action hands on.
-    """
-
-    weight_bytes: int
-    gradient_bytes: int
-    input_bytes: int
-    output_bytes: int
-
-
-def stage_bytes(profile: ModelProfile, *, stage: Stage, partition: Partition) -> StageBytes:
-    """Add up what a stage moves.
-
-    The head segment counts with the first and the last stage, the tail segment with the fused one.
-    """
-    stages = partition.stages()
-    parts: list[BlockProfile] = [profile.blocks[block] for block in stage.blocks]
-    if stage == stages[0] or stage == stages[-1]:
-        parts.append(profile.head)
-    if stage.kind is StageKind.FUSED:
-        parts.append(profile.tail)
-    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
-    backward = [s for s in stages if s.kind is StageKind.BACKWARD]
-    kept = sum(partition.producer(s.blocks.start) == stage for s in backward)
-    if stage.kind is StageKind.FORWARD:
-        inputs, outputs = min(stage.index, 1), max(kept, 1)
-    elif stage.kind is StageKind.FUSED:
-        inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
-    else:
-        inputs, outputs = 2, int(stage != stages[-1])
-    trains = stage.kind is not StageKind.FORWARD
-    return StageBytes(
-        weight_bytes=sum(part.parameter_bytes for part in parts),
-        gradient_bytes=sum(part.trainable_bytes for part in parts) if trains else 0,
-        input_bytes=inputs * boundary,
-        output_bytes=outputs * boundary,
-    )
 
 
 def simulate_transfers(
@@ -103,6 +53,9 @@ def simulate_transfers(
     costs: StageCosts,
     profile: ModelProfile,
     hardware: HardwareSpec,
+    weight_slots: int = 2,
+    resident: Sequence[Sequence[int]] = (),
+    recompute: RecomputePolicy = RecomputePolicy.FULL,
 ) -> Timeline:
     """Run the schedule on paper, with the uploads and downloads it needs.
 
@@ -112,49 +65,57 @@ def simulate_transfers(
         costs: What they cost, and what a hop costs.
         profile: What they weigh.
         hardware: The links and the host's memory.
+        weight_slots: Stages whose weights a worker holds at once: 2, or 1 for no prefetch.
+        resident: Blocks that stay on each worker; empty: none.
+        recompute: What BACKWARD stages start from; the costs must be those of the same policy.
 
     Raises:
         PlanError: If the schedule deadlocks.
     """
-    moved = {
-        (stage.kind, stage.index): stage_bytes(profile, stage=stage, partition=partition)
-        for stage in partition.stages()
-    }
-    run = _Run(schedule, partition=partition, costs=costs, moved=moved, hardware=hardware)
+    visits = worker_visits(
+        schedule, partition=partition, profile=profile, recompute=recompute, resident=resident
+    )
+    run = _Run(
+        visits, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
+    )
     return run.timeline()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Visit:
-    """A run of actions of one stage on one worker, and what travels for it."""
+    """A run of actions of one stage on one worker, and what travels for it.
+
+    Stages are counted in the order in which a microbatch passes them; `start` and `gradient` are
+    those that the whole of an action, or what comes behind its recompute, waits for.
+    """
 
     actions: tuple[Action, ...]
     upload_bytes: float
     download_bytes: float
+    place: int
+    start: tuple[int, ...]
+    gradient: tuple[int, ...]
+    recompute_seconds: float
+    seconds: float
 
 
-class _Link(NamedTuple):
-    """One direction of one root of the bus."""
-
-    root: int
-    direction: Direction
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Flow:
-    """Bytes on their way."""
+    """Bytes on their way, on one direction of one root of the bus."""
 
     worker: int
-    link: _Link
+    link: int
+    is_upload: bool
     remaining_bytes: float
     bytes_per_second: float = 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Worker:
     """Where one worker stands: visits before `visit` have ended."""
 
     visits: list[_Visit]
+    root: int
     visit: int = 0
     action: int = 0
     computing: bool = False
@@ -170,29 +131,43 @@ class _Run:
 
     def __init__(
         self,
-        schedule: Schedule,
+        visits: Sequence[Sequence[Visit]],
         *,
         partition: Partition,
         costs: StageCosts,
-        moved: dict[tuple[StageKind, int], StageBytes],
+        weight_slots: int,
         hardware: HardwareSpec,
     ) -> None:
-        self._costs = costs
-        self._hardware = hardware
-        self._rules = {
-            (stage.kind, stage.index): stage_dependencies(stage.kind, stage.index, partition)
-            for stage in partition.stages()
-        }
-        self._workers = [_Worker(visits=_visits(row, moved)) for row in schedule.workers]
-        self._num_actions = sum(len(row) for row in schedule.workers)
+        self._weight_slots = weight_slots
+        self._hop_seconds = costs.hop_seconds
+        self._host_bytes_per_second = hardware.host_bytes_per_second
+        per_root = hardware.devices_per_root
+        self._workers = [
+            _Worker(
+                visits=_transfers(row, partition=partition, costs=costs), root=worker // per_root
+            )
+            for worker, row in enumerate(visits)
+        ]
+        actions = [action for row in visits for visit in row for action in visit.actions]
+        self._num_actions = len(actions)
+        self._num_microbatches = max((action.microbatch for action in actions), default=0) + 1
         self._now = 0.0
-        self._ended: dict[ActionKey, tuple[float, int]] = {}
-        self._waiters: dict[ActionKey, list[int]] = {}
+        # by stage and microbatch: when it ended and where
+        self._ended: dict[int, tuple[float, int]] = {}
+        self._waiters: dict[int, list[int]] = {}
         self._ends: list[tuple[float, int]] = []
         self._flows: list[_Flow] = []
         self._flows_changed = False
         self._flows_seen = 0.0
         self._flow_end = math.inf
+        # by link: root times two, uploads first
+        num_roots = -(-max(len(self._workers), 1) // per_root)
+        self._busy = [0] * (2 * num_roots)
+        self._own = (hardware.upload_bytes_per_second, hardware.download_bytes_per_second)
+        self._root = (
+            hardware.root_upload_bytes_per_second,
+            hardware.root_download_bytes_per_second,
+        )
         self._entries: list[TimelineEntry] = []
 
     def timeline(self) -> Timeline:
@@ -212,7 +187,7 @@ class _Run:
         if self._flow_end <= action_end:
             self._now = self._flow_end
             self._advance_flows()
-            flow = min(self._flows, key=lambda flow: flow.remaining_bytes)
+            flow = min(self._flows, key=_remaining_bytes)
             self._flows.remove(flow)
             self._end_flow(flow)
         else:
@@ -224,42 +199,34 @@ class _Run:
 
     def _advance_flows(self) -> None:
         """Bring what remains of every flow up to now."""
+        seconds = self._now - self._flows_seen
         for flow in self._flows:
-            flow.remaining_bytes -= flow.bytes_per_second * (self._now - self._flows_seen)
+            flow.remaining_bytes -= flow.bytes_per_second * seconds
         self._flows_seen = self._now
 
     def _share_links(self) -> None:
-        """Share the links anew, and say when the next flow will have ended."""
-        rates = self._rates()
-        self._flow_end = math.inf
-        for flow in self._flows:
-            flow.bytes_per_second = rates[flow.link]
-            seconds = max(flow.remaining_bytes, 0.0) / flow.bytes_per_second
-            self._flow_end = min(self._flow_end, self._now + seconds)
-        self._flows_changed = False
+        """Share the links anew, and say when the next flow will have ended.
 
-    def _rates(self) -> dict[_Link, float]:
-        """Return bytes per second on every busy link: its own rate, or its share of a root's."""
-        hardware = self._hardware
-        own = {
-            Direction.UPLOAD: hardware.upload_bytes_per_second,
-            Direction.DOWNLOAD: hardware.download_bytes_per_second,
-        }
-        root = {
-            Direction.UPLOAD: hardware.root_upload_bytes_per_second,
-            Direction.DOWNLOAD: hardware.root_download_bytes_per_second,
-        }
-        host_share = hardware.host_bytes_per_second / max(len(self._flows), 1)
-        busy = Counter(flow.link for flow in self._flows)
-        return {
-            link: min(own[link.direction], root[link.direction] / count, host_share)
-            for link, count in busy.items()
-        }
+        Every flow gets the rate of its own link, or its share of a root's or of the host's memory.
+        """
+        self._flow_end = math.inf
+        self._flows_changed = False
+        if not self._flows:
+            return
+        host_share = self._host_bytes_per_second / len(self._flows)
+        for flow in self._flows:
+            link = flow.link
+            direction = link % 2
+            rate = min(self._own[direction], self._root[direction] / self._busy[link], host_share)
+            flow.bytes_per_second = rate
+            end = self._now + max(flow.remaining_bytes, 0.0) / rate
+            self._flow_end = min(self._flow_end, end)
 
     def _end_flow(self, flow: _Flow) -> None:
         worker = self._workers[flow.worker]
         self._flows_changed = True
-        if flow.link.direction is Direction.UPLOAD:
+        self._busy[flow.link] -= 1
+        if flow.is_upload:
             worker.uploading = False
             worker.num_uploaded += 1
         else:
@@ -271,7 +238,8 @@ class _Run:
     def _end_action(self, index: int) -> None:
         worker = self._workers[index]
         visit = worker.visits[worker.visit]
-        key = visit.actions[worker.action].key
+        microbatch = visit.actions[worker.action].microbatch
+        key = visit.place * self._num_microbatches + microbatch
         self._ended[key] = (self._now, index)
         worker.computing, worker.recomputing_since = False, None
         worker.action += 1
@@ -285,16 +253,27 @@ class _Run:
     def _next_transfers(self, index: int) -> None:
         """Begin the upload and the download that the worker's slots allow, one at a time each."""
         worker = self._workers[index]
-        root = index // self._hardware.devices_per_root
-        last_upload = min(worker.visit + 2, len(worker.visits))
-        if not worker.uploading and worker.num_uploaded < last_upload:
-            size = worker.visits[worker.num_uploaded].upload_bytes
-            worker.uploading = self._flows_changed = True
-            self._flows.append(_Flow(index, _Link(root, Direction.UPLOAD), size))
-        if not worker.downloading and worker.num_downloaded < worker.visit:
-            size = worker.visits[worker.num_downloaded].download_bytes
-            worker.downloading = self._flows_changed = True
-            self._flows.append(_Flow(index, _Link(root, Direction.DOWNLOAD), size))
+        visits = worker.visits
+        last_upload = min(worker.visit + self._weight_slots, len(visits))
+        while not worker.uploading and worker.num_uploaded < last_upload:
+            size = visits[worker.num_uploaded].upload_bytes
+            if size > 0:
+                worker.uploading = True
+                self._begin_flow(index, 2 * worker.root, size, is_upload=True)
+            else:
+                worker.num_uploaded += 1
+        while not worker.downloading and worker.num_downloaded < worker.visit:
+            size = visits[worker.num_downloaded].download_bytes
+            if size > 0:
+                worker.downloading = True
+                self._begin_flow(index, 2 * worker.root + 1, size, is_upload=False)
+            else:
+                worker.num_downloaded += 1
+
+    def _begin_flow(self, index: int, link: int, size: float, *, is_upload: bool) -> None:
+        self._busy[link] += 1
+        self._flows_changed = True
+        self._flows.append(_Flow(index, link, is_upload, size))
 
     def _try_start(self, index: int) -> None:
         """Begin the worker's next action, or its backward, if everything it needs is there."""
@@ -303,19 +282,19 @@ class _Run:
             return
         if worker.num_uploaded <= worker.visit or worker.num_downloaded < worker.visit - 1:
             return
-        action = worker.visits[worker.visit].actions[worker.action]
-        if worker.recomputing_since is None:
-            start = self._arrival(action, NeededFor.START)
-            if start is None:
+        visit = worker.visits[worker.visit]
+        action = visit.actions[worker.action]
+        start = worker.recomputing_since
+        if start is None:
+            arrival = self._arrival(visit.start, action)
+            if arrival is None:
                 return
-            worker.recomputing_since = max(self._now, start)
-        gradient = self._arrival(action, NeededFor.GRADIENT)
+            start = worker.recomputing_since = max(self._now, arrival)
+        gradient = self._arrival(visit.gradient, action)
         if gradient is None:
             return
-        start = worker.recomputing_since
-        cost = self._costs.of(action.kind, action.stage)
-        waiting = max(0.0, gradient - start - cost.recompute_seconds)
-        end = start + cost.seconds + waiting
+        waiting = max(0.0, gradient - start - visit.recompute_seconds)
+        end = start + visit.seconds + waiting
         worker.computing = True
         heapq.heappush(self._ends, (end, index))
         self._entries.append(
@@ -324,38 +303,53 @@ class _Run:
             )
         )
 
-    def _arrival(self, action: Action, needed_for: NeededFor) -> float | None:
-        """Return when the last dependency of a kind arrives; None where one has not ended."""
-        late = self._costs.recompute_start is RecomputeStart.WITH_GRADIENT
+    def _arrival(self, places: tuple[int, ...], action: Action) -> float | None:
+        """Return when what an action needs of some stages has come; None where one has not run."""
         arrival = 0.0
-        for kind, stage, part in self._rules[action.kind, action.stage]:
-            if part is not needed_for and not (late and needed_for is NeededFor.START):
-                continue
-            key = ActionKey(kind, stage, action.microbatch)
-            if key not in self._ended:
+        for place in places:
+            key = place * self._num_microbatches + action.microbatch
+            ended = self._ended.get(key)
+            if ended is None:
                 self._waiters.setdefault(key, []).append(action.worker)
                 return None
-            end, worker = self._ended[key]
-            hop = 0.0 if worker == action.worker else self._costs.hop_seconds
-            arrival = max(arrival, end + hop)
+            end, worker = ended
+            arrival = max(arrival, end if worker == action.worker else end + self._hop_seconds)
         return arrival
 
 
-def _visits(
-    row: tuple[Action, ...], moved: dict[tuple[StageKind, int], StageBytes]
-) -> list[_Visit]:
-    """Group a worker's actions by stage, and charge boundaries to the transfers behind them."""
-    visits: list[_Visit] = []
+_remaining_bytes = attrgetter("remaining_bytes")
+
+
+def _transfers(visits: Sequence[Visit], *, partition: Partition, costs: StageCosts) -> list[_Visit]:
+    """Charge boundaries to the transfers behind them, and look up what actions cost and need."""
+    late = costs.recompute_start is RecomputeStart.WITH_GRADIENT
+    num_forward = partition.num_forward
+
+    def place(kind: StageKind, index: int) -> int:
+        return index if kind is StageKind.FORWARD else num_forward + index
+
+    found: list[_Visit] = []
     boundary_bytes = 0
-    for stage, group in groupby(row, key=lambda action: (action.kind, action.stage)):
-        actions = tuple(group)
-        sizes = moved[stage]
-        visits.append(
+    for visit in visits:
+        kind, index = visit.stage.kind, visit.stage.index
+        rules = stage_dependencies(kind, index, partition)
+        at_start = [(late or needed is NeededFor.START) for _, _, needed in rules]
+        places = [place(other, number) for other, number, _ in rules]
+        cost = costs.of(kind, index)
+        found.append(
             _Visit(
-                actions=actions,
-                upload_bytes=sizes.weight_bytes + boundary_bytes,
-                download_bytes=sizes.gradient_bytes + len(actions) * sizes.output_bytes,
+                actions=visit.actions,
+                upload_bytes=visit.weight_bytes + boundary_bytes,
+                download_bytes=visit.gradient_bytes + visit.output_bytes,
+                place=place(kind, index),
+                start=tuple(p for p, first in zip(places, at_start, strict=True) if first),
+                gradient=tuple(p for p, first in zip(places, at_start, strict=True) if not first),
+                recompute_seconds=cost.recompute_seconds,
+                seconds=cost.seconds,
             )
         )
-        boundary_bytes = len(actions) * sizes.input_bytes
-    return visits
+        boundary_bytes = visit.input_bytes
+    return found
+
+
+__all__ = ["StageBytes", "simulate_transfers", "stage_bytes"]

@@ -15,7 +15,7 @@ machine. The kinds of work add up, each at its own share of a rate (`Efficiency`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.hardware import HardwareSpec
@@ -156,7 +156,10 @@ class BlockWork:
         parameter_bytes: Size of all parameters and buffers in the compute dtype.
         trainable_bytes: Size of those that get a gradient, in the compute dtype.
         boundary_bytes: What is handed to the next block.
+        gradient_bytes: What is handed back to the block before: the gradient of the input; 0 where
+            nothing before is trained.
         kept_bytes: What the backward pass keeps from the forward pass (or its recompute).
+        attention_bytes: What attention's forward pass returns and its backward pass needs.
         forward_peak_bytes: Most memory in use at once in a forward pass that keeps nothing, without
             parameters and the block's input.
         peak_bytes: Most memory in use at once in a forward pass and the backward pass after it,
@@ -171,9 +174,16 @@ class BlockWork:
     parameter_bytes: int = 0
     trainable_bytes: int = 0
     boundary_bytes: Amount = Amount()
+    gradient_bytes: Amount = Amount()
     kept_bytes: Amount = Amount()
+    attention_bytes: Amount = Amount()
     forward_peak_bytes: Peak = Peak()
     peak_bytes: Peak = Peak()
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it runs backward, and recomputes before: it or something before it is trained."""
+        return self.num_trainable > 0 or self.backward != Work()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,25 +270,55 @@ def time_model(
         dtype: Name of the rate in `MatrixRates`.
     """
 
-    def timed(part: BlockWork) -> BlockProfile:
+    def timed(part: BlockWork, sized: BlockProfile) -> BlockProfile:
         seconds = [
             work_seconds(each, hardware=hardware, shape=shape, dtype=dtype)
             for each in (part.forward, part.backward)
         ]
-        return BlockProfile(
-            name=part.name,
+        return replace(
+            sized,
             forward_seconds=seconds[0],
             backward_seconds=seconds[1],
+            attention_seconds=hardware.attention_seconds(
+                part.forward.attention_operations.of(shape), dtype=dtype
+            ),
+        )
+
+    sized = size_model(work, shape=shape)
+    return replace(
+        sized,
+        blocks=tuple(map(timed, work.blocks, sized.blocks)),
+        head=timed(work.head, sized.head),
+        tail=timed(work.tail, sized.tail),
+    )
+
+
+def size_model(work: WorkProfile, *, shape: MicrobatchShape) -> ModelProfile:
+    """Return a model's sizes for a microbatch; all durations are 0.
+
+    Args:
+        work: What the model computes and keeps.
+        shape: The microbatch.
+    """
+
+    def sized(part: BlockWork) -> BlockProfile:
+        kept = part.kept_bytes.of(shape)
+        return BlockProfile(
+            name=part.name,
             parameter_bytes=part.parameter_bytes,
             trainable_bytes=part.trainable_bytes,
             boundary_bytes=round(part.boundary_bytes.of(shape)),
-            activation_bytes=round(part.peak_bytes.of(shape)),
+            activation_bytes=max(0, round(kept)),
+            working_bytes=max(0, round(part.peak_bytes.of(shape) - kept)),
+            forward_bytes=round(part.forward_peak_bytes.of(shape)),
+            attention_bytes=max(0, round(part.attention_bytes.of(shape))),
+            has_backward=part.has_backward,
         )
 
     return ModelProfile(
-        blocks=tuple(timed(block) for block in work.blocks),
-        head=timed(work.head),
-        tail=timed(work.tail),
+        blocks=tuple(sized(block) for block in work.blocks),
+        head=sized(work.head),
+        tail=sized(work.tail),
         fingerprint=work.fingerprint,
         cuts=work.cuts,
     )

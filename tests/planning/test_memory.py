@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.memory import MemoryKind, MemoryModel, Recompute
+from roundpipe_lightning.planning.memory import MemoryKind, MemoryModel
 from roundpipe_lightning.planning.predict import PipelineLayout
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.work import (
@@ -121,11 +122,41 @@ def test_what_is_missing_is_named() -> None:
     assert "GiB of host memory are missing" in report.reason
 
 
-def test_without_recompute_activations_stay() -> None:
-    full = memory().report(LAYOUT, shape=SHAPE).device
-    kept = memory(recompute=Recompute.NONE).report(LAYOUT, shape=SHAPE).device
-    more = kept.of(MemoryKind.ACTIVATIONS) - full.of(MemoryKind.ACTIVATIONS)
-    assert more == 4 * 5_000 * 4 / 2
+def test_one_slot_holds_no_weights_of_the_next_stage() -> None:
+    footprint = memory().footprint(SHAPE)
+    two, one = (
+        footprint.stage_bytes(replace(LAYOUT, weight_slots=slots))[MemoryKind.WEIGHTS]
+        for slots in (2, 1)
+    )
+    # F0 F1 X0 B1 B2 B3, the head with F0 and B3, the tail with X0; every other one comes next
+    assert one.tolist() == [24_000, 20_000, 6_000, 20_000, 10_000, 14_000]
+    assert (two - one).tolist() == [6_000, 20_000, 10_000, 14_000, 0, 0]
+
+
+def test_without_recompute_the_fused_stage_keeps_everything() -> None:
+    whole = Partition(forward=(), backward=(4,))
+    for num_microbatches in (4, 8):  # a stage that follows itself has its weights already
+        layout = PipelineLayout(
+            partition=whole, num_microbatches=num_microbatches, round_size=4, team_size=2
+        )
+        need = memory().report(layout, shape=SHAPE).device
+        assert need.of(MemoryKind.WEIGHTS) == 4 * 10_000 + 4_000 + 6_000
+        assert need.of(MemoryKind.GRADIENTS) == 4 * 10_000 + 4_000 + 6_000
+        assert need.of(MemoryKind.ACTIVATIONS) == 6 * 5_000 + 3_000
+
+
+def test_kept_attention_is_on_its_way_and_on_the_host() -> None:
+    attention = Amount(per_token=7)
+    blocks = tuple(replace(block, attention_bytes=attention) for block in work().blocks)
+    model = memory(work=work(blocks=blocks))
+    full = model.report(LAYOUT, shape=SHAPE)
+    kept = replace(LAYOUT, recompute=RecomputePolicy.SELECTIVE)
+    selective = model.report(kept, shape=SHAPE)
+    assert selective.device.stage == "B1[2:4]"
+    more = [r.of(MemoryKind.BOUNDARIES) for r in (selective.device, full.device)]
+    assert more[0] - more[1] == 2 * 700
+    host = [r.of(MemoryKind.BOUNDARIES) for r in (selective.host, full.host)]
+    assert host[0] - host[1] == 4 * 4 * 700  # four microbatches, four blocks
 
 
 def test_cpu_workers_use_the_host_s_memory() -> None:

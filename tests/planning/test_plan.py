@@ -88,7 +88,8 @@ def test_parts_that_do_not_fit_are_refused(
     [
         ("{", "Not a plan"),
         ("[]", "format_version=None"),
-        ('{"format_version": 2}', "format_version=2"),
+        ('{"format_version": 3}', "format_version=3, but this version reads 1 and 2"),
+        ('{"format_version": true}', "format_version=True"),
         ('{"format_version": 1}', "has no 'num_workers'"),
     ],
 )
@@ -114,8 +115,8 @@ def test_malformed_values_are_refused(plan: Plan, field: str, value: object) -> 
 
 
 def test_text_of_another_version_is_refused(plan: Plan) -> None:
-    with pytest.raises(PlanError, match="roundpipe plan 1"):
-        Plan.from_text(plan.to_text().replace("roundpipe plan 1", "roundpipe plan 7"))
+    with pytest.raises(PlanError, match="roundpipe plan 2"):
+        Plan.from_text(plan.to_text().replace("roundpipe plan 2", "roundpipe plan 7"))
 
 
 def test_a_fingerprint_depends_on_every_part() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.costs import stage_costs
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.limits import RESERVED_BYTES, stage_limits
+from roundpipe_lightning.planning.limits import RESERVED_BYTES, Travel, stage_limits
 from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.search import Effort, StageLimits
@@ -113,6 +113,9 @@ def test_workers_in_host_memory_copy_nothing() -> None:
     assert planned.timeline.makespan_seconds < 200.0
 
 
+TRAVEL = Travel(num_microbatches=4, round_size=4)
+
+
 def test_limits_follow_from_device_memory() -> None:
     block = BlockProfile(
         name="b", parameter_bytes=100, trainable_bytes=100, activation_bytes=100, boundary_bytes=5
@@ -122,13 +125,19 @@ def test_limits_follow_from_device_memory() -> None:
         tail=BlockProfile(name="t", parameter_bytes=50, activation_bytes=100),
         fingerprint="",
     )
-    hardware = machine(2, device_bytes=RESERVED_BYTES + 20 + 1700)
-    # 2 n 100 + 100 <= 1700; n 500 <= 1700; n 500 + 200 <= 1700
-    assert stage_limits(profile, hardware) == StageLimits(forward=8, backward=3, fused=3)
-    with pytest.raises(PlanError, match=r"testx2 cannot hold the largest block: it needs 0.00 GB"):
-        stage_limits(profile, machine(2, device_bytes=RESERVED_BYTES + 20 + 499))
+    hardware = machine(2, device_bytes=RESERVED_BYTES + 30 + 1700)
+    # backward: a stage of n, its neighbours of n: 2 n 100 weights, 2 n 100 gradients, n 100 kept;
+    # forward: n 100 and the tail's and a fused block's weights beside
+    limits = stage_limits(profile, hardware, travel=TRAVEL)
+    assert limits.backward == 3
+    alone = stage_limits(profile, hardware, travel=replace(TRAVEL, weight_slots=1))
+    assert alone.backward == 4
+    assert alone.forward >= limits.forward
+    with pytest.raises(FitError, match=r"testx2 cannot hold even one block, 'b': it has 0.00 GiB"):
+        stage_limits(profile, machine(2, device_bytes=RESERVED_BYTES + 30 + 499), travel=TRAVEL)
     unknown = uniform_profile(20)
-    assert stage_limits(unknown, machine(4)) == StageLimits(forward=10, backward=5, fused=5)
+    share = stage_limits(unknown, machine(4), travel=TRAVEL)
+    assert share == StageLimits(forward=10, backward=5, fused=5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""What a step moves between host and devices, stage by stage and visit by visit.
+
+A *visit* is a run of actions of one stage on one worker. Its weights are uploaded once before it,
+but for those of blocks that stay on the worker (`Plan.resident`): of these only the trainable part
+is uploaded, at the block's first visit of the step, because it has changed since the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule import Action, Schedule
+from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """What a stage moves.
+
+    Attributes:
+        weight_bytes: Parameters, once per visit.
+        gradient_bytes: Gradients of trainable parameters, once per visit; 0 for FORWARD.
+        input_bytes: Boundaries, gradients and kept attention outputs that one action needs.
+        output_bytes: What of these one action hands on.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A run of actions of one stage on one worker, and what is moved for it.
+
+    Attributes:
+        stage: The stage.
+        actions: What runs.
+        weight_bytes: Parameters that are uploaded.
+        gradient_bytes: Gradients that are downloaded.
+        input_bytes: What all its actions need.
+        output_bytes: What all its actions hand on.
+    """
+
+    stage: Stage
+    actions: tuple[Action, ...]
+    weight_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    output_bytes: int
+
+
+def stage_parts(profile: ModelProfile, *, stage: Stage, partition: Partition) -> list[BlockProfile]:
+    """Return the blocks and segments whose weights a stage needs.
+
+    The head segment runs with the first stage, and with the last one where it is trained; the tail
+    segment with the fused one.
+    """
+    stages = partition.stages()
+    parts = [profile.blocks[block] for block in stage.blocks]
+    if stage == stages[0] or (stage == stages[-1] and profile.head.trainable_bytes):
+        parts.append(profile.head)
+    if stage.kind is StageKind.FUSED:
+        parts.append(profile.tail)
+    return parts
+
+
+def stage_bytes(
+    profile: ModelProfile,
+    *,
+    stage: Stage,
+    partition: Partition,
+    recompute: RecomputePolicy = RecomputePolicy.FULL,
+) -> StageBytes:
+    """Add up what a stage moves.
+
+    Args:
+        profile: The model.
+        stage: The stage.
+        partition: All stages.
+        recompute: What BACKWARD stages start from; with SELECTIVE attention's outputs move too.
+    """
+    stages = partition.stages()
+    parts = stage_parts(profile, stage=stage, partition=partition)
+    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
+    backward = [s for s in stages if s.kind is StageKind.BACKWARD]
+    kept = sum(partition.producer(s.blocks.start) == stage for s in backward)
+    if stage.kind is StageKind.FORWARD:
+        inputs, outputs = min(stage.index, 1), max(kept, 1)
+    elif stage.kind is StageKind.FUSED:
+        inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
+    else:
+        inputs, outputs = 2, int(stage != stages[-1])
+    attention = 0
+    if recompute is RecomputePolicy.SELECTIVE:
+        attention = sum(profile.blocks[block].attention_bytes for block in stage.blocks)
+    trains = stage.kind is not StageKind.FORWARD
+    return StageBytes(
+        weight_bytes=sum(part.parameter_bytes for part in parts),
+        gradient_bytes=sum(part.trainable_bytes for part in parts) if trains else 0,
+        input_bytes=inputs * boundary + attention * (stage in backward),
+        output_bytes=outputs * boundary + attention * (stage.kind is StageKind.FORWARD),
+    )
+
+
+def worker_visits(
+    schedule: Schedule,
+    *,
+    partition: Partition,
+    profile: ModelProfile,
+    recompute: RecomputePolicy = RecomputePolicy.FULL,
+    resident: Sequence[Sequence[int]] = (),
+) -> list[list[Visit]]:
+    """Return every worker's visits in order.
+
+    Args:
+        schedule: Every worker's actions.
+        partition: The stages.
+        profile: What they weigh.
+        recompute: What BACKWARD stages start from.
+        resident: Blocks that stay on each worker; empty: none.
+    """
+    moved = {
+        (stage.kind, stage.index): (
+            stage,
+            stage_bytes(profile, stage=stage, partition=partition, recompute=recompute),
+        )
+        for stage in partition.stages()
+    }
+    return [
+        _visits(row, moved, profile=profile, resident=set(resident[worker]) if resident else set())
+        for worker, row in enumerate(schedule.workers)
+    ]
+
+
+def _visits(
+    row: Sequence[Action],
+    moved: dict[tuple[StageKind, int], tuple[Stage, StageBytes]],
+    *,
+    profile: ModelProfile,
+    resident: set[int],
+) -> list[Visit]:
+    visits = []
+    fresh: set[int] = set()
+    for key, group in groupby(row, key=lambda action: (action.kind, action.stage)):
+        actions = tuple(group)
+        stage, sizes = moved[key]
+        weight_bytes = sizes.weight_bytes
+        for index in resident.intersection(stage.blocks) if resident else ():
+            block = profile.blocks[index]
+            weight_bytes -= block.parameter_bytes
+            weight_bytes += 0 if index in fresh else block.trainable_bytes
+            fresh.add(index)
+        visits.append(
+            Visit(
+                stage=stage,
+                actions=actions,
+                weight_bytes=weight_bytes,
+                gradient_bytes=sizes.gradient_bytes,
+                input_bytes=len(actions) * sizes.input_bytes,
+                output_bytes=len(actions) * sizes.output_bytes,
+            )
+        )
+    return visits
