@@ -94,6 +94,14 @@ class Job:
     has_no_targets: bool
 
 
+def multiplies_narrow(hidden: Tensor) -> bool:
+    """Say whether the weight's gradient comes from products of 16-bit numbers, added up in float32.
+
+    Processors multiply them slowly, and the wide ones are there.
+    """
+    return hidden.dtype.itemsize < torch.float32.itemsize and hidden.device.type != "cpu"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
     """Some of the tokens.
@@ -290,8 +298,7 @@ class Sweep:
             sums.bias[part] += slopes.sum(0)
         if sums.weight is None:
             return
-        if hidden.device.type == "cpu" or dtype == self._wide:
-            # Processors multiply 16-bit numbers slowly, and the wide ones are there.
+        if not multiplies_narrow(hidden):
             sums.weight[part].addmm_(slopes.t(), hidden.to(self._wide))
             return
         size = max(1, _SLICE_BYTES // (hidden.shape[1] * dtype.itemsize))

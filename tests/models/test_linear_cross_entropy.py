@@ -14,6 +14,7 @@ from torch.nn import functional
 from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.engine.tagged import TaggedTensor, tag, untag
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.models import loss_sweep
 from roundpipe_lightning.models.meter import Meter
 from roundpipe_lightning.planning.loss_memory import chunked_loss_bytes, plain_loss_bytes
 
@@ -261,6 +262,20 @@ def test_gradients_of_many_tokens_do_not_vanish_in_float16() -> None:
     true = plain_loss(hidden, weight, labels, reduction="sum")
     gradient = torch.autograd.grad(loss, low[0])[0].float()
     torch.testing.assert_close(gradient, torch.autograd.grad(true, hidden)[0], rtol=0.05, atol=0.01)
+
+
+def test_16_bit_products_of_accelerators_are_added_up_slice_by_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, weight, labels, _ = operands(40, dtype=torch.float32)
+    low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    wide = [x.detach().float().requires_grad_() for x in low]
+    monkeypatch.setattr(loss_sweep, "multiplies_narrow", lambda hidden: True)
+    monkeypatch.setattr(loss_sweep, "_SLICE_BYTES", 3 * 2 * WIDTH)
+    got = linear_cross_entropy(low[0], low[1], labels, chunk_bytes=300)
+    want = torch.autograd.grad(plain_loss(wide[0], wide[1], labels), wide[1])[0]
+    gradient = torch.autograd.grad(got, low[1])[0]
+    torch.testing.assert_close(gradient.float(), want, rtol=3e-2, atol=2e-3)
 
 
 # --- memory ---------------------------------------------------------------------------------------

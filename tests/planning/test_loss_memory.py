@@ -1,0 +1,73 @@
+"""The memory of a loss: chunks keep to their budget, and what is told is what the formulas say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundpipe_lightning.planning.loss_memory import (
+    DEFAULT_CHUNK_BYTES,
+    chunk_sizes,
+    chunked_loss_bytes,
+    logit_bytes,
+    plain_loss_bytes,
+)
+
+VOCABULARY = 151_936
+
+
+@given(
+    num_tokens=st.integers(1, 40_000),
+    vocabulary=st.integers(1, 300_000),
+    bytes_per_logit=st.sampled_from([4, 6, 8, 10]),
+    chunk_bytes=st.integers(1, 2**28),
+)
+def test_chunks_keep_to_the_budget_and_cover_everything(
+    num_tokens: int, vocabulary: int, bytes_per_logit: int, chunk_bytes: int
+) -> None:
+    sizes = chunk_sizes(
+        num_tokens=num_tokens,
+        vocabulary=vocabulary,
+        bytes_per_logit=bytes_per_logit,
+        chunk_bytes=chunk_bytes,
+    )
+    assert 1 <= sizes.tokens <= num_tokens
+    assert 1 <= sizes.classes <= vocabulary
+    assert sizes.tokens * sizes.classes * bytes_per_logit <= max(chunk_bytes, bytes_per_logit)
+    if sizes.classes < vocabulary:  # only where few tokens are too many already
+        assert sizes.tokens <= 32
+
+
+def test_the_vocabulary_is_cut_only_where_32_tokens_do_not_fit() -> None:
+    given: dict[str, int] = {"num_tokens": 4096, "vocabulary": VOCABULARY, "bytes_per_logit": 4}
+    default = chunk_sizes(**given, chunk_bytes=DEFAULT_CHUNK_BYTES)
+    assert (default.tokens, default.classes) == (216, VOCABULARY)
+    small = chunk_sizes(**given, chunk_bytes=2**23)
+    assert (small.tokens, small.classes) == (32, 50_646)
+
+
+def test_bytes_of_a_logit() -> None:
+    assert logit_bytes(compute_bytes=4) == 4
+    assert logit_bytes(compute_bytes=2) == 6
+    assert logit_bytes(compute_bytes=2, softcapped=True) == 10
+    assert logit_bytes(compute_bytes=8, softcapped=True) == 16
+
+
+def test_32_thousand_tokens_take_a_twentieth_of_the_plain_loss() -> None:
+    for hidden_size in (1024, 2048, 4096):
+        for compute_bytes in (2, 4):
+            sizes: dict[str, Any] = {
+                "num_tokens": 32_768,
+                "hidden_size": hidden_size,
+                "vocabulary": VOCABULARY,
+                "compute_bytes": compute_bytes,
+            }
+            assert chunked_loss_bytes(**sizes) <= 0.05 * plain_loss_bytes(**sizes)
+
+
+def test_a_frozen_projection_needs_no_gradient() -> None:
+    sizes: dict[str, Any] = {"num_tokens": 1000, "hidden_size": 1024, "vocabulary": VOCABULARY}
+    difference = chunked_loss_bytes(**sizes) - chunked_loss_bytes(**sizes, trains_weight=False)
+    assert difference == 4 * 1024 * VOCABULARY
