@@ -1,0 +1,75 @@
+"""The benchmarks of the loss: what they measure and count, on something small."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module(name)
+
+
+def test_memory_of_both_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _benchmark("linear_cross_entropy", monkeypatch)
+    settings = argparse.Namespace(
+        vocabulary=3000, hidden=16, tokens=200, parts=[2, 1], dtype="float32", device="cpu"
+    )
+    result = module.report(settings)
+    assert result["tokens"] == [100, 200]
+    for plain, chunked in zip(result["plain"], result["chunked"], strict=True):
+        assert chunked["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert plain["peak_bytes"] == pytest.approx(4 * 4 * 3000 * plain["tokens"], rel=0.02)
+    assert result["lines"]["plain"]["token_bytes"] == pytest.approx(4 * 4 * 3000, rel=0.02)
+    planned = result["planned_bytes"]
+    assert result["plain"][-1]["peak_bytes"] == pytest.approx(planned["plain"], rel=0.02)
+    assert result["chunked"][-1]["peak_bytes"] == pytest.approx(planned["chunked"], rel=0.05)
+    module.print_report(result)
+
+
+def test_the_line_through_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _benchmark("linear_cross_entropy", monkeypatch)
+    line = module.fit(
+        [
+            module.Measurement(tokens=n, peak_bytes=50 + 3 * n, seconds=0.0, loss=0.0)
+            for n in (10, 20, 40)
+        ]
+    )
+    assert line.at(0) == pytest.approx(50)
+    assert line.at(1000) == pytest.approx(3050)
+
+
+def test_architectures_are_fused_with_and_without_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = _benchmark("fused_losses", monkeypatch)
+    state = torch.get_rng_state()
+    try:
+        reports = [module.examine(name) for name in ("gpt2", "xlm")]
+    finally:
+        torch.set_rng_state(state)
+    assert reports[0].how == "engine"
+    assert reports[1].how.startswith("plain")
+    result = module.summary(reports)
+    assert (result["total"], result["fused"], result["equal"]) == (2, 2, 2)
+    assert 0 < result["largest_gradient_error"] < 1e-5
+    assert module.examine("xlm").made == {"gelu": 16}
+
+
+def test_differences_are_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _benchmark("fused_losses", monkeypatch)
+    fusion = module.LossFusion("fused")
+    own = module.Step(losses=[2.0], gradients={"a": torch.ones(3), "b": torch.ones(1)})
+    other = module.Step(losses=[2.0], gradients={"a": torch.ones(3), "b": torch.full((1,), 1.01)})
+    missing = module.Step(losses=[2.0], gradients={"a": torch.ones(3)})
+    assert module.compared("x", "engine", own, own, fusion).is_equal
+    assert not module.compared("x", "engine", own, other, fusion).is_equal
+    assert not module.compared("x", "engine", own, missing, fusion).is_equal
