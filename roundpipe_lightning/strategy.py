@@ -385,7 +385,8 @@ class RoundPipeStrategy(ParallelStrategy):
         """Write a plain Lightning checkpoint, with optimizer states also what resuming needs."""
         if self.exclude_frozen_parameters:
             _, frozen = split_frozen(self._module, self._module.state_dict())
-            checkpoint = {**checkpoint, FROZEN_KEY: describe_frozen(self._module, frozen)}
+            if frozen:
+                checkpoint = {**checkpoint, FROZEN_KEY: describe_frozen(self._module, frozen)}
         if "optimizer_states" in checkpoint:
             checkpoint = {
                 **checkpoint,

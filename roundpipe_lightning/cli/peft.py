@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters
@@ -46,3 +47,19 @@ def check_frozen_bits(config: DictConfig) -> None:
             f"peft.frozen_bits={bits} can be planned (roundpipe-plan) but not trained yet. Use "
             "peft.frozen_bits=16, which stands for the precision of the run."
         )
+
+
+def trained_row(module: nn.Module, config: DictConfig) -> list[tuple[str, str]]:
+    """The row of the closing table that says how much is trained; none if everything is.
+
+    Args:
+        module: What was trained.
+        config: The group `peft`.
+    """
+    if config.get("method", FULL) == FULL:
+        return []
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    total = sum(size for size, _ in sizes)
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    share = f"{trained / total:.2%}" if total else "nothing to train"
+    return [("Trained (peft)", f"{config.method}: {trained:,} of {total:,} parameters ({share})")]

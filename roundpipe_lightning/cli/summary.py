@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,17 +48,24 @@ class RunSummary:
         """Write the figures as one JSON object."""
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
-    def print(self, folder: Path, *, console: Console | None = None) -> None:
+    def print(
+        self,
+        folder: Path,
+        *,
+        rows: Sequence[tuple[str, str]] = (),
+        console: Console | None = None,
+    ) -> None:
         """Print the figures in words.
 
         Args:
             folder: Folder of the run, named below the table.
+            rows: Further rows, for the top of the table.
             console: Where to print; None: standard output.
         """
         table = Table(title="This run", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column()
-        for name, text in self.lines():
+        for name, text in [*rows, *self.lines()]:
             table.add_row(name, text)
         console = Console() if console is None else console
         console.print(table)

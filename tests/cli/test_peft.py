@@ -1,0 +1,113 @@
+"""`python train.py peft=...`: training, going on, evaluating, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from peft import PeftModel
+from torch import nn
+
+from roundpipe_lightning.cli.build import build_run
+from roundpipe_lightning.cli.peft import read_adapters, trained_row
+from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
+from tests.cli.small import compose_small, files, train_small
+
+FIXED = "scheduler.total_steps=4"
+STEPS = ("trainer.max_steps=4", FIXED)
+
+
+def last(folder: Path) -> Path:
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def test_lora_trains_goes_on_and_is_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train_small(tmp_path / "whole", "peft=lora", *STEPS)
+    printed = capsys.readouterr().out
+    assert re.search(r"lora: [\d,]+ of [\d,]+ parameters \(\d+\.\d\d%\)", printed), printed
+    assert whole["loss_last"] < whole["loss_first"]
+    train_small(tmp_path / "half", "peft=lora", "trainer.max_steps=2", FIXED)
+    resumed = f"ckpt_path={last(tmp_path / 'half')}"
+    rest = train_small(tmp_path / "rest", "peft=lora", *STEPS, resumed)
+    assert (rest["loss_last"], rest["val_loss"]) == (whole["loss_last"], whole["val_loss"])
+    state = torch.load(last(tmp_path / "whole"), weights_only=True)
+    assert all("lora_" in name for name in state["state_dict"])
+    saved = f"ckpt_path={last(tmp_path / 'whole')}"
+    again = train_small(tmp_path / "again", "peft=lora", "train=false", saved)
+    assert again["val_loss"] == whole["val_loss"]
+    with pytest.raises(CheckpointError, match="has other values"):
+        train(compose_small(tmp_path / "other", "peft=lora", "train=false", saved, "seed=7"))
+
+
+@pytest.mark.parametrize("choice", ["dora", "rslora", "ia3", "prompt", "prefix", "p_tuning"])
+def test_every_choice_trains(tmp_path: Path, choice: str) -> None:
+    figures = train_small(tmp_path, f"peft={choice}", "trainer.max_steps=2", "logger=none")
+    assert figures["num_steps"] == 2
+    assert 4 < figures["loss_last"] < 6
+    assert 4 < figures["val_loss"] < 6
+
+
+def test_a_saved_adapter_is_where_training_starts(tmp_path: Path) -> None:
+    first = build_run(compose_small(tmp_path, "peft=lora", "peft.rank=2"))
+    first.module.configure_model()
+    model = first.module.model
+    assert isinstance(model, PeftModel)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    run = build_run(compose_small(tmp_path, "peft=lora", f"peft.adapter={tmp_path / 'adapter'}"))
+    run.module.configure_model()
+    found = dict(run.module.named_parameters())
+    for name, parameter in first.module.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    other = "model.architecture.num_hidden_layers=5"
+    config = compose_small(
+        tmp_path / "other", "peft=lora", f"peft.adapter={tmp_path / 'adapter'}", other
+    )
+    with pytest.raises(ModelSourceError, match="8 missing in the file"):
+        train(config)
+
+
+REFUSED = {
+    "rank": (["peft=lora", "peft.rank=0"], "peft.rank=0 must be a whole number"),
+    "dropout": (["peft=lora", "peft.dropout=1"], "peft.dropout=1 must lie between"),
+    "method": (["peft=lora", "peft.method=lorra"], "nearest are lora"),
+    "setting": (["peft=lora", "+peft.rnk=3"], "nearest are rank"),
+    "bits": (["peft=lora", "peft.frozen_bits=4"], "peft.frozen_bits=4 can be planned"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_refuses_before_anything_is_written(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train(compose_small(tmp_path, *overrides))
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("peft.target_modules=[q_prj]", "nearest are q_proj"),
+        ("peft.target_parameters=[experts.up_proj]", "no parameter 'experts.up_proj'"),
+        ("peft.modules_to_save=[lm_hed]", "nearest are lm_head"),
+    ],
+)
+def test_names_that_the_model_does_not_have(tmp_path: Path, override: str, message: str) -> None:
+    run = build_run(compose_small(tmp_path, "peft=lora", override))
+    with pytest.raises(ConfigurationError, match=message):
+        run.module.configure_model()
+
+
+def test_full_fine_tuning_has_no_adapters_and_no_row() -> None:
+    config = OmegaConf.create({"method": "none"})
+    assert read_adapters(config) is None
+    assert trained_row(nn.Linear(2, 2), config) == []
