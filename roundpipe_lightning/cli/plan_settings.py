@@ -214,12 +214,27 @@ def _measure(settings: PlanSettings) -> WorkProfile:
             module.model = dataclasses.replace(settings.source, weights="random").build()
             if settings.adapters is not None:
                 adapters = dataclasses.replace(settings.adapters, adapter=None)
-                module.model = adapters.apply(module.model)  # type: ignore[assignment]
+                module.model = _adapted(module.model, adapters)  # type: ignore[assignment]
     finally:
         torch.set_default_dtype(before)
     names = list(settings.blocks) if settings.blocks is not None else None
     stack = find_blocks(module, names)
     return work_profile(module, stack, call=_own_loss if settings.own_loss else _fused_loss)
+
+
+def _adapted(model: Any, adapters: Adapters) -> nn.Module:
+    """Put adapters into a model without weights.
+
+    Raises:
+        ConfigurationError: They ask for values when they are made, or do not go with the model.
+    """
+    try:
+        return adapters.apply(model)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"peft.method={adapters.method} cannot be planned: peft cannot make its layers without "
+            f"weights ({error}). Plan peft=lora instead, for a similar number of parameters."
+        ) from error
 
 
 def _fused_loss(module: nn.Module, sequences: int, seq_len: int) -> Tensor:

@@ -9,14 +9,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.meta_attention import FusedAttention
+from roundpipe_lightning.models.meta_values import held_tensors, map_held_tensors
 from roundpipe_lightning.models.meter import Count, Meter
 
-__all__ = ["Call", "Part", "Run", "measure_run", "num_bytes"]
+__all__ = ["Call", "Part", "Run", "kinds_of", "measure_run", "num_bytes"]
 
 Call: TypeAlias = Callable[[nn.Module, int, int], Any]
 """Runs a module on so many sequences of so many tokens, and returns its loss or any result."""
@@ -29,6 +30,7 @@ class Part:
     forward: Count = field(default_factory=Count)
     backward: Count = field(default_factory=Count)
     boundary_bytes: int = 0
+    gradient_bytes: int = 0
     kept_bytes: int = 0
     forward_peak_bytes: int = 0
     peak_bytes: int = 0
@@ -40,7 +42,7 @@ class Run:
 
     Attributes:
         parts: What the head, every block, and the tail did, in this order.
-        head_modules: The modules that ran before the first block.
+        head_modules: The modules, blocks' apart, that ran before the first block.
     """
 
     parts: list[Part]
@@ -48,7 +50,13 @@ class Run:
 
 
 def measure_run(
-    module: nn.Module, stack: BlockStack | None, call: Call, sequences: int, seq_len: int
+    module: nn.Module,
+    stack: BlockStack | None,
+    call: Call,
+    sequences: int,
+    seq_len: int,
+    *,
+    kinds: Sequence[int] | None = None,
 ) -> Run:
     """Run the user's code once; blocks measure themselves and stand in for their likes.
 
@@ -58,6 +66,7 @@ def measure_run(
         call: What a training step runs.
         sequences: Number of sequences.
         seq_len: Tokens of each.
+        kinds: What `kinds_of` says of the blocks, where that is known.
 
     Raises:
         ConfigurationError: The code needs values, or fails for another reason.
@@ -65,10 +74,12 @@ def measure_run(
     meter = Meter()
     blocks = stack.blocks if stack is not None else ()
     recorder = _Recorder(meter=meter, last=len(blocks) - 1)
-    kinds = _kinds(blocks)
-    hooks = [m.register_forward_hook(recorder.saw) for m in module.modules()]
+    kinds = kinds_of(blocks) if kinds is None else kinds
+    inside = {inner for block in blocks for inner in block.modules()}
+    outside = [child for child in module.modules() if child not in inside]
+    hooks = [child.register_forward_hook(recorder.saw) for child in outside]
     try:
-        with FusedAttention(), meter, contextlib.ExitStack() as patches:
+        with FusedAttention(), _autocast_on_meta(), meter, contextlib.ExitStack() as patches:
             for index, block in enumerate(blocks):
                 step = recorder.step(index, kinds[index], block.forward)
                 patches.enter_context(_replaced_forward(block, step))
@@ -85,8 +96,8 @@ def measure_run(
     finally:
         for hook in hooks:
             hook.remove()
-    blocks_ran = [recorder.blocks.get(kind, Part()) for kind in kinds]  # or were left out
-    parts = [recorder.head, *blocks_ran, recorder.tail]
+    blocks_ran = [recorder.blocks.get(index, Part()) for index in range(len(blocks))]
+    parts = [recorder.head, *blocks_ran, recorder.tail]  # a block may have been left out
     return Run(parts=parts, head_modules=recorder.head_modules)
 
 
@@ -95,7 +106,7 @@ class _Recorder:
 
     Attributes:
         head: What the head segment did.
-        blocks: What the blocks did, by kind.
+        blocks: What the blocks did, by index; blocks that are alike share theirs.
         tail: What the tail segment did.
         head_modules: The modules that ran before the first block.
     """
@@ -107,9 +118,8 @@ class _Recorder:
         self._meter = meter
         self._last = last
         self._in_head = last >= 0
-        self._head_output: Tensor | None = None
-        self._tail_input: Tensor | None = None
-        self._outputs: dict[int, Any] = {}
+        self._head_outputs: list[Tensor] = []
+        self._alike: dict[tuple[int, tuple[bool, ...]], tuple[Part, Any]] = {}
         self._before = 0
 
     def saw(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
@@ -127,12 +137,11 @@ class _Recorder:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if index == 0:
-                self._end_head(_hidden(args, kwargs))
-            if kind not in self.blocks:
-                self.blocks[kind], self._outputs[kind] = _measure_block(
-                    self._meter, forward, args, kwargs
-                )
-            output = self._outputs[kind]
+                self._end_head(args, kwargs)
+            wanted = tuple(leaf.requires_grad for leaf in held_tensors((args, kwargs)))
+            if (kind, wanted) not in self._alike:
+                self._alike[kind, wanted] = _measure_block(self._meter, forward, args, kwargs)
+            self.blocks[index], output = self._alike[kind, wanted]
             if index == self._last:
                 output = self._begin_tail(output)
             return output
@@ -151,15 +160,17 @@ class _Recorder:
             torch.autograd.backward(losses, [torch.empty_like(loss) for loss in losses])
         self.tail.backward = meter.count
         self.tail.peak_bytes = max(peak, meter.peak_bytes) - self._before
-        if self._head_output is not None and self._head_output.requires_grad:
+        outputs, self._head_outputs = self._head_outputs, []
+        if outputs:
             meter.reset()
-            self._head_output.backward(torch.empty_like(self._head_output))
+            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
             self.head.backward = meter.count
 
-    def _end_head(self, hidden: Tensor) -> None:
+    def _end_head(self, args: Any, kwargs: Any) -> None:
         meter = self._meter
+        hidden = _hidden(args, kwargs)
         self._in_head = False
-        self._head_output = hidden
+        self._head_outputs = [t for t in held_tensors((args, kwargs)) if _needs_grad(t)]
         self.head.forward = meter.count
         self.head.boundary_bytes = num_bytes(hidden)
         self.head.kept_bytes = meter.live_bytes - self._before
@@ -170,49 +181,66 @@ class _Recorder:
         fresh = tree_map(_leaf, output)
         self._meter.reset()
         self._before = self._meter.live_bytes
+        self.tail.gradient_bytes = _gradient_bytes(fresh)
         return fresh
 
 
 def _measure_block(
     meter: Meter, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Part, Any]:
-    """Run a block forward and backward on leaves of its own."""
+    """Run a block forward and backward on leaves of its own.
+
+    Returns:
+        What it did, and its outputs, which need a gradient if it was trained or its inputs needed
+        one.
+    """
     part = Part()
-    hidden = _hidden(args, kwargs)
+    part.gradient_bytes = _gradient_bytes(_hidden(args, kwargs))
 
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return _leaf(leaf) if leaf is hidden else leaf.detach()
+    def run() -> Any:
+        own_args, own_kwargs = map_held_tensors(_leaf, (args, kwargs))
+        return forward(*own_args, **own_kwargs)
 
-    args, kwargs = tree_map(own, (args, kwargs))
     before = meter.live_bytes
     with torch.no_grad():
         meter.reset()
-        output = forward(*args, **kwargs)
-        part.forward = meter.count
-        part.forward_peak_bytes = meter.peak_bytes - before
-    part.boundary_bytes = max((num_bytes(leaf) for leaf in _floats(output)), default=0)
-    outside = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-    output = None
+        leaves, structure = tree_flatten(run())
+    part.forward = meter.count
+    part.forward_peak_bytes = meter.peak_bytes - before
+    part.boundary_bytes = max((num_bytes(leaf) for leaf in _floats(leaves)), default=0)
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    wanted = _measure_backward(meter, part, run)
+    for leaf, is_wanted in zip(leaves, wanted, strict=True):
+        if is_wanted:
+            leaf.requires_grad_()
+    return part, tree_unflatten(leaves, structure)
+
+
+def _measure_backward(meter: Meter, part: Part, run: Callable[[], Any]) -> list[bool]:
+    """Run a block with a graph, and backward if anything in it or before it is trained.
+
+    Returns:
+        For each of its outputs whether it needs a gradient.
+    """
     before = meter.live_bytes
     with torch.enable_grad():
         meter.reset()
-        result = forward(*args, **kwargs)
+        outputs = tree_leaves(run())
+        wanted = [_needs_grad(output) for output in outputs]
+        roots = [output for output in outputs if _needs_grad(output)][:1]
+        del outputs
+        if not roots:  # no graph is made, and nothing recomputed
+            return wanted
         part.kept_bytes = meter.live_bytes - before
-        roots = [leaf for leaf in tree_leaves(result) if _needs_grad(leaf)]
         peak = meter.peak_bytes
-        result = None
-        if roots:
-            gradients = [torch.empty_like(root) for root in roots[:1]]
-            meter.reset()
-            torch.autograd.backward(roots[:1], gradients)
-            part.backward = meter.count
+        meter.reset()
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        part.backward = meter.count
     part.peak_bytes = max(peak, meter.peak_bytes) - before
-    return part, outside
+    return wanted
 
 
-def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
+def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:
     """Number the kinds of blocks: equal types, parameters and plain attributes are one kind.
 
     An attribute that differs in every block is the block's number or name, and says nothing.
@@ -243,6 +271,24 @@ def _description(block: nn.Module) -> Mapping[str, str]:
     return lines
 
 
+class _Autocast(torch.autocast):
+    """Autocast that takes the meta device, too, where it changes nothing."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Let code that asks its tensors for their device say `torch.autocast(that, ...)`."""
+    before = torch.autocast
+    torch.autocast = _Autocast  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.autocast = before  # type: ignore[misc]
+
+
 @contextlib.contextmanager
 def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let an instance run something else for a while."""
@@ -271,9 +317,15 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
+    """Cut a tensor off its graph; it still needs a gradient if it did."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
     return value
+
+
+def _gradient_bytes(tree: Any) -> int:
+    """Size of the gradient of what flows from block to block; 0 if it needs none."""
+    return max((num_bytes(leaf) for leaf in _floats(tree) if leaf.requires_grad), default=0)
 
 
 def _needs_grad(value: Any) -> bool:

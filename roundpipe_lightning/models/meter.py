@@ -59,12 +59,14 @@ class Count:
         matrix_operations: Of matrix products, those of a mixture's experts among them.
         matrix_bytes: What they read and write.
         attention_operations: Of fused attention.
+        attention_bytes: What its forward pass returns and its backward pass needs.
         memory_bytes: What everything else reads and writes.
     """
 
     matrix_operations: float = 0.0
     matrix_bytes: float = 0.0
     attention_operations: float = 0.0
+    attention_bytes: float = 0.0
     memory_bytes: float = 0.0
 
 
@@ -137,6 +139,7 @@ class Meter(TorchDispatchMode):
             count.matrix_bytes += _num_bytes(read) + _num_bytes(made)
         elif name == _ATTENTION_FORWARD:
             count.attention_operations += 4 * _attention_pairs(args, kwargs, first=0)
+            count.attention_bytes += _num_bytes(made[:2])  # the result, and its sums
         elif name == _ATTENTION_BACKWARD:
             count.attention_operations += 10 * _attention_pairs(args[1:], kwargs, first=1)
         elif name in _GATHER:

@@ -168,7 +168,9 @@ def _block_work(name: str, part: Part, tensors: set[Tensor]) -> BlockWork:
         parameter_bytes=sum(num_bytes(tensor) for tensor in tensors),
         trainable_bytes=sum(num_bytes(tensor) for tensor in trained),
         boundary_bytes=fixed(part.boundary_bytes),
+        gradient_bytes=fixed(part.gradient_bytes),
         kept_bytes=fixed(part.kept_bytes),
+        attention_bytes=fixed(part.forward.attention_bytes),
         forward_peak_bytes=Peak(amounts=(fixed(part.forward_peak_bytes),)),
         peak_bytes=Peak(amounts=(fixed(part.peak_bytes),)),
     )

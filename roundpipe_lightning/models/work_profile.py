@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.meta_attention import transformers_attention
-from roundpipe_lightning.models.meta_run import Call, Part, measure_run, num_bytes
+from roundpipe_lightning.models.meta_run import Call, Part, Run, kinds_of, measure_run, num_bytes
 from roundpipe_lightning.models.meter import Count
 from roundpipe_lightning.models.profile import module_fingerprint
 from roundpipe_lightning.planning.work import Amount, BlockWork, Peak, Work, WorkProfile
@@ -144,25 +144,30 @@ def _short_and_long(
     Some models' code handles its masks itself and cannot do without them: they are measured with
     the attention that their configuration names.
     """
+    kinds = kinds_of(stack.blocks) if stack is not None else []
+
+    def run(sequences: int, seq_len: int) -> Run:
+        return measure_run(module, stack, call, sequences, seq_len, kinds=kinds)
+
     with _gradients(module):
         try:
             with _attention(module, fused=fused):
-                runs = _three_runs(module, stack, call, seq_len=seq_len)
+                runs = _three_runs(run, seq_len=seq_len)
         except ConfigurationError:
             if not fused:
                 raise
             fused = False
-            runs = _three_runs(module, stack, call, seq_len=seq_len)
+            runs = _three_runs(run, seq_len=seq_len)
         try:
             with _attention(module, fused=fused):
-                return runs, _three_runs(module, stack, call, seq_len=_LONG * seq_len)
+                return runs, _three_runs(run, seq_len=_LONG * seq_len)
         except ConfigurationError:
             return runs, runs
 
 
-def _three_runs(module: nn.Module, stack: BlockStack | None, call: Call, *, seq_len: int) -> _Runs:
+def _three_runs(run: Callable[[int, int], Run], *, seq_len: int) -> _Runs:
     shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-    runs = [measure_run(module, stack, call, *shape) for shape in shapes]
+    runs = [run(*shape) for shape in shapes]
     return _Runs(
         seq_len=seq_len,
         parts=[run.parts for run in runs],
@@ -202,7 +207,9 @@ def _block_work(
         parameter_bytes=sum(num_bytes(tensor) for tensor in tensors),
         trainable_bytes=sum(num_bytes(tensor) for tensor in trained),
         boundary_bytes=amount(lambda run: run.boundary_bytes),
+        gradient_bytes=amount(lambda run: run.gradient_bytes),
         kept_bytes=amount(lambda run: run.kept_bytes),
+        attention_bytes=amount(lambda run: run.forward.attention_bytes),
         forward_peak_bytes=peak(lambda run: run.forward_peak_bytes),
         peak_bytes=peak(lambda run: run.peak_bytes),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -21,6 +22,7 @@ from roundpipe_lightning.cli.plan_changes import Price
 from roundpipe_lightning.cli.plan_report import PlanReport
 from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
 from tests.cli.small import SMALL, compose_small, train_small
@@ -260,3 +262,11 @@ def test_the_plan_is_one_that_trains(ask: Ask) -> None:
     figures = train_small(folder, *saved, "trainer.max_steps=1")
     assert figures["num_steps"] == 1
     assert Plan.load(folder / "plan.json") == Plan.load(plan)
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
+def test_adapters_that_peft_cannot_make_without_weights_are_refused(tmp_path: Path) -> None:
+    settings = read_settings(configure(tmp_path, *GPU))
+    boft = Adapters(method="boft", settings={"target_modules": ("q_proj",)})
+    with pytest.raises(ConfigurationError, match="boft cannot be planned"):
+        JobMaker().work(dataclasses.replace(settings, adapters=boft))
