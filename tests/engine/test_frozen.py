@@ -1,0 +1,135 @@
+"""What is frozen costs nothing on the way back: no gradients, no recompute, no second upload."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.planning.stages import Partition
+from tests.engine.tiny import (
+    Block,
+    Regressor,
+    differences,
+    engine_of,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+)
+
+
+class Counting(EmulatedDevice):
+    """Counts the bytes that come here and go home."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.uploaded_bytes = 0
+        self.gradient_bytes = 0
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.uploaded_bytes += tensor.nbytes
+        return super().upload(tensor)
+
+    def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.gradient_bytes += sum(tensor.nbytes for tensor in tensors)
+        return super().download_all(tensors)
+
+
+class Noting(Block):
+    """Notes every run of it.
+
+    Args:
+        runs: Where: by number of the block.
+    """
+
+    def __init__(self, runs: Counter[int], index: int) -> None:
+        super().__init__()
+        self.runs = runs
+        self.index = index
+        self.adapter = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[self.index] += 1
+        adapted: Tensor = self.adapter(x)
+        return super().forward(x) + adapted
+
+
+def model(*, trained: Sequence[str]) -> tuple[Regressor, Counter[int]]:
+    """Four blocks; trained is what has one of the given parts in its name."""
+    runs: Counter[int] = Counter()
+    numbers = iter(range(4))
+    module = Regressor(4, make_block=lambda: Noting(runs, next(numbers)))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    return module, runs
+
+
+def step(module: Regressor, **changes: Any) -> tuple[Any, list[Counting]]:
+    stack, devices = layers_of(module), [Counting(0), Counting(1)]
+    plan = plan_of(stack, num_workers=2, num_microbatches=3, **changes)
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        result = mean_step(engine, regression_batches(3))
+    return result, devices
+
+
+def test_gradients_of_what_is_trained_alone_go_home_once() -> None:
+    module, _ = model(trained=["adapter"])
+    result, devices = step(module)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    assert set(result.gradients) == set(trained)
+    assert sum(device.gradient_bytes for device in devices) == sum(p.nbytes for p in trained)
+
+
+@pytest.mark.parametrize(
+    ("trained", "runs"),
+    [
+        (["layers.2.adapter", "layers.3.adapter"], [1, 1, 2, 2]),
+        (["layers.3.adapter"], [1, 1, 1, 2]),
+        (["layers.1.adapter"], [1, 2, 2, 2]),
+        (["tail"], [1, 1, 1, 1]),
+        (["head"], [2, 2, 2, 2]),
+        (["adapter"], [2, 2, 2, 2]),
+    ],
+)
+def test_blocks_below_what_is_trained_run_forward_only(trained: list[str], runs: list[int]) -> None:
+    module, seen = model(trained=trained)
+    plain = plain_step(module, regression_batches(3))
+    seen.clear()
+    result, _ = step(module)
+    assert [seen[index] for index in range(4)] == [3 * count for count in runs]
+    assert not differences(module, result, plain)
+
+
+def test_blocks_that_run_forward_only_are_uploaded_once() -> None:
+    module, _ = model(trained=["layers.2.adapter", "layers.3.adapter"])
+    both, _ = model(trained=["adapter"])
+    fewer, more = (sum(d.uploaded_bytes for d in step(m)[1]) for m in (module, both))
+    block = sum(p.nbytes for p in module.layers[0].parameters())
+    assert more - fewer >= 2 * block
+
+
+def test_a_stage_of_frozen_and_trained_blocks() -> None:
+    """A stage is the unit that is run again."""
+    module, seen = model(trained=["layers.1.adapter"])
+    plain = plain_step(module, regression_batches(3))
+    seen.clear()
+    result, _ = step(module, partition=Partition(forward=(2, 2), backward=(0, 2, 2)))
+    assert not differences(module, result, plain)
+    assert seen[1] == seen[2] == seen[3] == 6
+
+
+def test_frozen_parameters_have_no_optimizer_state() -> None:
+    module, _ = model(trained=["adapter"])
+    optimizer = torch.optim.AdamW(module.parameters())
+    result, _ = step(module)
+    for parameter, gradient in result.gradients.items():
+        parameter.grad = gradient
+    optimizer.step()
+    assert set(optimizer.state) == {p for p in module.parameters() if p.requires_grad}
