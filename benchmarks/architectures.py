@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.auto import modeling_auto
 
+from roundpipe_lightning.engine.chain_backward import BackwardRun
 from roundpipe_lightning.engine.device import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.profile import profile_module
@@ -279,7 +279,7 @@ def examine(name: str) -> Report:
         profile_module(module, stack), num_workers=NUM_WORKERS, num_microbatches=NUM_MICROBATCHES
     )
     devices = [CpuDevice(index) for index in range(NUM_WORKERS)]
-    passes = mock.patch.object(StackRun, "backward", autospec=True, side_effect=StackRun.backward)
+    passes = mock.patch.object(BackwardRun, "run", autospec=True, side_effect=BackwardRun.run)
     try:
         with passes as pipelined, Engine(module, stack=stack, devices=devices, plan=plan) as engine:
             got = train_pipelined(module, engine)

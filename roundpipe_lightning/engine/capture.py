@@ -8,28 +8,27 @@ user code      h = embed(ids)     h, w = layer0(h, m)    h, w = layer1(h, m)    
 in the view    h ───────────────▶ run 0 ── phantoms ───▶ run 1 ── the outputs ──▶
 ```
 
-A phantom has the shape, the dtype and the device of the tensor it stands for, but no values: using
-it between two blocks is glue, which the recompute would miss, and raises an error that names the
-block and the operation. After the last block, phantoms that the user's code has kept (hidden
-states, router logits) stand for their values, with a gradient.
+A phantom has the shape, the dtype and the device of the tensor it stands for, but no values. Code
+that computes with it gets the values in its place, as a leaf of a new segment: the blocks before it
+and those after it are then recomputed apart. Only writing into a phantom is refused, because other
+blocks have got its values already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.errors import CaptureError, GlueError
 
 #: What may be asked of a tensor without its values.
-_METADATA = frozenset(
+METADATA = frozenset(
     """
     __hash__ __len__ dim dtype element_size is_complex is_contiguous is_floating_point ndimension
     nelement numel size stride
@@ -43,6 +42,12 @@ _METADATA_ATTRIBUTES = frozenset(
 )
 
 
+_WRITTEN = (
+    "`{}` writes into an output of block {!r} after the block, whose values later blocks and its "
+    "recompute use: the change would be lost. Work on a copy (`x = x + ...` instead of "
+    "`x += ...`), move the operation into a block, or name other blocks with "
+    "RoundPipeStrategy(blocks=[...])."
+)
 _PAST_FUNCTIONS = (
     "{} received an output of a block past PyTorch's functions (a custom autograd.Function, "
     "probably), where the engine cannot put in its values. Give it a tensor made by an operation, "
@@ -57,11 +62,11 @@ class Standing(Protocol):
     def block_name(self) -> str:
         """The block that made it."""
 
-    def real(self) -> Tensor | None:
-        """Return the tensor, where the user's code may use it; None while blocks are to come."""
+    def real(self) -> Tensor:
+        """Return the tensor that the user's code computes with, with a gradient."""
 
-    def detached(self) -> Tensor | None:
-        """Return the values, which may be used at any time; None if they have been dropped."""
+    def detached(self) -> Tensor:
+        """Return the values without a graph."""
 
 
 class Phantom(Tensor):
@@ -100,27 +105,22 @@ class Phantom(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name, allowed = getattr(func, "__name__", str(func)), _METADATA
+        name, allowed = getattr(func, "__name__", str(func)), METADATA
         if name == "__get__":
             getter: Any = func
             name, allowed = getter.__self__.__name__, _METADATA_ATTRIBUTES
         if name in allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        written = args[0] if args and writes_first(name) else (kwargs or {}).get("out")
         real: dict[Phantom, Tensor] = {}
         for phantom in tensors_in((args, kwargs)):
             if isinstance(phantom, Phantom):
                 value: Standing = phantom.value
+                if phantom is written:
+                    raise GlueError(_WRITTEN.format(name, value.block_name))
                 without_graph = name == "detach" or not torch.is_grad_enabled()
-                tensor = value.detached() if without_graph else value.real()
-                if tensor is None:
-                    raise GlueError(
-                        f"`{name}` uses an output of block {value.block_name!r} between "
-                        "the blocks of its stack: there is glue, which the recompute would miss. "
-                        "Move the operation into a block, or name other blocks with "
-                        "RoundPipeStrategy(blocks=[...])."
-                    )
-                real[phantom] = tensor
+                real[phantom] = value.detached() if without_graph else value.real()
         args, kwargs = map_tensors(
             lambda x: real[x] if isinstance(x, Phantom) else x, (args, kwargs)
         )
@@ -150,8 +150,7 @@ def without_phantoms(node: Any) -> Any:
     """Return nested containers with the tensors that phantoms among theirs stand for."""
 
     def real(tensor: Tensor) -> Tensor:
-        value = tensor.value.real() if isinstance(tensor, Phantom) else tensor
-        assert isinstance(value, Tensor), "asked after the last block"
+        value: Tensor = tensor.value.real() if isinstance(tensor, Phantom) else tensor
         return value
 
     return map_tensors(real, node)
@@ -161,82 +160,55 @@ class RunHere(Enum):
     """What a proxy is told."""
 
     RUN_HERE = "run here"
-    """The call is not part of the pipelined pass: run the block as part of the segment."""
+    """Run the block as part of the user's code around it."""
 
 
 RUN_HERE = RunHere.RUN_HERE
+
+Called: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""What a proxy calls: the block, positional and keyword arguments. It returns the block's output,
+or RUN_HERE."""
 
 
 class BlockProxy(View):
     """Stands for a block in a view: the call goes to the microbatch, all else is as in any view."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask whether the call is part of a pass through the stack; else run as any view does."""
+        """Let the microbatch run the block, or run here as any view does."""
         own = self.__dict__
-        answer = own["_called"](own["_block_index"], args, kwargs)
+        answer = own["_called"](own["_view_of"], args, kwargs)
         plain: Any = super()
         return plain.__call__(*args, **kwargs) if answer is RUN_HERE else answer
 
 
 def make_proxies(
-    stack: BlockStack,
+    blocks: Iterable[nn.Module],
     *,
     maker: ViewMaker,
     classes: ViewClasses,
-    called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+    called: Called,
 ) -> dict[nn.Module, nn.Module]:
     """Make a proxy for every block.
 
     Args:
-        stack: The blocks.
+        blocks: The blocks.
         maker: Fills the proxies as views, for user code that looks inside a block.
         classes: The classes of views.
-        called: What the proxies call: index, positional and keyword arguments. It returns the
-            block's output, or RUN_HERE.
+        called: What the proxies call.
     """
     proxies: dict[nn.Module, nn.Module] = {}
-    for index, block in enumerate(stack.blocks):
+    for block in blocks:
         proxy: Any = object.__new__(classes.of(type(block), BlockProxy))
         maker.fill(proxy, block)
-        proxy.__dict__.update(_called=called, _block_index=index)
+        proxy.__dict__.update(_called=called)
         proxies[block] = proxy
     return proxies
 
 
-def check_order(stack: BlockStack, *, index: int, num_called: int) -> None:
-    """Raise unless it is a block's turn.
-
-    Args:
-        stack: The blocks.
-        index: The block that is called.
-        num_called: How many were called before.
-
-    Raises:
-        CaptureError: If blocks were skipped, repeated or called out of order.
-    """
-    if index != num_called:
-        due = f"block {stack.names[num_called]!r} was due"
-        if num_called:
-            due += f" after {stack.names[num_called - 1]!r}"
-        raise CaptureError(
-            f"Block {stack.names[index]!r} was called where {due}. Every block of a stack must be "
-            "called once, in order. Name the blocks that are with RoundPipeStrategy(blocks=[...])."
+def writes_first(name: str) -> bool:
+    """Say whether a torch function of that name writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         )
-
-
-def check_finished(stack: BlockStack, *, num_called: int) -> None:
-    """Raise if some blocks were called and the others never were.
-
-    Args:
-        stack: The blocks.
-        num_called: How many were called.
-
-    Raises:
-        CaptureError: Naming the first block that is missing.
-    """
-    if num_called < len(stack.names):
-        raise CaptureError(
-            f"Blocks {stack.names[0]!r} to {stack.names[num_called - 1]!r} were called, but "
-            f"{stack.names[num_called]!r} and what follows were not: they would be skipped in "
-            f"silence. Name the {num_called} blocks in use with RoundPipeStrategy(blocks=[...])."
-        )
+    return name.endswith("_")

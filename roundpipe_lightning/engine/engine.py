@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.device import Device, divided_intra_op_threads
 from roundpipe_lightning.engine.evaluation import Evaluation
 from roundpipe_lightning.engine.gradients import GradientLedger
@@ -49,12 +51,16 @@ class StepResult:
         gradients: Sum over the microbatches of the gradients of their scaled losses, on the host. A
             parameter that no loss depends on is missing.
         timeline: When every action ran.
+        chain: The calls of blocks that the first microbatch made.
+        num_streamed: How many calls, of all microbatches, were not planned.
     """
 
     outputs: tuple[Any, ...]
     losses: tuple[Tensor | None, ...]
     gradients: dict[nn.Parameter, Tensor]
     timeline: Timeline
+    chain: Chain
+    num_streamed: int
 
 
 class UnusedStackWarning(UserWarning):
@@ -67,10 +73,11 @@ class Engine:
     Args:
         module: The user's module. While the engine is open its parameters lie in flat buffers; they
             stay ordinary parameters.
-        stack: The blocks to pipeline; None runs the module as one stage.
+        stack: The blocks to pipeline, of one stack or of several; None runs the module as one
+            stage.
         devices: One per worker.
-        plan: The stages and the schedule; further plans of the same partition can be given per
-            step.
+        plan: The stages and the schedule; further plans can be given per step.
+        chain: The calls of blocks that the plan is for; None: each stack once.
         timeout_seconds: A step in which no action begins or ends for so long is given up.
 
     Raises:
@@ -81,13 +88,16 @@ class Engine:
         self,
         module: nn.Module,
         *,
-        stack: BlockStack | None,
+        stack: BlockStack | Sequence[BlockStack] | None,
         devices: Sequence[Device],
         plan: Plan,
+        chain: Chain | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         self._module = module
-        self._stack = stack
+        self._stacks = _as_stacks(stack)
+        self._blocks = tuple(block for s in self._stacks for block in s.blocks)
+        self._chain = Chain.of(self._stacks) if chain is None else chain
         self._devices = tuple(devices)
         self._plan = plan
         self._timeout_seconds = timeout_seconds
@@ -102,11 +112,10 @@ class Engine:
         self._workers: tuple[Worker, ...] = ()
 
     def _check_plan(self, plan: Plan) -> None:
-        num_blocks = 0 if self._stack is None else len(self._stack.blocks)
-        if plan.partition.num_blocks != num_blocks:
+        if plan.partition.num_blocks != len(self._chain):
             raise PlanError(
-                f"The plan is for {plan.partition.num_blocks} blocks, the module has {num_blocks}. "
-                "Make a new plan (plan='auto')."
+                f"The plan is for {plan.partition.num_blocks} blocks, the module has "
+                f"{len(self._chain)}. Make a new plan (plan='auto')."
             )
         if plan.num_workers != len(self._devices):
             raise PlanError(
@@ -117,8 +126,7 @@ class Engine:
     # ------------------------------------------------------------------------------- life cycle
 
     def __enter__(self) -> Engine:
-        blocks = () if self._stack is None else self._stack.blocks
-        self._store = HostStore(self._module, blocks)
+        self._store = HostStore(self._module, self._blocks)
         self._resources.callback(self._store.close)
         for device in self._devices:
             device.reset_peak_bytes()
@@ -127,9 +135,7 @@ class Engine:
             self._store.pin(accelerator)
         self._num_threads = self._resources.enter_context(divided_intra_op_threads(self._devices))
         self._workers = tuple(
-            Worker(
-                index, device=device, store=self._store, stack=self._stack, classes=self._classes
-            )
+            Worker(index, device=device, store=self._store, classes=self._classes)
             for index, device in enumerate(self._devices)
         )
         return self
@@ -171,6 +177,36 @@ class Engine:
         """The workers; none before the engine is entered."""
         return self._workers
 
+    @property
+    def stacks(self) -> tuple[BlockStack, ...]:
+        """The stacks whose blocks it knows."""
+        return self._stacks
+
+    @property
+    def chain(self) -> Chain:
+        """The calls of blocks that plans are for."""
+        return self._chain
+
+    def plan_for(self, chain: Chain, plan: Plan) -> None:
+        """Run other calls of blocks from the next step on.
+
+        Args:
+            chain: The calls.
+            plan: Their plan, for some number of microbatches.
+
+        Raises:
+            PlanError: If the plan is not for the chain.
+        """
+        before = self._chain
+        self._chain = chain
+        try:
+            self._check_plan(plan)
+        except PlanError:
+            self._chain = before
+            raise
+        self._plan = plan
+        self._graphs.clear()
+
     # ------------------------------------------------------------------------------------- steps
 
     def step(  # noqa: PLR0913 - all but two keyword-only
@@ -203,6 +239,7 @@ class Engine:
 
         Raises:
             BatchError: If there are more or fewer microbatches than planned.
+            ConfigurationError: If parameters of blocks were added or replaced.
             WatchdogError: If the step makes no progress.
             Exception: Whatever the user's code raised, with a note that says where.
         """
@@ -212,6 +249,7 @@ class Engine:
                 f"{len(microbatches)} microbatches and {len(loss_scales)} loss scales for a plan "
                 f"of {plan.num_microbatches} microbatches."
             )
+        self._open_store.check_blocks()
         context = self._context(
             plan,
             call=call,
@@ -236,13 +274,15 @@ class Engine:
             for device in self._devices:
                 device.synchronize()
         trained = backward and any(run.loss is not None for run in runs)
-        if trained and not any(run.called_stack for run in runs):
+        if trained and not any(run.links for run in runs):
             self._warn_of_unused_stack()
         return StepResult(
             outputs=tuple(run.output for run in runs),
             losses=tuple(run.loss for run in runs),
             gradients=context.ledger.sums(),
             timeline=self._timeline(context),
+            chain=Chain.recorded(runs[0].links),
+            num_streamed=sum(run.num_streamed for run in runs),
         )
 
     def evaluate(
@@ -266,9 +306,11 @@ class Engine:
         Returns:
             What `call` returned, on the host.
         """
+        self._open_store.check_blocks()
         evaluation = Evaluation(
             module=self._module,
-            stack=self._stack,
+            stacks=self._stacks,
+            chain=self._chain,
             plan=self._plan,
             workers=self._workers,
             classes=self._classes,
@@ -277,11 +319,11 @@ class Engine:
         return evaluation.run(call, batch, overrides=overrides or {}, stand_ins=stand_ins or {})
 
     def _warn_of_unused_stack(self) -> None:
-        if self._stack is not None and not self._warned_of_unused_stack:
+        if self._stacks and not self._warned_of_unused_stack:
             self._warned_of_unused_stack = True
             warnings.warn(
-                f"The training step never ran the blocks of {self._stack.name!r} as one chain, so "
-                "the module ran as one stage. Name the blocks that it calls one after the other "
+                f"The training step never ran the blocks of {self._stacks[0].name!r} as one chain, "
+                "so the module ran as one stage. Name the blocks that it calls one after the other "
                 "with RoundPipeStrategy(blocks=[...]).",
                 category=UnusedStackWarning,
                 stacklevel=3,
@@ -293,7 +335,9 @@ class Engine:
         graph = self._graph_of(plan)
         return StepContext(
             module=self._module,
-            stack=self._stack,
+            stacks=self._stacks,
+            chain=self._chain,
+            repeated=_repeated_parameters(self._chain),
             plan=plan,
             graph=graph,
             turns=Turns(graph),
@@ -313,6 +357,11 @@ class Engine:
         if known is None or known[0] is not plan:
             known = self._graphs[plan.num_microbatches] = (plan, TurnGraph.of(plan))
         return known[1]
+
+    @property
+    def _open_store(self) -> HostStore:
+        assert self._store is not None, "the engine is entered"
+        return self._store
 
     @contextmanager
     def _preserved_generators(self) -> Iterator[None]:
@@ -393,6 +442,18 @@ class Engine:
                 )
             )
         return Timeline(num_workers=len(self._devices), entries=tuple(entries))
+
+
+def _as_stacks(stack: BlockStack | Sequence[BlockStack] | None) -> tuple[BlockStack, ...]:
+    if stack is None:
+        return ()
+    return (stack,) if isinstance(stack, BlockStack) else tuple(stack)
+
+
+def _repeated_parameters(chain: Chain) -> frozenset[nn.Parameter]:
+    """Parameters of blocks that stand in the chain more than once."""
+    counts = Counter(link.block for link in chain.links)
+    return frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -1,24 +1,28 @@
-"""Evaluation: user code on the whole batch, forward only, the stack streamed through the workers.
+"""Evaluation: user code on the whole batch, forward only, its blocks streamed through the workers.
 
 Nothing is split, so values, logs and predictions are exactly those of one device. The calling
-thread runs everything; a stack may be called any number of times (generation with a cache does).
+thread runs everything; blocks may be called in any order and any number of times (generation with a
+cache does). A block that the chain has runs in its stage, on that stage's worker; any other is
+uploaded for its call to the worker of the stage before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture import RUN_HERE, without_phantoms
+from roundpipe_lightning.engine.capture import RUN_HERE
+from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.resident import ResidentBlocks
 from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.user_code import Outside, UserCode
-from roundpipe_lightning.engine.view import ViewClasses
+from roundpipe_lightning.engine.values import run_block
+from roundpipe_lightning.engine.view import ViewClasses, put
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.schedule import ActionKey
@@ -30,8 +34,9 @@ class Evaluation:
 
     Args:
         module: The user's module.
-        stack: Its blocks, or None.
-        plan: Says which blocks run where.
+        stacks: Its blocks.
+        chain: The calls of blocks that are planned.
+        plan: Says which of them run where.
         workers: The workers.
         classes: The classes of views.
         outside: Asked before every torch function outside the blocks, or None.
@@ -41,13 +46,15 @@ class Evaluation:
         self,
         *,
         module: nn.Module,
-        stack: BlockStack | None,
+        stacks: Sequence[BlockStack],
+        chain: Chain,
         plan: Plan,
         workers: Sequence[Worker],
         classes: ViewClasses,
         outside: Outside | None = None,
     ) -> None:
-        self._stack = stack
+        self._stacks = stacks
+        self._chain = chain
         self._plan = plan
         self._workers = workers
         self._classes = classes
@@ -62,7 +69,8 @@ class Evaluation:
             classes=classes,
             outside=outside,
         )
-        self._runs: list[StackRun] = []  # the present pass, and those whose values are in use
+        self._names = {b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)}
+        self._here: dict[Tensor, Tensor] = {}  # what the present stage has taken from elsewhere
 
     @property
     def stage(self) -> Stage:
@@ -75,15 +83,11 @@ class Evaluation:
         key = ActionKey(self.stage.kind, self.stage.index, 0)
         return self._workers[self._plan.schedule.worker_of(key)]
 
-    def next_turn(self) -> None:
-        """Go on with the next stage; nobody has to be waited for."""
-        self._go_to(self._position + 1)
-
-    def buffers_written(self) -> None:
-        """Accept it: an evaluation is one microbatch."""
-
     def _go_to(self, position: int) -> None:
         self._deactivate()
+        self.worker.end_forward(self.stage)
+        self._user.write_buffers_back()
+        self._here.clear()
         self._position = position
         self._activation = self.worker.device.activate()
         self._activation.__enter__()
@@ -117,7 +121,7 @@ class Evaluation:
             self._go_to(0)
             with self.worker.device.thread_context(), user:
                 view = user.open_view(
-                    self._stack,
+                    self._names,
                     called=self._block_called,
                     overrides=overrides,
                     stand_ins=stand_ins,
@@ -125,14 +129,12 @@ class Evaluation:
                 here = map_tensors(self.worker.device.upload, batch)
                 with user.active():
                     output = call(view, here)
+                self.worker.end_forward(self.stage)
                 user.write_buffers_back()
-                if self._runs:
-                    self._runs[-1].check_finished()
-                return map_tensors(self._to_host, without_phantoms(output))
+                return map_tensors(self._to_host, output)
         finally:
             self._deactivate()
-            while self._runs:
-                self._runs.pop().close()
+            self._here.clear()
             user.writes.tell()
             user.close()
             for worker in self._workers:
@@ -141,27 +143,60 @@ class Evaluation:
     def _to_host(self, tensor: Tensor) -> Tensor:
         return self._user.owner_of(tensor).download(tensor)
 
-    def _block_called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._stack is not None, "a proxy stands for a block of a stack"
+    def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a proxy."""
         if torch.is_grad_enabled():
             return RUN_HERE
         with self._user.suspended():
-            if not self._runs or self._runs[-1].finished:
-                self._start_pass(self._stack)
-            return self._runs[-1].call(index, args, kwargs)
+            position = self._chain.find(block, gradient=None, start=0)
+            if position is not None and position not in self.stage.blocks:
+                self._go_to(next(i for i, s in enumerate(self._stages) if position in s.blocks))
+            with self._blocks_of(block, position) as resident:
+                result = self._run(block, resident, (args, kwargs))
+                if position is None:
+                    resident.end_forward()
+            if position is not None and self._chain.ends_pass(position):
+                self.worker.end_forward(self.stage)
+                if position + 1 == len(self._chain) and self._position + 1 < len(self._stages):
+                    self._go_to(len(self._stages) - 1)
+            return result
 
-    def _start_pass(self, stack: BlockStack) -> None:
-        self._user.write_buffers_back()
-        if self._runs and not self._runs[-1].is_held:
-            self._runs.pop().close()
-        self._go_to(0)
-        self._runs.append(
-            StackRun(
-                self,
-                user=self._user,
-                stack=stack,
-                partition=self._plan.partition,
-                keep_boundaries=False,
+    def _blocks_of(
+        self, block: nn.Module, position: int | None
+    ) -> AbstractContextManager[ResidentBlocks]:
+        if position is None:
+            return self.worker.streamed(block, StageKind.FORWARD)
+        stage = self.stage
+        links = self._chain.links[stage.blocks.start : stage.blocks.stop]
+        return nullcontext(self.worker.resident(stage, [link.block for link in links]))
+
+    def _run(self, block: nn.Module, resident: ResidentBlocks, given: tuple[Any, Any]) -> Any:
+        with (
+            # Tensors that it keeps in a cache are where it ran the last time.
+            self._user.in_block(0, resident, gathers=True),
+            resident.written(self._user.writes.within(block)),
+        ):
+            outcome = run_block(
+                resident.block(block),
+                self._take,
+                given=given,
+                watched=lambda taken: nullcontext(),
+                name=self._names[block],
+                repeats=False,
             )
-        )
-        self._user.cut = self._runs[-1].cut
+        for module, attribute, value in resident.take_writes():
+            put(self._user.maker.view_of(module), attribute, value)
+            self._user.writes.renew(module, attribute, value)
+        tensors = [tensor for tensor, _ in outcome.tensors]
+        return outcome.handed_out(lambda slot, in_object: tensors[slot])
+
+    def _take(self, tensor: Any, in_object: bool) -> Any:  # noqa: ARG002, FBT001 - a `Swap`
+        """Return a tensor on the present worker."""
+        device = self.worker.device
+        if device.holds(tensor):
+            return tensor
+        if tensor not in self._here:
+            on_host = self._user.owner_of(tensor).shares_host_memory
+            move = device.upload if on_host else device.move
+            self._here[tensor] = move(tensor)
+        return self._here[tensor]

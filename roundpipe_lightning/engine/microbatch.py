@@ -6,9 +6,9 @@ turn   F0                      F1           X0                           B1     
        (user code)   0-1       2-3          loss, backward to the cut           the head
 ```
 
-The user's graph is cut at the stack: the stack's output belongs to the tail's graph, which begins
-at a leaf, and the head segment's graph ends at the stack's input. The backward of each part runs to
-its leaves and returns, so nothing ever waits inside an autograd node.
+The user's graph is cut where blocks run without one: what they give belongs to the graph of the
+segment that uses it, which begins at a leaf, and the segment before ends at their input. The
+backward of each part runs to its leaves and returns, so nothing ever waits inside an autograd node.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture import RUN_HERE, without_phantoms
-from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.capture import without_phantoms
+from roundpipe_lightning.engine.chain import Chain, Link
+from roundpipe_lightning.engine.chain_backward import BackwardRun
+from roundpipe_lightning.engine.chain_run import ChainRun
+from roundpipe_lightning.engine.gradients import GradientLedger, Gradients
 from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
 from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.stack_run import StackRun
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.turns import TurnGraph, Turns
 from roundpipe_lightning.engine.user_code import Outside, UserCode
@@ -46,7 +48,9 @@ class StepContext:
 
     Attributes:
         module: The user's module.
-        stack: Its blocks, or None.
+        stacks: Its blocks.
+        chain: The calls of blocks that are planned.
+        repeated: Parameters of blocks that stand in the chain more than once.
         plan: The plan that is run.
         graph: The plan's gates.
         turns: The step's gates.
@@ -65,7 +69,9 @@ class StepContext:
     """
 
     module: nn.Module
-    stack: BlockStack | None
+    stacks: Sequence[BlockStack]
+    chain: Chain
+    repeated: frozenset[nn.Parameter]
     plan: Plan
     graph: TurnGraph
     turns: Turns
@@ -104,8 +110,10 @@ class Microbatch:
         self._position = 0
         self._activation: AbstractContextManager[Any] | None = None
         self._begin_mark: Any = None
-        self._stack_run: StackRun | None = None
-        self._called_stack = False
+        self._run: ChainRun | None = None
+        #: The calls of blocks that it made, and how many of them were not planned.
+        self.links: list[Link] = []
+        self.num_streamed = 0
         self._user = UserCode(
             module=context.module,
             worker=lambda: self.worker,
@@ -168,7 +176,7 @@ class Microbatch:
                 microbatch=self.index,
                 ledger=ledger,
                 is_last=self._action.key in self._context.graph.ends_run,
-                outside=self._user.used_parameters,
+                outside=self._user.used_parameters | self._context.repeated,
             )
         self._context.marks[self._action] = (self._begin_mark, self.worker.device.mark())
         self._deactivate()
@@ -187,11 +195,6 @@ class Microbatch:
 
     # -------------------------------------------------------------------------------------- run
 
-    @property
-    def called_stack(self) -> bool:
-        """Whether the user's code has run the stack through the stages."""
-        return self._called_stack
-
     def tell_writes(self) -> None:
         """Let the modules have the attributes that the user's code has written."""
         self._user.writes.tell()
@@ -205,16 +208,16 @@ class Microbatch:
                 self._run_step()
         finally:
             self._deactivate()
-            if self._stack_run is not None:
-                self._stack_run.close()
-                self._stack_run = None
+            if self._run is not None:
+                self._run.close()
+                self._run = None
             self._user.close()
 
     def _run_step(self) -> None:
         context, user = self._context, self._user
         with torch.set_grad_enabled(context.backward):
             output = self._run_user_code()
-            while self.stage.kind is StageKind.FORWARD:  # the stack was not called
+            while self.stage.kind is StageKind.FORWARD:  # no block was called
                 self.next_turn()
             loss = loss_of(output)
             # A scale of 0 means a microbatch with nothing to average over, whose mean is not a
@@ -233,7 +236,7 @@ class Microbatch:
     def _run_user_code(self) -> Any:
         context, user = self._context, self._user
         view = user.open_view(
-            context.stack,
+            [block for stack in context.stacks for block in stack.blocks],
             called=self._block_called,
             overrides=context.overrides(self.index),
             stand_ins=context.stand_ins(self.index),
@@ -242,8 +245,11 @@ class Microbatch:
         with user.active():
             output = context.call(view, batch, self.index)
         self._write_buffers_back()
-        if self._stack_run is not None:
-            self._stack_run.check_finished()
+        run = self._run
+        if run is not None:
+            with user.suspended():
+                run.end_user_code()
+            self.links, self.num_streamed = run.links(), run.num_streamed
         if context.backward:
             user.check_frozen()
         return without_phantoms(output)
@@ -252,11 +258,14 @@ class Microbatch:
         if self._user.write_buffers_back():
             self.buffers_written()
 
-    def buffers_written(self) -> None:
+    def buffers_written(self, *, repeated: str | None = None) -> None:
         """Refuse writes into buffers where microbatches do not come one after the other.
 
+        Args:
+            repeated: A block that has run in an earlier turn, too.
+
         Raises:
-            ConfigurationError: If the plan has several rounds or teams.
+            ConfigurationError: If the plan has several rounds or teams, or for such a block.
         """
         plan = self._context.plan
         if plan.team_size > 1 or plan.round_size < plan.num_microbatches:
@@ -267,26 +276,34 @@ class Microbatch:
                 "microbatches would write in no order. Use a plan of one round without teams: "
                 "default_plan(..., round_sizes=[num_microbatches])."
             )
+        if repeated is not None and plan.num_microbatches > 1:
+            raise ConfigurationError(
+                f"The forward pass writes into buffers of block {repeated!r} (running statistics, "
+                "for example), which a step calls more than once: the microbatches would write in "
+                "another order than one after the other. Set num_microbatches=1, or put the "
+                "module that writes into evaluation mode."
+            )
 
-    def _block_called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a proxy: run the block in its stage, in the first pass through the stack."""
-        context, run = self._context, self._stack_run
-        assert context.stack is not None, "a proxy stands for a block of a stack"
-        without_gradient = context.backward and not torch.is_grad_enabled()
-        if without_gradient or (run is not None and run.finished):
-            return RUN_HERE
+    def add_gradients(self, gradients: Gradients) -> None:
+        """Take gradients of parameters that no stage has."""
+        self._context.ledger.add_shared(self.index, gradients)
+
+    def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a proxy."""
+        context = self._context
         with self._user.suspended():
-            if run is None:
-                run = self._stack_run = StackRun(
+            if self._run is None:
+                self._run = ChainRun(
                     self,
                     user=self._user,
-                    stack=context.stack,
+                    stacks=context.stacks,
+                    chain=context.chain,
                     partition=context.plan.partition,
-                    keep_boundaries=context.backward,
+                    backward=context.backward,
                 )
-                self._user.cut = run.cut
-                self._called_stack = True
-            return run.call(index, args, kwargs)
+                self._user.cut = self._run.cut
+                self._user.check_gradient = self._run.check_gradient
+            return self._run.call(block, args, kwargs)
 
     def _run_backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -294,15 +311,14 @@ class Microbatch:
                 "training_step returned a loss that does not require a gradient: no trainable "
                 "parameter took part in it, or it was detached."
             )
-        roots = [] if self._stack_run is None else self._stack_run.roots
         with self._user.suspended():
             scale = torch.full_like(loss, self._loss_scale, requires_grad=False)
+            if self._run is not None:
+                BackwardRun(self._run, collect=self._collect).run(loss, scale)
+                return
             with self._user.in_backward():
-                loss.backward(scale, retain_graph=share_a_graph(loss, roots))
+                loss.backward(scale)
             self._collect()
-            if self._stack_run is not None:
-                self._stack_run.backward()
-                self._collect()
 
     def _collect(self) -> None:
         self._context.ledger.add_shared(self.index, self._user.take_gradients())
@@ -326,27 +342,3 @@ def loss_of(output: Any) -> Tensor | None:
             "loss, a dict with the key 'loss', or None to skip the batch."
         )
     return loss
-
-
-def share_a_graph(loss: Tensor, roots: Sequence[Tensor]) -> bool:
-    """Say whether the loss's graph reaches into the graph that made the roots.
-
-    It does where user code carries a tensor around the stack (a residual from the embedding, say).
-    Both graphs are then run backward, so the first run must not free what the second needs.
-    """
-    below = _nodes([root.grad_fn for root in roots])
-    return bool(below) and not below.isdisjoint(_nodes([loss.grad_fn]))
-
-
-def _nodes(starts: Sequence[Any]) -> set[Any]:
-    """All autograd nodes that can be reached, but for the leaves', which keep nothing."""
-    found: set[Any] = set()
-    pending = [node for node in starts if node is not None]
-    while pending:
-        node = pending.pop()
-        if node not in found and node.next_functions:
-            found.add(node)
-            pending.extend(
-                following for following, _ in node.next_functions if following is not None
-            )
-    return found

@@ -13,17 +13,23 @@ BACKWARD  block 3: the 17th function gives t'        backward([output, t'], [gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundpipe_lightning.errors import CaptureError
 
 _ORIGIN = "_roundpipe_origin"
+
+_PAST_ARGUMENTS = (
+    "{} made a tensor that block {!r} gets by another way than its arguments (a closure, a global "
+    "or an attribute): its gradient would be lost, and another microbatch's values could take its "
+    "place. Hand it to the block as an argument."
+)
 
 
 class Origin(NamedTuple):
@@ -31,7 +37,7 @@ class Origin(NamedTuple):
 
     Attributes:
         run: The microbatch's side outputs.
-        block: Index of the block.
+        block: Number of the block's call.
         function: Number of the torch function within the block; 0 are the block's inputs.
         position: Which of the function's results.
     """
@@ -45,8 +51,11 @@ class Origin(NamedTuple):
 class Watch(Enum):
     """What is done with the results of the functions in a block."""
 
+    UNWATCHED = "unwatched"
+    """No block runs, or no gradient is wanted."""
+
     NOTHING = "nothing"
-    """A graph is kept, or no gradient is wanted."""
+    """A graph is kept."""
 
     MARK = "mark"
     """They get their origin: a FORWARD stage runs."""
@@ -55,31 +64,48 @@ class Watch(Enum):
     """Those that the tail segment has used are collected: a BACKWARD stage recomputes."""
 
 
+_SILENT = (Watch.UNWATCHED, Watch.NOTHING)
+
+
 class SideOutputs:
     """The side outputs of one microbatch."""
 
     def __init__(self) -> None:
         self._leaves: dict[Origin, Tensor] = {}
+        self._leaks: dict[Origin, tuple[str, torch.Size, torch.dtype]] = {}
         self._found: dict[Origin, Tensor] = {}
-        self._watch = Watch.NOTHING
+        self._watch = Watch.UNWATCHED
         self._block = self._num_functions = 0
+        self._name = ""
 
     @contextmanager
-    def block(self, index: int, watch: Watch, taken: Sequence[Tensor]) -> Iterator[None]:
-        """Watch over the functions of a block until the end of the context."""
-        if watch is Watch.FIND and not any(origin.block == index for origin in self._leaves):
+    def block(
+        self, number: int, watch: Watch, taken: Sequence[Tensor], *, name: str
+    ) -> Iterator[None]:
+        """Watch over the functions of a block until the end of the context.
+
+        Args:
+            number: Of the block's call.
+            watch: What is done with their results.
+            taken: What the block takes.
+            name: The block's name.
+        """
+        if watch is Watch.FIND and not any(
+            origin.block == number for origin in (*self._leaves, *self._leaks)
+        ):
             watch = Watch.NOTHING
-        self._watch, self._block, self._num_functions = watch, index, -1
+        self._watch, self._block, self._num_functions = watch, number, -1
+        self._name = name
         self.note(list(taken))
         self._num_functions = 0  # whatever was asked about the inputs
         try:
             yield
         finally:
-            self._watch = Watch.NOTHING
+            self._watch = Watch.UNWATCHED
 
     def note(self, result: Any) -> None:
         """Take notice of what a torch function has returned."""
-        if self._watch is Watch.NOTHING:
+        if self._watch in _SILENT:
             return
         self._num_functions += 1
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -88,10 +114,50 @@ class SideOutputs:
                 continue
             origin = Origin(self, self._block, self._num_functions, position)
             if self._watch is Watch.MARK:
+                if isinstance(tensor, nn.Parameter):
+                    continue  # all microbatches of a round have it
                 setattr(tensor, _ORIGIN, origin)
-            elif origin in self._leaves:
+                continue
+            if origin in self._leaks and tensor.requires_grad:
+                self._check_leak(tensor, *self._leaks[origin])
+            if origin in self._leaves:
                 self._check_same(tensor, self._leaves[origin])
                 self._found[origin] = tensor
+
+    def check(self, args: Iterable[Any]) -> None:
+        """Take notice of what reaches a block's function past the block's arguments.
+
+        What another block has made may be a constant that is kept for all (a table of positions):
+        whether it needs a gradient is seen when that block is recomputed.
+
+        Raises:
+            CaptureError: If code outside the blocks has made it, with a graph.
+        """
+        if self._watch is Watch.UNWATCHED:
+            return
+        for arg in args:
+            if isinstance(arg, Tensor):
+                self._check_argument(arg)
+            elif isinstance(arg, list | tuple):
+                self.check(arg)
+
+    def _check_argument(self, tensor: Tensor) -> None:
+        origin: Origin | None = getattr(tensor, _ORIGIN, None)
+        if origin is not None and (origin.run is not self or origin.block != self._block):
+            origin.run.note_leak(origin, tensor, self._name)
+        elif (
+            self._watch is Watch.MARK and tensor.grad_fn is not None and not torch.is_grad_enabled()
+        ):
+            raise CaptureError(_PAST_ARGUMENTS.format("Code outside the blocks", self._name))
+
+    def note_leak(self, origin: Origin, tensor: Tensor, name: str) -> None:
+        """Note that a tensor of one block was used by another, past its arguments."""
+        self._leaks[origin] = (name, tensor.shape, tensor.dtype)
+
+    def _check_leak(self, tensor: Tensor, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        # What is kept from the first call on (a table) is not made again: others have its number.
+        if tensor.shape == shape and tensor.dtype == dtype:
+            raise CaptureError(_PAST_ARGUMENTS.format(f"Block {self._name!r}", name))
 
     def leaf_for(self, tensor: Tensor) -> Tensor:
         """Return what stands for a tensor in the tail's graph: a leaf if it is a side output."""
@@ -104,9 +170,9 @@ class SideOutputs:
             self._leaves[origin] = tensor.detach().requires_grad_()
         return self._leaves[origin]
 
-    def used_of(self, blocks: range) -> bool:
-        """Say whether the loss depends on side outputs of some blocks."""
-        return any(o.block in blocks and leaf.grad is not None for o, leaf in self._leaves.items())
+    def used_of(self, calls: range) -> bool:
+        """Say whether the loss depends on side outputs of some calls."""
+        return any(o.block in calls and leaf.grad is not None for o, leaf in self._leaves.items())
 
     def take_found(self) -> list[tuple[Tensor, Tensor]]:
         """Return the recomputed side outputs that need a gradient, each with its gradient."""
@@ -121,6 +187,7 @@ class SideOutputs:
     def clear(self) -> None:
         """Forget everything."""
         self._leaves.clear()
+        self._leaks.clear()
         self._found.clear()
 
     @staticmethod

@@ -117,7 +117,7 @@ class HostStore:
 
     Args:
         module: The user's module; its parameters stay in it.
-        blocks: The blocks of its stack.
+        blocks: The blocks of its stacks, each once.
 
     Raises:
         ConfigurationError: If a parameter has no values (meta device), or was mapped from a file
@@ -150,41 +150,59 @@ class HostStore:
             taken.update(mine)
             return ParameterGroup(mine, loners=loners)
 
-        self._blocks = tuple(group(block.parameters()) for block in blocks)
+        self._blocks = {block: group(block.parameters()) for block in blocks}
         self._outside = group(module.parameters())
-        self._of_block = tuple(tuple(block.parameters()) for block in blocks)
+        self._of_block = {block: tuple(block.parameters()) for block in blocks}
         self._pinned_by: Device | None = None
 
     def pin(self, device: Device) -> None:
         """Page-lock all buffers for copies to devices of this kind."""
         self._pinned_by = device
-        for group in (*self._blocks, self._outside):
+        for group in (*self._blocks.values(), self._outside):
             for buffer in group.buffers:
                 device.pin(buffer)
 
     def close(self) -> None:
         """Give page locks back. The parameters stay as they are."""
         if self._pinned_by is not None:
-            for group in (*self._blocks, self._outside):
+            for group in (*self._blocks.values(), self._outside):
                 for buffer in group.buffers:
                     self._pinned_by.unpin(buffer)
             self._pinned_by = None
 
-    def block_bytes(self, index: int) -> int:
-        """Bytes of a block's parameters."""
-        return sum(parameter.nbytes for parameter in self._of_block[index])
+    def check_blocks(self) -> None:
+        """Raise if a block has parameters that it had not when the store was made.
 
-    def upload_block(self, index: int, device: Device) -> dict[nn.Parameter, Tensor]:
+        Raises:
+            ConfigurationError: Naming them.
+        """
+        for block, known in self._of_block.items():
+            if not set(known).issuperset(block.parameters()):
+                names = [name for name, p in block.named_parameters() if p not in set(known)]
+                raise ConfigurationError(
+                    f"A block ({type(block).__name__}) has parameters that it had not when the "
+                    f"strategy set the workers up: {', '.join(names[:3])}. Load values in place, "
+                    "with load_state_dict(...) without assign=True; add or replace parameters in "
+                    "`configure_model`, which runs before. Some modules replace theirs while they "
+                    "run (peft's LoRA on nn.MultiheadAttention). Adapt other layers, linear ones "
+                    "say."
+                )
+
+    def block_bytes(self, block: nn.Module) -> int:
+        """Bytes of a block's parameters."""
+        return sum(parameter.nbytes for parameter in self._of_block[block])
+
+    def upload_block(self, block: nn.Module, device: Device) -> dict[nn.Parameter, Tensor]:
         """Copy a block's parameters, those it shares with others included, to a device.
 
         Raises:
             ConfigurationError: If one that is mapped from a file was written to.
         """
-        for parameter in self._of_block[index]:
+        for parameter in self._of_block[block]:
             if isinstance(parameter, MappedParameter) and parameter in self._mapped:
                 parameter.check_unwritten(self._mapped[parameter])
-        values = self._blocks[index].upload(device)
-        for parameter in self._of_block[index]:
+        values = self._blocks[block].upload(device)
+        for parameter in self._of_block[block]:
             if parameter not in values:
                 values[parameter] = device.upload(parameter)
         return values

@@ -14,7 +14,7 @@ function that was written for one device. `UserCode` makes this invisible:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture import make_proxies
+from roundpipe_lightning.engine.capture import METADATA, Called, make_proxies, writes_first
 from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.engine.gradients import Gradients, fold
 from roundpipe_lightning.engine.randomness import RandomStream
+from roundpipe_lightning.engine.resident import PlacedBuffers, ResidentBlocks
 from roundpipe_lightning.engine.side_outputs import SideOutputs
-from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
-from roundpipe_lightning.engine.worker import PlacedBuffers, ResidentStage, Worker
+from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.engine.writes import Writes
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 
@@ -42,6 +42,8 @@ _QUESTIONS = frozenset(
     stride tolist
     """.split()
 )
+#: Functions that ask nothing of a tensor's values, or that leave its graph.
+_WITHOUT_VALUES = METADATA | {"detach"}
 #: Functions and attributes that give a tensor and know its place themselves.
 _KEEP_PLACE = frozenset("H T cpu cuda imag mH mT real to".split())
 
@@ -88,6 +90,8 @@ class UserCode(TorchFunctionMode):
         self.writes = Writes()
         #: Gives what a later segment uses for a tensor of an earlier one; None where there is none.
         self.cut: Callable[[Tensor], Tensor] | None = None
+        #: Refuses `torch.autograd.grad` of outputs and inputs where it would miss something.
+        self.check_gradient: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
         self._module = module
         self._worker = worker
         self._devices = tuple(w.device for w in workers)
@@ -96,9 +100,11 @@ class UserCode(TorchFunctionMode):
         self._active = False
         self._classes = classes
         self._outside = outside
-        self._resident: ResidentStage | None = None
+        self._resident: ResidentBlocks | None = None
         self._masters = frozenset(module.parameters())
+        self._gathers = False
         self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
+        self._streamed: set[nn.Parameter] = set()
         self._buffers: dict[int, PlacedBuffers] = {}
         self.maker = ViewMaker(
             parameter=self._leaf, buffer=self._buffer, classes=classes, write=self.writes.note
@@ -108,24 +114,23 @@ class UserCode(TorchFunctionMode):
 
     def open_view(
         self,
-        stack: BlockStack | None,
+        blocks: Iterable[nn.Module],
         *,
-        called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+        called: Called,
         overrides: Mapping[str, Any],
         stand_ins: Mapping[nn.Module, nn.Module],
     ) -> nn.Module:
         """Make the view of the module.
 
         Args:
-            stack: The blocks that are proxies in it, or None.
+            blocks: The blocks, which are proxies in it.
             called: What the proxies call.
             overrides: Attributes that the root view has of its own.
             stand_ins: Further modules that are something else in the view.
         """
         self.maker.add_stand_ins(stand_ins)
-        if stack is not None:
-            proxies = make_proxies(stack, maker=self.maker, classes=self._classes, called=called)
-            self.maker.add_stand_ins(proxies)
+        proxies = make_proxies(blocks, maker=self.maker, classes=self._classes, called=called)
+        self.maker.add_stand_ins(proxies)
         extra = (
             (RootView,) if isinstance(getattr(type(self._module), "device", None), property) else ()
         )
@@ -161,8 +166,12 @@ class UserCode(TorchFunctionMode):
 
     @property
     def used_parameters(self) -> set[nn.Parameter]:
-        """Parameters that the code has asked for."""
-        return {parameter for _, parameter in self._leaves}
+        """Parameters that the code has asked for, or that ran outside the stages."""
+        return {parameter for _, parameter in self._leaves} | self._streamed
+
+    def note_streamed(self, block: nn.Module) -> None:
+        """Note that a block runs outside the stages, with a gradient."""
+        self._streamed.update(block.parameters())
 
     def check_frozen(self) -> None:
         """Raise if the code has made something trainable that was frozen when the step began.
@@ -194,8 +203,9 @@ class UserCode(TorchFunctionMode):
         self.maker.close()
         self._leaves.clear()
         self._buffers.clear()
+        self._streamed.clear()
         self.side_outputs.clear()
-        self.stream = self.cut = None
+        self.stream = self.cut = self.check_gradient = None
         del self._worker
 
     # ----------------------------------------------------------------------------------- places
@@ -218,14 +228,27 @@ class UserCode(TorchFunctionMode):
         yield from self._switched(active=False)
 
     @contextmanager
-    def in_block(self, index: int, resident: ResidentStage) -> Iterator[None]:
-        """Run block `index` of a stage until the end of the context."""
-        self._resident = resident
+    def in_block(
+        self, number: int, resident: ResidentBlocks, *, gathers: bool = False
+    ) -> Iterator[None]:
+        """Run a block until the end of the context.
+
+        Args:
+            number: Of its call in the step.
+            resident: What it runs on.
+            gathers: Whether tensors that it keeps in objects (a cache) may be on other devices.
+        """
+        self._resident, self._gathers = resident, gathers and self._crosses
         try:
-            with nullcontext() if self.stream is None else self.stream.block(index):
+            with nullcontext() if self.stream is None else self.stream.block(number):
                 yield
         finally:
-            self._resident = None
+            self._resident, self._gathers = None, False
+
+    @property
+    def runs_a_block(self) -> bool:
+        """Whether a block runs at present."""
+        return self._resident is not None
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Refuse to draw random numbers until the end of the context."""
@@ -246,11 +269,14 @@ class UserCode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and self._active and self.check_gradient is not None:
+            self.check_gradient(args[0], args[1])
+            return func(*args, **kwargs)
         if self._active and (name := _name_of(func)) not in _QUESTIONS:
-            if self.cut is not None:
+            if self.cut is not None and name not in _WITHOUT_VALUES:
                 args, kwargs = self._cut_off(self.cut, name, args, kwargs)
             if self._crosses and name not in _KEEP_PLACE:
-                args, kwargs = self._brought_together(name, args, kwargs)
+                args, kwargs = self._brought_together(name, args, kwargs, leaf=self._leaf_for)
             else:
                 args = tuple([self._leaf_for(x) for x in args])
                 if kwargs:
@@ -259,8 +285,12 @@ class UserCode(TorchFunctionMode):
                 answer = self._outside(func, args, kwargs)
                 if answer is not NotImplemented:
                     return answer
-        elif self._resident is not None and nn.Parameter in map(type, args):
-            args = tuple([self._resident_leaf_for(x) for x in args])
+        elif self._resident is not None:
+            if nn.Parameter in map(type, args):
+                args = tuple([self._resident_leaf_for(x) for x in args])
+            if self._gathers and (name := _name_of(func)) not in _QUESTIONS | _KEEP_PLACE:
+                args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
+            self.side_outputs.check(args)
         if self.stream is None:
             return func(*args, **kwargs)
         result = self.stream.call(func, args, kwargs)
@@ -275,7 +305,7 @@ class UserCode(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put leaves in for tensors of earlier segments, but for one that is written into."""
-        written = args[0] if args and _writes_first(name) else kwargs.get("out")
+        written = args[0] if args and writes_first(name) else kwargs.get("out")
         found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
             lambda x: x if x is written else cut(x), (args, kwargs)
         )
@@ -309,7 +339,12 @@ class UserCode(TorchFunctionMode):
         return value
 
     def _brought_together(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        leaf: Callable[[Any], Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the tensors among the arguments to one device, if they are on several.
 
@@ -319,7 +354,7 @@ class UserCode(TorchFunctionMode):
         places: set[torch.device] = set()
 
         def stand_in(value: Tensor) -> Tensor:
-            value = self._leaf_for(value)
+            value = leaf(value)
             owner = self.owner_of(value)
             if owner is not self._host:
                 places.add(owner.torch_device)
@@ -353,13 +388,4 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _stays_with_first(name: str) -> bool:
     """Say whether a function writes into its first argument, or gives a view of it."""
-    return name == "__getitem__" or _writes_first(name)
-
-
-def _writes_first(name: str) -> bool:
-    """Say whether a function writes into its first argument."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (
-            name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-        )
-    return name.endswith("_")
+    return name == "__getitem__" or writes_first(name)

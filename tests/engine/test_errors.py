@@ -24,7 +24,6 @@ from roundpipe_lightning.errors import (
     WatchdogError,
 )
 from tests.engine.tiny import (
-    WIDTH,
     Block,
     Regressor,
     differences,
@@ -321,9 +320,11 @@ def test_watchdog_lets_a_step_be_longer_than_its_timeout() -> None:
 # --------------------------------------------------------------------------------- glue and capture
 
 
-def _blocks(step: Callable[[Any, Tensor], Any], num_blocks: int = 4) -> None:
-    """Run a step whose stack is called by `step(layers, hidden)`."""
-    module = Regressor(num_blocks)
+def _refused(
+    step: Callable[[Any, Tensor], Any], error: type[Exception], match: str, **parts: Any
+) -> None:
+    """Run a step that calls its blocks in `step(layers, hidden)` and is refused."""
+    module = Regressor(4, **parts)
     stack = layers_of(module)
     plan = plan_of(stack, num_workers=2, num_microbatches=2)
 
@@ -332,77 +333,187 @@ def _blocks(step: Callable[[Any, Tensor], Any], num_blocks: int = 4) -> None:
         return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
 
     batches = regression_batches(2)
-    plain = plain_step(module, batches)
     with engine_of(module, stack, plan) as engine:
-        try:
+        with pytest.raises(error, match=match) as caught:
             mean_step(engine, batches, call=call)
-        finally:
-            assert not differences(module, mean_step(engine, batches), plain)
+        assert "microbatch" in "".join(getattr(caught.value, "__notes__", ["microbatch"]))
+        if not parts:
+            assert not differences(module, mean_step(engine, batches), plain_step(module, batches))
 
 
-def _chain(layers: Any, hidden: Tensor, between: Callable[[int, Tensor], Any]) -> Any:
-    for index, layer in enumerate(layers):
-        hidden = layer(hidden)
-        if index + 1 < len(layers):
-            hidden = between(index, hidden)
-    return hidden
+@pytest.mark.parametrize("name", ["mul_", "__iadd__", "__setitem__", "add"])
+def test_writing_into_an_output_between_blocks(name: str) -> None:
+    def step(layers: Any, hidden: Tensor) -> Any:
+        for layer in layers:
+            hidden = layer(hidden)
+            if name == "mul_":
+                hidden.mul_(2)
+            elif name == "__iadd__":
+                hidden += 1
+            elif name == "__setitem__":
+                hidden[0] = 0
+            else:
+                torch.add(hidden, 1, out=hidden)
+        return hidden
+
+    written = "add_" if name == "__iadd__" else name
+    _refused(step, GlueError, rf"`{written}` writes into an output of block 'layers\.0'.*blocks=")
 
 
-GLUE: dict[str, Callable[[int, Tensor], Any]] = {
-    "addition": lambda index, h: h + 1 if index == 1 else h,
-    "in place": lambda index, h: h.mul_(2) if index == 1 else h,
-    "indexing": lambda index, h: h[:2] if index == 1 else h,
-    "number": lambda index, h: (h, h.sum().item())[0] if index == 1 else h,
-    "cast": lambda index, h: h.double() if index == 1 else h,
-    "function": lambda index, h: functional.layer_norm(h, (WIDTH,)) if index == 1 else h,
-    "clone": lambda index, h: torch.clone(h) if index == 1 else h,
-    "branch": lambda index, h: (h, bool((h > 0).any()))[0] if index == 1 else h,
-    "numpy": lambda index, h: (h, h.numpy())[0] if index == 1 else h,
-}
+class Smuggling(Block):
+    """Hands a tensor to the next block past its arguments."""
+
+    kept: dict[str, Tensor]
+
+    def __init__(self, kept: dict[str, Tensor], *, constant: bool = False) -> None:
+        super().__init__()
+        self.__dict__["kept"] = kept
+        self.constant = constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x + self.kept["side"].sum() if "side" in self.kept else x)
+        if not self.constant:
+            self.kept["side"] = hidden * 2
+        elif "side" not in self.kept:
+            self.kept["side"] = torch.ones(2).cumsum(0)
+        return hidden
 
 
-@pytest.mark.parametrize("kind", GLUE)
-def test_glue_between_blocks(kind: str) -> None:
-    with pytest.raises(GlueError, match=r"layers\.1.*blocks="):
-        _blocks(lambda layers, hidden: _chain(layers, hidden, GLUE[kind]))
-
-
-ORDERS = {
-    "skipped": ([0, 2, 3], r"'layers\.2' was called where block 'layers\.1' was due after"),
-    "repeated": ([0, 1, 1, 2, 3], r"'layers\.1' was called where block 'layers\.2' was due after"),
-    "backwards": ([3, 2, 1, 0], r"'layers\.3' was called where block 'layers\.0' was due"),
-    "too few": ([0, 1], r"'layers\.0' to 'layers\.1' were called, but 'layers\.2'"),
-}
-
-
-@pytest.mark.parametrize("kind", ORDERS)
-def test_blocks_out_of_order(kind: str) -> None:
-    order, message = ORDERS[kind]
+def test_a_tensor_that_goes_from_block_to_block_past_the_arguments() -> None:
+    kept: dict[str, Tensor] = {}
 
     def step(layers: Any, hidden: Tensor) -> Any:
-        for index in order:
-            hidden = layers[index](hidden)
-        return hidden.sum(-1, keepdim=True) if kind != "too few" else torch.zeros(3, WIDTH)
+        for layer in layers:
+            hidden = layer(hidden)
+        return hidden
 
-    with pytest.raises(CaptureError, match=message):
-        _blocks(step)
+    match = r"Block 'layers\.\d' made a tensor that block 'layers\.\d' gets by another way"
+    _refused(step, CaptureError, match, make_block=lambda: Smuggling(kept))
 
 
-def test_a_block_called_for_one_microbatch_and_not_for_another() -> None:
-    module = Regressor()
-    stack = layers_of(module)
+def test_an_output_that_user_code_hands_to_a_block_past_the_arguments() -> None:
+    kept: dict[int, Tensor] = {}
+
+    def step(layers: Any, hidden: Tensor) -> Any:
+        for layer in layers:
+            hidden = layer(hidden)
+            kept[threading.get_ident()] = hidden
+        return hidden
+
+    class Reading(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            side = kept.get(threading.get_ident())
+            return super().forward(x if side is None else x + side)
+
+    match = r"'layers\.0' made a tensor that block 'layers\.1' gets by another way"
+    _refused(step, CaptureError, match, make_block=Reading)
+
+
+def test_an_output_that_another_microbatch_uses() -> None:
+    kept: list[Tensor] = []
+
+    def step(layers: Any, hidden: Tensor) -> Any:
+        hidden = layers[0](hidden)
+        kept.append(hidden)
+        for layer in layers[1:]:
+            hidden = layer(hidden)
+        return hidden + kept[0]
+
+    match = r"'layers\.0' made a tensor that another microbatch gets"
+    _refused(step, CaptureError, match, make_block=Block)
+
+
+def test_a_tensor_of_the_head_that_a_block_gets_past_its_arguments() -> None:
+    kept: dict[int, Tensor] = {}
+
+    class Reading(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            side = kept[threading.get_ident()]
+            return super().forward(x) + side
+
+    def step(layers: Any, hidden: Tensor) -> Any:
+        kept[threading.get_ident()] = torch.sigmoid(hidden)
+        for layer in layers:
+            hidden = layer(hidden)
+        return hidden
+
+    match = r"Code outside the blocks made a tensor that block 'layers\.0' gets by another way"
+    _refused(step, CaptureError, match, make_block=Reading)
+
+
+def test_a_constant_that_blocks_share_past_their_arguments() -> None:
+    kept: dict[str, Tensor] = {}
+    module = Regressor(make_block=lambda: Smuggling(kept, constant=True))
+    module.head.weight.data.mul_(2)
+    stack, batches = layers_of(module), regression_batches(3)
+    plain_step(module, batches)  # the first call of the first block does without
+    plain = plain_step(module, batches)
     plan = plan_of(stack, num_workers=2, num_microbatches=3)
+    with engine_of(module, stack, plan) as engine:
+        assert not differences(module, mean_step(engine, batches), plain)
+        kept.clear()
+        mean_step(engine, batches)
+        assert not differences(module, mean_step(engine, batches), plain)
 
+
+def test_an_argument_that_is_written_into_after_its_block() -> None:
+    class Scaled(Block):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * scale
+
+    def step(layers: Any, hidden: Tensor) -> Any:
+        scale = torch.ones(())
+        for layer in layers:
+            hidden = layer(hidden, scale)
+            scale += 1
+        return hidden
+
+    match = r"that block 'layers\.\d' was given has been written into since"
+    _refused(step, CaptureError, match, make_block=Scaled)
+
+
+def test_a_gradient_that_user_code_asks_for_across_the_blocks() -> None:
     def call(view: Any, batch: Any, index: int) -> Any:
         hidden = view.head(batch[0])
-        for number, layer in enumerate(view.layers):
-            if (number, index) != (1, 2):
-                hidden = layer(hidden)
-        return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
+        output = view.tail(view.run_blocks(hidden)).squeeze(-1)
+        (gradient,) = torch.autograd.grad(
+            output.sum(), hidden, create_graph=True, allow_unused=True
+        )
+        return output.mean() + gradient.square().mean()
 
-    with pytest.raises(CaptureError, match=r"layers\.2") as caught:
-        engine_step(module, stack, plan, regression_batches(3), call=call)
-    assert "microbatch 2" in "".join(getattr(caught.value, "__notes__", ["microbatch 2"]))
+    with pytest.raises(CaptureError, match=r"torch\.autograd\.grad.*through the blocks"):
+        _outputs(call)
+
+
+def test_a_gradient_that_user_code_asks_for_after_the_blocks() -> None:
+    def call(view: Any, batch: Any, index: int) -> Any:
+        hidden = view.run_blocks(view.head(batch[0])) * 1
+        output = view.tail(hidden).squeeze(-1)
+        (gradient,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+        return functional.mse_loss(output, batch[1]) + gradient.square().mean()
+
+    module = Regressor()
+    stack, batches = layers_of(module), regression_batches(3)
+    plain = plain_step(module, batches, call=call)
+    plan = plan_of(stack, num_workers=2, num_microbatches=3)
+    assert not differences(module, engine_step(module, stack, plan, batches, call=call), plain)
+
+
+def test_parameters_replaced_while_the_engine_is_open() -> None:
+    module = Regressor()
+    stack, batches = layers_of(module), regression_batches(3)
+    plan = plan_of(stack, num_workers=2, num_microbatches=3)
+    values = {name: value.clone() for name, value in module.state_dict().items()}
+    with engine_of(module, stack, plan) as engine:
+        module.load_state_dict(values)
+        mean_step(engine, batches)
+        module.load_state_dict(values, assign=True)
+        for run in (
+            lambda: mean_step(engine, batches),
+            lambda: engine.evaluate(lambda view, b: view(b[0]), batches[0]),
+        ):
+            with pytest.raises(ConfigurationError, match=r"norm\.weight.*assign=True"):
+                run()
 
 
 # ------------------------------------------------------------------------------- losses and batches

@@ -42,8 +42,8 @@ def _storages(parameters: Any) -> set[int]:
 
 def assert_uploads_all(store: HostStore, blocks: list[nn.Module], device: Device) -> None:
     """Check the values, shapes and strides of what comes to a device."""
-    for index, block in enumerate(blocks):
-        values = store.upload_block(index, device)
+    for block in blocks:
+        values = store.upload_block(block, device)
         assert set(values) == set(block.parameters())
         for parameter, value in values.items():
             host = value if tag_of(value) is None else untag(value)
@@ -75,9 +75,10 @@ def test_one_copy_per_block() -> None:
     module = Regressor(3)
     store = HostStore(module, list(module.layers))
     device = CountingDevice()
-    store.upload_block(1, device)
+    block = _blocks(module)[1]
+    store.upload_block(block, device)
     assert device.num_uploads == 1
-    assert store.block_bytes(1) == sum(p.nbytes for p in _blocks(module)[1].parameters())
+    assert store.block_bytes(block) == sum(p.nbytes for p in block.parameters())
 
 
 def test_every_parameter_begins_at_a_cache_line() -> None:
@@ -99,7 +100,7 @@ def test_buffers_of_their_own_for_dtypes_and_frozen_parameters() -> None:
     store = HostStore(module, list(module.layers))
     device = CountingDevice()
     assert len(_storages(_blocks(module)[0].parameters())) == 3
-    values = store.upload_block(0, device)
+    values = store.upload_block(_blocks(module)[0], device)
     assert device.num_uploads == 3
     for parameter, value in values.items():
         assert value.dtype == parameter.dtype
@@ -210,5 +211,6 @@ def test_a_second_store_on_the_same_module() -> None:
 
 def test_no_stack_and_no_parameters() -> None:
     HostStore(nn.Identity(), [])
-    store = HostStore(nn.Sequential(nn.ReLU()), [nn.ReLU()])
-    assert store.upload_block(0, EmulatedDevice(0)) == {}
+    block = nn.ReLU()
+    store = HostStore(nn.Sequential(nn.ReLU()), [block])
+    assert store.upload_block(block, EmulatedDevice(0)) == {}

@@ -104,13 +104,13 @@ def test_a_write_is_refused_when_the_block_is_used_next(tmp_path: Path) -> None:
     blocks = list(model.model.layers)
     store = HostStore(model, blocks)
     [worker] = emulated_workers(1)
-    store.upload_block(1, worker)
+    store.upload_block(blocks[1], worker)
     with torch.no_grad():
         blocks[1].self_attn.q_proj.weight.add_(1)
-    store.upload_block(0, worker)
+    store.upload_block(blocks[0], worker)
     message = r"layers\.1\.self_attn\.q_proj\.weight .* was written to.*frozen_weights=memory"
     with pytest.raises(ConfigurationError, match=message):
-        store.upload_block(1, worker)
+        store.upload_block(blocks[1], worker)
     with pytest.raises(ConfigurationError, match=message):
         HostStore(model, blocks)
     again = source(tmp_path).build()
