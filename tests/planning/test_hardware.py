@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,33 @@ def test_every_name_is_a_valid_machine(name: str) -> None:
         assert name.endswith(f"x{spec.num_devices}")
     assert hardware_from_mapping(hardware_to_mapping(spec)) == spec
     assert hash(spec) == hash(load_hardware(name))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_says_where_its_figures_are_from(device: str) -> None:
+    text = (config_folder() / "hardware" / "device" / f"{device}.yaml").read_text("utf-8")
+    header = text[: text.index("device_name:")].splitlines()
+    said = header.index("# Sources:") + 1
+    sources = [line for line in header[said:] if line.startswith("#   ")]
+    assert len(re.findall(r"https?://\S+\.\S+/\S+", " ".join(sources))) >= 2
+    assert any(line.startswith("# Link: 80 % of the") for line in header)
+    assert any(line.startswith("# Efficiency: fitted") for line in header)
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_machine_says_what_is_assumed(name: str) -> None:
+    text = (config_folder() / "hardware" / f"{name}.yaml").read_text("utf-8")
+    assert "assumed" in text[: text.index("accelerator:")].lower()
+
+
+def test_the_nominal_links_are_those_of_their_generation() -> None:
+    lanes = {4: 16e9 * 16 / 8 * 128 / 130, 5: 32e9 * 16 / 8 * 128 / 130}
+    generation = dict.fromkeys(DEVICES, 4) | dict.fromkeys(("rtx5090", "h100", "h200"), 5)
+    for device in DEVICES:
+        spec = load_hardware(f"{device}x1")
+        assert spec.upload_bytes_per_second == pytest.approx(
+            0.8 * lanes[generation[device]], rel=0.01
+        )
 
 
 def test_a_geforce_doubles_its_rate_with_float16_sums() -> None:
