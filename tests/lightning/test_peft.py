@@ -1,0 +1,103 @@
+"""Models of peft in a LightningModule of one's own, with the defaults of the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.engine.architectures import token_batches
+from tests.engine.test_peft import EXPERTS, Q_V, SOFT, adapted, base
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import QUIET, make_trainer, parameter_error
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+]
+
+
+class Tuned(LightningModule):
+    """Trains what peft has added, in plain Lightning."""
+
+    def __init__(self, model: Any, *, prefers: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.prefers = prefers
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        output = self.model(**batch, labels=batch["input_ids"])
+        loss: Tensor = output.loss
+        if self.prefers:
+            with torch.no_grad(), self.model.disable_adapter():
+                wanted = self.model(**batch).logits
+            loss = loss - functional.logsigmoid(output.logits - wanted).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        policy = self.model(**batch).logits
+        with self.model.disable_adapter():
+            reference = self.model(**batch).logits
+        self.log("drift", (policy - reference).abs().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data() -> DataLoader[Any]:
+    rows: Any = [
+        {name: tensor[row] for name, tensor in batch.items()}
+        for batch in token_batches(4)
+        for row in range(2)
+    ]
+    return DataLoader(rows, batch_size=4)
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "lora": (base, LoraConfig(**Q_V)),
+    "experts": (
+        lambda: base("qwen3_moe"),
+        LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS),
+    ),
+    "prompt": (base, PromptTuningConfig(**SOFT)),
+    "prefix": (base, PrefixTuningConfig(**SOFT)),
+}
+
+
+def compare(tmp_path: Path, make: Callable[[], Any], config: Any, **options: Any) -> None:
+    found = []
+    for strategy, devices in (
+        ("auto", 1),
+        (RoundPipeStrategy(num_microbatches=2), 2),
+        (EmulatedStrategy(num_microbatches=2), 2),
+    ):
+        module = Tuned(adapted(make(), config).model, **options)
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, max_epochs=1)
+        trainer.fit(module, data(), data() if options else None)
+        states = trainer.optimizers[0].state
+        assert set(states) == {p for p in module.parameters() if p.requires_grad}
+        found.append((module, trainer.callback_metrics))
+    for module, metrics in found[1:]:
+        assert parameter_error(module, found[0][0]) < 1e-4
+        for name, value in found[0][1].items():
+            torch.testing.assert_close(metrics[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_on_one_device(tmp_path: Path, kind: str) -> None:
+    make, config = KINDS[kind]
+    compare(tmp_path, make, config)
+
+
+def test_adapters_off_in_training_and_in_validation(tmp_path: Path) -> None:
+    compare(tmp_path, base, LoraConfig(**Q_V), prefers=True)
