@@ -43,6 +43,8 @@ LossMode: TypeAlias = Literal["auto", "fused", "own"]
 LARGE_LOGITS_BYTES = 256 * 2**20
 """Under `"auto"`, logits are put off that would take more than this in float32."""
 
+_MANY_PENDING = 64  # stand-ins that a thread keeps in mind until it looks which ones still exist
+
 #: What may be asked of logits that have not been made.
 _METADATA = frozenset(
     """
@@ -162,7 +164,16 @@ class DeferredLogits(Tensor):
 
     def logits(self) -> Tensor:
         """Return the real ones."""
+        if self.has_other_graph:
+            values: Tensor = _Values.apply(self)  # type: ignore[no-untyped-call]
+            return values
         return self.recipe.logits()
+
+    @property
+    def has_other_graph(self) -> bool:
+        """Whether an `autograd.Function` (checkpointing, say) has made it its output since."""
+        node = self.grad_fn
+        return node is not None and getattr(node, "recipe", None) is not self.recipe
 
     @classmethod
     def __torch_function__(
@@ -215,7 +226,7 @@ def _answered(
 ) -> Tensor | None:
     """Return a loss, or what stands for the result of a function; None to run it."""
     recipe = stand_in.recipe
-    if recipe.is_made:
+    if recipe.is_made or stand_in.has_other_graph:
         return None
     recipe.check_unchanged()
     loss = consumed(recipe.form, name, args, kwargs)
@@ -288,6 +299,18 @@ class _StandIn(torch.autograd.Function):
         return None, *(
             next(gradients) if x is not None and x.requires_grad else None for x in leaves
         )
+
+
+class _Values(torch.autograd.Function):
+    """The logits, in the graph that their stand-in has got from somebody else."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: DeferredLogits) -> Tensor:  # noqa: ARG004
+        return stand_in.recipe.logits().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+        return gradient
 
 
 # --- where it begins ------------------------------------------------------------------------------
@@ -400,7 +423,16 @@ class LossFusion:
 
     def remember(self, stand_in: Tensor) -> None:
         """Take note of logits of this thread that have been put off."""
-        self._thread.pending.append(weakref.ref(stand_in))
+        pending = self._thread.pending
+        pending.append(weakref.ref(stand_in))
+        if len(pending) > self._thread.most_pending:
+            pending[:] = [reference for reference in pending if reference() is not None]
+            self._thread.most_pending = max(_MANY_PENDING, 2 * len(pending))
+
+    @property
+    def num_pending(self) -> int:
+        """How many stand-ins of this thread are kept in mind."""
+        return len(self._thread.pending)
 
     def settle(self) -> None:
         """Make the logits of this thread that somebody still holds: their sources go away."""
@@ -424,6 +456,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.is_aside = False
         self.pending: list[weakref.ref[Tensor]] = []
+        self.most_pending = _MANY_PENDING
 
 
 class _Everywhere(TorchFunctionMode):

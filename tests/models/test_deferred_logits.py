@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.models.deferred_logits import DeferredLogits, LossFusion
@@ -342,6 +344,33 @@ def test_logits_are_made_as_where_they_were_asked_for() -> None:
             assert logits.dtype == torch.bfloat16
             assert logits.sum().dtype == torch.bfloat16
         assert (logits * torch.ones(())).requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_projection(reentrant: bool) -> None:
+    """Reentrant checkpointing runs it without a graph and gives the stand-in one of its own."""
+    results = []
+    for fusion in (None, LossFusion("fused")):
+        head, (hidden, labels) = Head(), given()
+        with nullcontext() if fusion is None else fusion.everywhere():
+            logits = checkpoint(lambda x, head=head: head(2 * x), hidden, use_reentrant=reentrant)
+            loss = _as_transformers(logits, labels)
+        loss.backward()
+        results.append([loss.detach(), hidden.grad, head.projection.weight.grad])
+    for mine, plain in zip(*results, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_pending_does_not_grow() -> None:
+    head, (hidden, _) = Head(), given()
+    fusion = LossFusion("fused")
+    with torch.no_grad(), fusion.everywhere():
+        kept = head(hidden)
+        for _ in range(1000):
+            head(hidden)
+        assert fusion.num_pending < 200
+    assert fusion.report.made == {"kept": 1}
+    assert kept.shape[-1] == VOCABULARY
 
 
 def test_changed_sources_are_refused() -> None:
