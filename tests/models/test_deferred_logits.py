@@ -400,6 +400,15 @@ def test_small_logits_are_left_alone_under_auto() -> None:
     assert fusion.report.num_fused == 1
 
 
+def test_256_mib_are_large() -> None:
+    """With the vocabulary of Qwen3, 441 tokens: nothing is computed to find out."""
+    weight, fusion = torch.ones(1, WIDTH).expand(151_936, WIDTH), LossFusion("auto")
+    for tokens, is_large in ((441, False), (442, True)):
+        hidden = torch.ones(1, WIDTH).expand(tokens, WIDTH)
+        answer = fusion(functional.linear, (hidden, weight), {})
+        assert (answer is not NotImplemented) == is_large
+
+
 class _Quantised(Tensor):
     """A tensor whose operations are its own."""
 
