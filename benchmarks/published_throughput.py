@@ -12,7 +12,6 @@ import argparse
 import csv
 import json
 import statistics
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +20,11 @@ from typing import Any
 
 import torch
 import yaml
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work_profile import work_profile
-from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
 from roundpipe_lightning.planning.memory import MemoryModel
@@ -73,6 +71,7 @@ STORAGES = {
 TITLES = {
     "throughput": "Tokens per second",
     "frozen": "Tokens per second by where frozen weights lie",
+    "adapters": "Tokens per second by what is adapted",
     "sequences": "Longest sequences, in units of 1024 tokens",
     "layers": "Milliseconds of a microbatch of 4 x 2048 tokens",
 }
@@ -168,8 +167,13 @@ def even_partitions(profile: ModelProfile) -> Iterator[Partition]:
             )
 
 
-def measure(name: str) -> WorkProfile:
-    """Measure a model of conf/model on the meta device."""
+def measure(name: str, *, experts: bool = False) -> WorkProfile:
+    """Measure a model of conf/model on the meta device.
+
+    Args:
+        name: Its file.
+        experts: Whether a mixture's experts get adapters, too, where there are any.
+    """
     config = yaml.safe_load((MODELS / f"{name}.yaml").read_text(encoding="utf-8"))
     source = ModelSource(architecture=config["architecture"])
     before = torch.get_default_dtype()
@@ -178,25 +182,34 @@ def measure(name: str) -> WorkProfile:
         with torch.device("meta"):
             model: nn.Module = source.build()
             if name in LORA_RANKS:
-                model = adapted(model, rank=LORA_RANKS[name])
+                model = adapted(model, rank=LORA_RANKS[name], experts=experts)
     finally:
         torch.set_default_dtype(before)
     return work_profile(model, find_blocks(model, None), seq_len=SHAPE.seq_len)
 
 
-def adapted(model: nn.Module, *, rank: int) -> nn.Module:
-    """Add LoRA to every linear layer of the blocks (a mixture's experts are none)."""
+def adapted(model: Any, *, rank: int, experts: bool) -> nn.Module:
+    """Add LoRA to every linear layer of the blocks, and to the parameters of a mixture's experts.
+
+    What is no linear layer but has stacked matrices is taken for experts.
+    """
     stack = find_blocks(model, None)
     assert stack is not None
-    names = {
+    block = stack.blocks[0]
+    layers = {
         name.rpartition(".")[2]
-        for name, child in stack.blocks[0].named_modules()
+        for name, child in block.named_modules()
         if isinstance(child, nn.Linear)
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls an older name
-        config = LoraConfig(r=rank, target_modules=sorted(names))
-        return get_peft_model(model, config)
+    stacked = {
+        ".".join(name.split(".")[-2:]) for name, p in block.named_parameters() if p.dim() == 3
+    }
+    settings = {
+        "rank": rank,
+        "target_modules": sorted(layers),
+        "target_parameters": sorted(stacked) if experts else None,
+    }
+    return Adapters(method="lora", settings=settings).apply(model)
 
 
 def published(path: Path) -> Iterator[tuple[str, Mapping[str, float]]]:
@@ -233,6 +246,28 @@ def frozen_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
         for model in models
         if model.is_frozen
         for name, storage in STORAGES.items()
+    ]
+
+
+def adapter_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """Predicted throughput of models with adapters, by what is adapted."""
+    return [
+        {
+            "model": model.name,
+            "adapters": name,
+            "trainable": float(variant.work.num_trainable),
+            "predicted": variant.tokens_per_second(
+                UpdateTiming.BEHIND_NEXT_STEP, ParameterStorage()
+            ),
+        }
+        for model in models
+        if model.is_frozen
+        for name, variant in {
+            "attention": model,
+            "attention and experts": Model(
+                name=model.name, work=measure(model.name, experts=True), hardware=model.hardware
+            ),
+        }.items()
     ]
 
 
@@ -332,6 +367,7 @@ def main() -> None:
     rows = {
         "throughput": throughput,
         "frozen": frozen_rows(models),
+        "adapters": adapter_rows(models),
         "sequences": sequence_rows(models),
         "layers": layer_rows(models),
     }

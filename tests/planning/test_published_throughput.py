@@ -48,6 +48,12 @@ def test_slower_uploads_never_help(result: Any) -> None:
         assert rates[f"memory-mapped, {bits} bits"] <= rates[f"page-locked, {bits} bits"]
 
 
+def test_adapters_of_experts_cost_more_than_those_of_attention(result: Any) -> None:
+    few, many = result["adapters"]
+    assert many["trainable"] > 10 * few["trainable"]
+    assert 0.3 * few["predicted"] < many["predicted"] < few["predicted"]
+
+
 def test_the_document_prints_these_tables(result: Any) -> None:
     document = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
     lines = [line for line in document.splitlines() if line.startswith("|")]
