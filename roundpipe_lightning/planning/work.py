@@ -224,7 +224,9 @@ class WorkProfile:
     @property
     def num_trainable(self) -> int:
         """Trainable parameters, tied ones once."""
-        tied = self.tied_parameters if self.head.num_trainable else 0
+        tied = self.tied_parameters
+        if min(self.head.num_trainable, self.tail.num_trainable) < tied:
+            tied = 0  # what is trained there is something else, a prompt say
         return sum(part.num_trainable for part in self.segments) - tied
 
     @property

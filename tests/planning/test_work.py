@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.hardware import Efficiency
 from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.work import (
     Amount,
     BlockWork,
@@ -119,3 +120,27 @@ def test_a_model_is_timed_block_by_block() -> None:
     assert timed.backward_seconds == pytest.approx(3 * timed.forward_seconds)
     assert (timed.boundary_bytes, timed.working_bytes) == (16, 56)
     assert (timed.parameter_bytes, timed.trainable_bytes) == (10, 6)
+
+
+def test_a_prompt_before_a_frozen_tied_embedding_is_trained_alone() -> None:
+    tail = BlockWork(name="t", num_parameters=9)
+    head = replace(tail, name="h", num_parameters=11, num_trainable=2)
+    work = WorkProfile(blocks=(), head=head, tail=tail, tied_parameters=9, fingerprint="f")
+    assert (work.num_parameters, work.num_trainable) == (11, 2)
+
+
+def test_a_block_that_runs_no_backward_is_not_recomputed() -> None:
+    machine = load_hardware("rtx4090x1")
+    work = Work(memory_bytes=Amount(per_token=1e6), attention_operations=Amount(per_token=1e6))
+    below = BlockWork(name="b", forward=work, attention_bytes=Amount(per_token=1))
+    above = replace(below, backward=work)
+    trained = replace(below, num_trainable=1)
+    assert [part.has_backward for part in (below, above, trained)] == [False, True, True]
+    profile = time_model(
+        WorkProfile(blocks=(below, above)), hardware=machine, shape=shape(1, 8), dtype="bfloat16"
+    )
+    first, second = profile.blocks
+    for policy in RecomputePolicy:
+        assert first.seconds_to_recompute(policy) == 0
+    assert second.recompute_seconds == first.forward_seconds > 0
+    assert 0 < second.seconds_to_recompute(RecomputePolicy.SELECTIVE) < second.forward_seconds
