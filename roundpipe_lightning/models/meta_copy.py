@@ -58,6 +58,7 @@ _SHARED = (
 
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 2**26
+_ENTRANCES = ("training_step", "forward")
 _LIBRARIES = frozenset({"torch", "lightning", "lightning_fabric", "lightning_utilities"})
 
 
@@ -174,19 +175,22 @@ class MetaCopy:
         return copies
 
     def _check_code(self, kind: type) -> None:
-        """Refuse a module whose own methods write to variables outside of it."""
-        for base in kind.__mro__:
-            if base is object or base.__module__.partition(".")[0] in _LIBRARIES:
+        """Refuse a module whose own methods write to variables outside of it.
+
+        Looked at are the methods that begin a step, and those of the module that they name.
+        """
+        pending, seen = list(_ENTRANCES), set()
+        while pending:
+            name = pending.pop()
+            function = _method(kind, name)
+            if name in seen or function is None:
                 continue
-            for value in vars(base).values():
-                function = getattr(value, "__func__", value)
-                if not isinstance(function, types.FunctionType):
-                    continue
-                if not _is_pure(function) or _changes_globals(function):
-                    raise self._refuse(
-                        f"{base.__name__}.{function.__name__} may change a variable outside of the "
-                        "module"
-                    )
+            seen.add(name)
+            if not _is_pure(function) or _changes_globals(function):
+                raise self._refuse(
+                    f"{function.__qualname__} may change a variable outside of the module"
+                )
+            pending.extend(function.__code__.co_names)
 
     # --- everything else -------------------------------------------------------------------------
 
@@ -296,6 +300,18 @@ def _class_of(base: type) -> type:
         namespace["__class__"] = property(lambda self: base)
 
     return types.new_class(base.__name__, (_Copied, base), {}, fill)
+
+
+def _method(kind: type, name: str) -> types.FunctionType | None:
+    """The function behind a name in a class; None where there is none, or it is a library's."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            value = vars(base)[name]
+            value = getattr(value, "fget", value)
+            function = getattr(value, "__func__", value)
+            own = base.__module__.partition(".")[0] not in _LIBRARIES
+            return function if own and isinstance(function, types.FunctionType) else None
+    return None
 
 
 def _is_pure(function: types.FunctionType) -> bool:

@@ -151,13 +151,38 @@ def test_code_that_reaches_outside_of_the_module_is_not_run() -> None:
             self.on_step()
             return super().training_step(batch)
 
+    class Helped(Counting):
+        def training_step(self, batch: Any) -> Tensor:
+            self.note()
+            return super().training_step(batch)
+
+        def note(self) -> None:
+            seen.append(1)
+
     with pytest.raises(ConfigurationError, match=r"Closure.training_step may change a variable"):
         measure(Closure())
+    with pytest.raises(ConfigurationError, match=r"Helped.note may change a variable"):
+        measure(Helped())
     module = Hook()
     module.on_step = lambda: seen.append(2)
     with pytest.raises(ConfigurationError, match="carries variables"):
         measure(module)
     assert seen == []
+
+
+def test_methods_that_a_step_does_not_use_may_do_anything() -> None:
+    seen: list[int] = []
+
+    class Careful(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            seen.append(1)
+
+        def on_train_start(self) -> None:
+            seen.append(2)
+
+    assert measure(Careful()).work.blocks
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), iter([1]), torch.Generator()])
