@@ -23,9 +23,8 @@ from roundpipe_lightning.cli.plan_changes import cheapest_changes
 from roundpipe_lightning.cli.plan_report import PlanReport
 from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
-from roundpipe_lightning.planning.fit import FitAnswer, fit_training
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.fit import FitAnswer
+from roundpipe_lightning.planning.planner import plan_of_one_batch
 from roundpipe_lightning.planning.render import render_svg, render_trace
 
 log = logging.getLogger(__name__)
@@ -123,28 +122,11 @@ def _write(found: FitAnswer, folder: Path) -> dict[str, Path]:
     texts = {
         "timeline.svg": render_svg(pictured),
         "timeline.json": render_trace(pictured),
-        "plan.json": _one_batch(found).to_json(),
+        "plan.json": plan_of_one_batch(found.planned.plan).to_json(),
     }
     for name, text in texts.items():
         write_atomically(folder / name, text)
     return {name: folder / name for name in texts}
-
-
-def _one_batch(found: FitAnswer) -> Plan:
-    """The plan of a single batch: accumulated ones are run one after the other."""
-    job, planned = found.job, found.planned
-    assert planned is not None
-    if job.num_batches == 1:
-        return planned.plan
-    hints = PartitionHints(
-        forward=planned.plan.partition.forward,
-        backward=planned.plan.partition.backward,
-        team_size=planned.plan.team_size,
-        round_size=planned.plan.round_size,
-    )
-    single = fit_training(replace(job, num_batches=1, hints=hints)).planned
-    assert single is not None
-    return single.plan
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings
 from roundpipe_lightning.planning.fit import (
     FitAnswer,
-    Search,
     TrainingJob,
     fit_training,
     fits_memory,
@@ -29,15 +28,11 @@ def answer(settings: PlanSettings, *, maker: JobMaker) -> FitAnswer:
         RoundPipeError: The model cannot be measured, or a hint cannot be kept.
     """
     counts = [n for n in settings.microbatch_counts() if _allows(settings, n)]
-    if len(counts) > 1:
-        jobs = [maker.job(settings, num_microbatches=n, search=Search.QUICK) for n in counts]
-        fitting = [job for job in jobs if fits_memory(job)]
-        if len(fitting) > 1:
-            quick = [fit_training(job) for job in fitting]
-            fitting = [max(quick, key=lambda found: found.tokens_per_second).job]
-        counts = [job.num_microbatches for job in fitting] or counts
-    count = counts[0] if counts else settings.microbatch_counts()[0]
-    return fit_training(maker.job(settings, num_microbatches=count))
+    first, *others = counts or settings.microbatch_counts()[:1]
+    return fit_training(
+        maker.job(settings, num_microbatches=first),
+        *(maker.job(settings, num_microbatches=count) for count in others),
+    )
 
 
 def _allows(settings: PlanSettings, num_microbatches: int) -> bool:

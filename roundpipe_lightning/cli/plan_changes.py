@@ -29,6 +29,9 @@ _HINT_KEYS = {
     "most_fused": "limits.fused",
     "team_size": "team_size",
     "round_size": "round_size",
+    "recompute": "recompute",
+    "weight_slots": "weight_slots",
+    "resident": "resident",
 }
 _ADAPTERS = Adapters(
     method="lora",
@@ -171,7 +174,7 @@ def _free_changes(settings: PlanSettings) -> Iterator[Change]:
     if settings.given_plan is not None or settings.hints != PartitionHints():
         hints = dataclasses.asdict(settings.hints)
         taken = [_HINT_KEYS[name] for name, value in hints.items() if value is not None]
-        overrides = [f"partition.{key}=null" for key in taken]
+        overrides = [f"partition.{key}={'auto' if key == 'recompute' else 'null'}" for key in taken]
         if settings.given_plan is not None:
             overrides = ["partition=auto", "partition.num_microbatches=auto"]
         yield _changed(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roundpipe_lightning.cli.plan_changes import VerifiedChange
 from roundpipe_lightning.cli.plan_settings import PlanSettings
 from roundpipe_lightning.planning.fit import FitAnswer
 from roundpipe_lightning.planning.memory import MemoryNeed
+from roundpipe_lightning.planning.moves import stage_bytes
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.stages import StageKind
-from roundpipe_lightning.planning.transfers import stage_bytes
-from roundpipe_lightning.planning.work import time_model
 
 _GIB = 2**30
+_MOVED = ("weights", "gradients", "boundaries_up", "boundaries_down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +87,22 @@ class PlanReport:
             "num_stages": layout.partition.num_stages,
             "team_size": layout.team_size,
             "round_size": layout.round_size,
-            "num_rounds": -(-layout.num_microbatches // layout.round_size),
+            "num_rounds": layout.num_rounds,
+            "num_batches": self.answer.job.num_batches,
+            "weight_slots": layout.weight_slots,
+            "recompute": self.answer.planned.plan.recompute.value,
+            "resident": [list(blocks) for blocks in layout.resident],
+            "resident_bytes": self._resident_bytes(),
         }
+
+    def _resident_bytes(self) -> list[int]:
+        """Bytes that stay on each device."""
+        job = self.answer.job
+        blocks = job.memory.footprint(job.shape).profile.blocks
+        return [
+            sum(blocks[index].parameter_bytes for index in resident)
+            for resident in self.answer.layout.resident
+        ]
 
     def _predicted(self) -> dict[str, float] | None:
         prediction, planned = self.answer.prediction, self.answer.planned
@@ -95,6 +110,7 @@ class PlanReport:
             return None
         return {
             "step_seconds": prediction.step_seconds,
+            "one_by_one_seconds": self.answer.one_by_one_seconds,
             "pipeline_seconds": prediction.pipeline_seconds,
             "optimizer_seconds": prediction.optimizer_seconds,
             "tokens_per_second": self.answer.tokens_per_second,
@@ -109,19 +125,25 @@ class PlanReport:
         if prediction is None:
             return None
         if job.hardware.shares_host_memory:
-            return dict.fromkeys(("weights", "gradients", "boundaries_up", "boundaries_down"), 0.0)
-        partition = answer.layout.partition
-        profile = time_model(job.work, hardware=job.hardware, shape=job.shape, dtype=job.dtype)
+            return dict.fromkeys((*_MOVED, "weights_saved"), 0.0)
+        layout = answer.layout
+        profile = job.memory.footprint(job.shape).profile
         moved = [
-            stage_bytes(profile, stage=stage, partition=partition) for stage in partition.stages()
+            stage_bytes(
+                profile, stage=stage, partition=layout.partition, recompute=layout.recompute
+            )
+            for stage in layout.partition.stages()
         ]
         count = job.step_microbatches
-        return {
-            "weights": prediction.uploaded_bytes,
-            "gradients": prediction.downloaded_bytes,
-            "boundaries_up": float(count * sum(each.input_bytes for each in moved)),
-            "boundaries_down": float(count * sum(each.output_bytes for each in moved)),
-        }
+        sizes = (
+            prediction.uploaded_bytes,
+            prediction.downloaded_bytes,
+            float(count * sum(each.input_bytes for each in moved)),
+            float(count * sum(each.output_bytes for each in moved)),
+        )
+        without = job.predict(replace(layout, resident=())) if layout.resident else prediction
+        saved = without.uploaded_bytes - prediction.uploaded_bytes
+        return {**dict(zip(_MOVED, sizes, strict=True)), "weights_saved": saved}
 
     @property
     def missing(self) -> str:
@@ -138,6 +160,9 @@ class PlanReport:
         """Name what no device can hold."""
         need, work = self.answer.memory.device, self.answer.job.work
         machine = self.settings.hardware.name
+        hints = self.answer.job.hints
+        if hints.recompute is not None or hints.resident is not None:
+            return self.answer.refusal
         if self.answer.job.hints.cuts:
             return (
                 f"{machine} cannot hold the stages that are asked for, {need.stage} least of all."
@@ -202,7 +227,7 @@ class PlanReport:
             for kind in StageKind
             if (count := sum(stage.kind is kind for stage in partition.stages()))
         )
-        rounds = -(-layout.num_microbatches // layout.round_size)
+        rounds = layout.num_rounds
         return [
             "",
             f"Stages: {kinds}",
@@ -212,7 +237,30 @@ class PlanReport:
                 f"Teams of {layout.team_size}, {rounds} round{'s' * (rounds > 1)} of "
                 f"{layout.round_size} microbatches"
             ),
+            *self._memory_choice_lines(),
         ]
+
+    def _memory_choice_lines(self) -> list[str]:
+        """What is held on the devices, and what is computed twice instead."""
+        layout, planned, moved = self.answer.layout, self.answer.planned, self._moved()
+        assert planned is not None
+        policy = planned.plan.recompute
+        lines = [f"Recompute: {policy.value} ({_POLICIES[policy]})"]
+        if self.answer.job.hardware.shares_host_memory:
+            return lines
+        ahead = "the next stage's weights come while one computes"
+        alone = "the next stage's weights come when one has ended: two do not fit"
+        slots = ("2", ahead) if layout.weight_slots == 2 else ("1", alone)
+        lines.append(f"Slots for weights: {slots[0]} ({slots[1]})")
+        if layout.resident and moved is not None:
+            counts = sorted({len(blocks) for blocks in layout.resident})
+            number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            most = max(self._resident_bytes())
+            lines.append(
+                f"Resident: {number} blocks on each device, up to {_size(most)}; "
+                f"{_size(moved['weights_saved'])} less to upload in a step"
+            )
+        return lines
 
     def _step_lines(self) -> list[str]:
         prediction, moved, predicted = self.answer.prediction, self._moved(), self._predicted()
@@ -220,7 +268,7 @@ class PlanReport:
             return []
         names = ("weights up", "gradients down", "boundaries up", "boundaries down")
         sizes = ", ".join(
-            f"{_size(size)} of {name}" for name, size in zip(names, moved.values(), strict=True)
+            f"{_size(moved[key])} of {name}" for key, name in zip(_MOVED, names, strict=True)
         )
         lines = [
             "",
@@ -235,6 +283,11 @@ class PlanReport:
                 f"{predicted['pipeline_idle_share']:.1%} of the pipeline's part"
             ),
         ]
+        if self.answer.job.num_batches > 1:
+            lines.append(
+                f"  with {self.answer.job.num_batches} batches in one stream; one after the other, "
+                f"each as plan.json has it, {self.answer.one_by_one_seconds:.4g} s"
+            )
         if self.gains:
             shares = ", ".join(f"{name} {gain:.0%}" for name, gain in self.gains.items())
             lines.append(f"Bottleneck: {next(iter(self.gains))}")
@@ -259,6 +312,13 @@ class PlanReport:
             speed = f"{change.answer.tokens_per_second:,.0f} tokens/s"
             lines.append(f"  {' '.join(change.change.overrides)}  ({speed})")
         return lines
+
+
+_POLICIES = {
+    RecomputePolicy.FULL: "backward stages run their blocks again",
+    RecomputePolicy.SELECTIVE: "backward stages run their blocks again, but for attention",
+    RecomputePolicy.NONE: "every block runs forward once",
+}
 
 
 def _need(need: MemoryNeed) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from roundpipe_lightning.planning.hardware_files import (
 )
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile
 
@@ -199,6 +200,7 @@ class JobMaker:
             shape=MicrobatchShape(sequences=sequences, seq_len=settings.seq_len),
             num_microbatches=num_microbatches,
             num_batches=settings.num_batches,
+            batch_sequences=settings.batch_size,
             hints=settings.hints,
             search=search,
         )
@@ -362,7 +364,15 @@ def _hints(config: DictConfig) -> PartitionHints:
         most_fused=limits.fused,
         team_size=config.team_size,
         round_size=config.round_size,
+        recompute=_recompute(config.recompute),
+        weight_slots=config.weight_slots,
+        resident=config.resident,
     )
+
+
+def _recompute(word: object) -> tuple[RecomputePolicy, ...] | None:
+    _check_word("partition.recompute", word, ("auto", *(each.value for each in RecomputePolicy)))
+    return None if word == "auto" else (RecomputePolicy(word),)
 
 
 def _with_plan(settings: PlanSettings, plan: Plan) -> PlanSettings:
@@ -384,6 +394,8 @@ def _with_plan(settings: PlanSettings, plan: Plan) -> PlanSettings:
         backward=plan.partition.backward,
         team_size=plan.team_size,
         round_size=plan.round_size,
+        recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
+        weight_slots=plan.weight_slots,
     )
     if settings.num_microbatches not in (None, plan.num_microbatches):
         raise PlanError(

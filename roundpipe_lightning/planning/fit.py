@@ -52,6 +52,8 @@ class TrainingJob:
         shape: One microbatch.
         num_microbatches: Microbatches of a batch.
         num_batches: Batches that are accumulated before the weights change.
+        batch_sequences: Sequences of a batch, where the last microbatch has fewer than the others;
+            None: all have as many.
         hints: What the user has settled.
         timing: When the optimizer runs.
         search: How thoroughly to look for stages.
@@ -65,6 +67,7 @@ class TrainingJob:
     shape: MicrobatchShape
     num_microbatches: int
     num_batches: int = 1
+    batch_sequences: int | None = None
     hints: PartitionHints = field(default_factory=PartitionHints)
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
     search: Search = Search.FULL
@@ -79,6 +82,12 @@ class TrainingJob:
     def step_microbatches(self) -> int:
         """Microbatches of an optimizer step."""
         return self.num_microbatches * self.num_batches
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        sequences = self.batch_sequences or self.shape.sequences * self.num_microbatches
+        return sequences * self.shape.seq_len * self.num_batches
 
     def report(self, layout: PipelineLayout) -> MemoryReport:
         """Return what a layout needs."""
@@ -127,8 +136,18 @@ class FitAnswer:
         """Tokens of an optimizer step by its seconds; 0 without a plan."""
         if self.prediction is None:
             return 0.0
-        tokens = self.job.shape.tokens * self.job.step_microbatches
-        return tokens / self.prediction.step_seconds
+        return self.job.step_tokens / self.prediction.step_seconds
+
+    @property
+    def one_by_one_seconds(self) -> float:
+        """A step of accumulated batches that run one after the other; 0 without a plan."""
+        if self.prediction is None:
+            return 0.0
+        one = replace(self.job, num_batches=1)
+        layout = replace(self.layout, num_microbatches=one.num_microbatches)
+        batch = one.predict(layout)
+        rest = batch.step_seconds - batch.pipeline_seconds
+        return batch.pipeline_seconds * self.job.num_batches + rest
 
 
 def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:

@@ -54,5 +54,4 @@ class PipelineLayout:
             weight_slots=plan.weight_slots,
             recompute=plan.recompute,
             resident=plan.resident,
-            num_batches=plan.num_batches,
         )

@@ -14,6 +14,7 @@ uploads every stage's weights T times: `simulate_transfers` decides between them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.request import PlanningRequest
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
 from roundpipe_lightning.planning.search import Candidate, search_partitions
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.timeline import Timeline
@@ -149,6 +151,22 @@ def _plan(case: Case, found: Prediction) -> Plan:
     )
 
 
+def plan_of_one_batch(plan: Plan) -> Plan:
+    """Return the plan of one of the accumulated batches that a plan was made for.
+
+    It has the same stages, teams and rounds, and says how many batches they were chosen for.
+    """
+    num_microbatches = plan.num_microbatches // plan.num_batches
+    schedule = round_robin_schedule(
+        plan.partition,
+        num_workers=plan.num_workers,
+        num_microbatches=num_microbatches,
+        round_size=plan.round_size,
+        team_size=plan.team_size,
+    )
+    return replace(plan, num_microbatches=num_microbatches, schedule=schedule)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Even:
     """An even partition in a case."""
@@ -174,6 +192,7 @@ class _Choice:
         if not self._even:
             raise FitError(_describe_refusal(cases, request))
         self._best: tuple[Case, Prediction] | None = None
+        self._lack: FitError | None = None
 
     def best(self) -> tuple[Case, Prediction]:
         """Return the best partition found and its case."""
@@ -192,14 +211,20 @@ class _Choice:
                 for candidate, seconds in zip(even, estimates[case], strict=True)
             ]
         )
-        assert self._best is not None
+        if self._best is None:
+            assert self._lack is not None
+            raise self._lack
         if self._best[0] not in chosen:
             self._search(self._best[0])
         return self._without_needless_residents()
 
     def _consider(self, case: Case, partition: Partition) -> float:
         """Predict a partition, keep it if it is the best, and return its makespan."""
-        found = case.predict(partition)
+        try:
+            found = case.predict(partition)
+        except FitError as error:  # no room for the blocks that must stay
+            self._lack = error
+            return math.inf
         if self._best is None or found.makespan_seconds < self._best[1].makespan_seconds:
             self._best = case, found
         return found.makespan_seconds
@@ -212,8 +237,7 @@ class _Choice:
             return
         for partition in self._found(case):
             makespan = self._consider(case, partition)
-            assert self._best is not None
-            if makespan > _HOPELESS * self._best[1].makespan_seconds:
+            if self._best is not None and (makespan > _HOPELESS * self._best[1].makespan_seconds):
                 break
 
     def _found(self, case: Case) -> list[Partition]:
@@ -278,6 +302,20 @@ def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
     """Say why none of the partitions that are wanted is possible."""
     case = cases[0]
     device = f"a device of {case.hardware.name} has {case.hardware.device_bytes / 2**30:.2f} GiB"
+    if request.partitions:
+        if not any(request.allows(partition) for partition in request.partitions):
+            policies = ", ".join(policy.value for policy in request.recompute)
+            return f"None of the partitions goes with recompute={policies}: change either."
+        need = min(
+            each.footprint.most_bytes(each.travel.layout(partition))
+            for each in cases
+            for partition in request.partitions
+            if request.allows(partition)
+        )
+        return (
+            f"The stages that are asked for need at least {need / 2**30:.2f} GiB of a device, but "
+            f"{device}. Ask for smaller stages, smaller microbatches or a smaller round."
+        )
     if request.recompute == (RecomputePolicy.NONE,):
         num_blocks = case.profile.num_blocks
         if case.profile.cuts:
@@ -292,20 +330,10 @@ def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
             f"activations {need / 2**30:.2f} GiB, but {device}: allow recompute=full, use smaller "
             "microbatches, or devices with more memory."
         )
-    if request.partitions:
-        layouts = [c.travel.layout(p) for c in cases for p in request.partitions]
-        if not any(request.allows(partition) for partition in request.partitions):
-            policies = ", ".join(policy.value for policy in request.recompute)
-            return f"None of the partitions goes with recompute={policies}: change either."
-        need = min(case.footprint.most_bytes(layout) for layout in layouts)
-        return (
-            f"The stages that are asked for need at least {need / 2**30:.2f} GiB of a device, but "
-            f"{device}. Ask for smaller stages, smaller microbatches or a smaller round."
-        )
     return (
         f"No stages within the limits go with recompute="
         f"{', '.join(policy.value for policy in request.recompute)}; {device}."
     )
 
 
-__all__ = ["PlannedTraining", "PlanningRequest", "plan_training"]
+__all__ = ["PlannedTraining", "PlanningRequest", "plan_of_one_batch", "plan_training"]

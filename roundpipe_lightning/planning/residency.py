@@ -13,7 +13,7 @@ from collections import Counter
 
 import numpy as np
 
-from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.footprint import Footprint
 from roundpipe_lightning.planning.layout import PipelineLayout
 
@@ -32,7 +32,7 @@ def resident_blocks(
         at_most: Blocks that may stay on a worker; None: as many as fit and save uploads.
 
     Raises:
-        PlanError: A worker has no room for `at_least` blocks.
+        FitError: A worker has no room for `at_least` blocks.
     """
     hardware = footprint.hardware
     nothing_moves = hardware.shares_host_memory or not any(
@@ -113,7 +113,7 @@ class _Choice:
         hardware, blocks = self._footprint.hardware, self._footprint.profile.blocks
         next_one = next(index for index in self._ranked(runs) if index not in chosen)
         there = hardware.device_bytes / _GIB
-        raise PlanError(
+        raise FitError(
             f"{self._at_least} blocks cannot stay on a device of {hardware.name}: with "
             f"{len(chosen)} of them it holds {used / _GIB:.2f} of {there:.2f} "
             f"GiB, and {blocks[next_one].name!r} has "

@@ -170,6 +170,41 @@ def test_hints_are_kept(ask: Ask) -> None:
     assert max(found["plan"]["forward_partition"]) <= 2
 
 
+def test_what_is_held_can_be_settled(ask: Ask) -> None:
+    held = ("partition.weight_slots=1", "partition.recompute=full", "partition.resident=2")
+    found = ask.json(*GPU, *held)
+    assert (found["plan"]["weight_slots"], found["plan"]["recompute"]) == (1, "full")
+    assert {len(blocks) for blocks in found["plan"]["resident"]} == {2}
+    assert found["plan"]["resident_bytes"][0] > 0
+    assert found["moved"]["weights_saved"] > 0
+    assert found["memory"]["device"]["by_kind"]["resident weights"] > 0
+    saved = Plan.load(ask.folder / "plan.json")
+    assert [list(blocks) for blocks in saved.resident] == found["plan"]["resident"]
+    page = ask.text(*GPU, *held)
+    assert "Slots for weights: 1" in page
+    assert "Resident: 2 blocks on each device" in page
+    whole = ask.json(*GPU, "partition.recompute=none")
+    assert whole["plan"]["backward_partition"] == [8]
+
+
+def test_what_cannot_be_held_is_refused_with_its_size(ask: Ask) -> None:
+    small = (*GPU, "hardware.device.device_bytes=450000000", "data.seq_len=1024")
+    found = ask.json(*small, "partition.recompute=none", status=EXIT_DOES_NOT_FIT)
+    assert "recompute=none needs all 8 blocks on one device at once" in found["missing"]
+    assert "partition.recompute=auto" in [c["overrides"][0] for c in found["changes"]]
+
+
+def test_accumulated_batches_are_said_in_the_answer_and_in_the_file(ask: Ask) -> None:
+    found = ask.json(*GPU, "trainer.accumulate_grad_batches=3")
+    assert found["plan"]["num_batches"] == found["job"]["num_batches"] == 3
+    predicted = found["predicted"]
+    assert predicted["one_by_one_seconds"] >= predicted["step_seconds"]
+    plan = Plan.load(ask.folder / "plan.json")
+    assert plan.num_batches == 3
+    assert plan.num_microbatches == found["job"]["num_microbatches"]
+    assert plan.round_size == found["plan"]["round_size"]
+
+
 def test_the_machine_it_runs_on_is_measured(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -197,7 +232,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
     assert "4 workers" in ask.error("hardware=rtx4090x2", f"partition.plan={saved}")
     fewer = "model.architecture.num_hidden_layers=7"
     assert "8 blocks" in ask.error(*GPU, f"partition.plan={saved}", fewer)
-    saved.write_text(saved.read_text().replace('"format_version": 1', '"format_version": 99'))
+    saved.write_text(saved.read_text().replace('"format_version": 2', '"format_version": 99'))
     assert "format_version=99" in ask.error(*GPU, f"partition.plan={saved}")
 
 
@@ -219,6 +254,12 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["partition.forward=[4,4]", "partition.backward=[2,6]"], "sum"),
         (["partition.team_size=3"], "does not divide the 4 devices"),
         (["partition.forward=4"], "give whole numbers, such as"),
+        (["partition.recompute=ful"], "The nearest is full"),
+        (["partition.recompute=none", "partition.forward=[8]"], "has others: drop one of the two"),
+        (["partition.recompute=none", "partition.limits.fused=1"], "limits.fused=1: drop one"),
+        (["partition.weight_slots=3"], "partition.weight_slots=3 must be 1 or 2"),
+        (["partition.resident=-1"], "partition.resident=-1 must be 0 or more"),
+        (["partition.resident=9"], "more than the 8 blocks"),
         (["peft=lora", "peft.target_modules=[q_prj]"], "The nearest are q_proj"),
         (["peft=lora", "peft.rank=0"], "peft.rank=0"),
         (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
@@ -232,7 +273,7 @@ def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: 
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("peft=lora peft.frozen_bits=4", "peft.frozen_bits=4 can be planned"),
+        ("peft=lora peft.frozen_bits=3", "frozen_bits=3 is not one of 16, 8, 4"),
         ("partition.team_size=0", "partition.team_size=0 must be 1 or more"),
         ("partition.forward=[1] partition.limits.forward=0", "partition.limits.forward=0"),
         ("partition.forward=[1.5]", r"partition.forward=\[1.5\]: give whole numbers"),

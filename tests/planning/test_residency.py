@@ -1,0 +1,82 @@
+"""Blocks that stay on a device: what there is room for, and what saves the most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import FitError
+from roundpipe_lightning.planning.footprint import RESERVED_BYTES, Footprint
+from roundpipe_lightning.planning.layout import PipelineLayout
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.residency import resident_blocks
+from roundpipe_lightning.planning.stages import Partition
+from tests.planning.machines import machine
+
+ONES = Partition(forward=(1,) * 4, backward=(0,) + (1,) * 4)
+LAYOUT = PipelineLayout(partition=ONES, num_microbatches=2, round_size=2)
+
+
+def footprint(
+    *sizes: int, trained: float = 0.0, room: int = 10**6, num_devices: int = 1
+) -> Footprint:
+    blocks = tuple(
+        BlockProfile(name=f"b{index}", parameter_bytes=size, trainable_bytes=round(size * trained))
+        for index, size in enumerate(sizes)
+    )
+    hardware = machine(num_devices, device_bytes=RESERVED_BYTES + room)
+    return Footprint(ModelProfile(blocks=blocks, fingerprint=""), hardware=hardware)
+
+
+def test_everything_stays_where_there_is_room() -> None:
+    # and a block that stays needs no room in a slot
+    assert resident_blocks(footprint(10, 10, 10, 10, room=40), LAYOUT) == ((0, 1, 2, 3),)
+    assert resident_blocks(footprint(10, 10, 10, 10, room=39), LAYOUT) != ((0, 1, 2, 3),)
+    assert resident_blocks(footprint(10, 10, 10, 10, room=20), LAYOUT) == ()
+
+
+def test_blocks_that_save_nothing_do_not_stay() -> None:
+    once = replace(LAYOUT, partition=Partition(forward=(), backward=(4,)))
+    assert resident_blocks(footprint(10, 10, 10, 10, trained=1.0), once) == ()
+    assert resident_blocks(footprint(10, 10, 10, 10), once) == ((0, 1, 2, 3),)
+
+
+def test_workers_keep_what_they_visit() -> None:
+    # stages F0 F1 F2 F3 X0 B1 B2 B3 B4 on three workers
+    found = resident_blocks(footprint(10, 10, 10, 10, num_devices=3), LAYOUT)
+    assert found == ((0, 2, 3), (1,), (0, 2, 3))
+    team = replace(LAYOUT, team_size=2)
+    found = resident_blocks(footprint(10, 10, 10, 10, num_devices=2), team)
+    assert found == ((0, 1, 2, 3), (0, 1, 2, 3))
+
+
+def test_more_than_there_is_room_for_is_refused() -> None:
+    small = footprint(10, 10, 10, 10, room=32)
+    with pytest.raises(FitError, match=r"3 blocks cannot stay on a device of testx1: with \d"):
+        resident_blocks(small, LAYOUT, at_least=3)
+    assert resident_blocks(footprint(10, 10, 10, 10), LAYOUT, at_least=2, at_most=2) == ((0, 1),)
+    assert resident_blocks(footprint(10, 10, 10, 10), LAYOUT, at_most=0) == ()
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 50), min_size=4, max_size=4),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(100, 500),
+)
+def test_what_stays_fits(
+    sizes: list[int], workers: int, round_size: int, slots: int, trained: float, room: int
+) -> None:
+    model = footprint(*sizes, trained=trained, room=room, num_devices=workers)
+    layout = replace(LAYOUT, round_size=round_size, weight_slots=slots)
+    if not model.fits(layout):
+        return
+    held = replace(layout, resident=resident_blocks(model, layout))
+    assert model.fits(held)
+    assert min(model.need(held).num_bytes.values()) >= 0
