@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.costs import RecomputeStart
 from roundpipe_lightning.planning.fit import TrainingJob, stage_limits_within
 from roundpipe_lightning.planning.plan import Plan
@@ -92,6 +93,15 @@ def _predicted(
     plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
 ) -> PlannedTraining | None:
     """Plan with the teams and rounds that there are; None where no stages fit."""
+    try:
+        return _planned(plan, profile, job, partitions=partitions)
+    except FitError:
+        return None
+
+
+def _planned(
+    plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
+) -> PlannedTraining | None:
     num_blocks = profile.num_blocks
     limits = StageLimits(forward=max(1, num_blocks), backward=max(1, num_blocks), fused=num_blocks)
     if not partitions:

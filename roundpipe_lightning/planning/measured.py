@@ -80,10 +80,12 @@ class MeasuredProfile:
             window.append(median(values))
         share = 1.0 - 0.5 ** (1.0 / HALF_LIFE_STEPS)
         current = self._current()
-        for stage in partition.stages():
+        stages = partition.stages()
+        for stage in stages:
             seen = self._windows.get((stage.kind, stage.index), ())
             if len(seen) == _WINDOW:
-                self._deal_out(median(seen), _terms_of(stage, partition), current, share)
+                terms = _terms_of(stage, stages, num_blocks=partition.num_blocks)
+                self._deal_out(median(seen), terms, current, share)
 
     def _deal_out(
         self, seconds: float, terms: Sequence[int], current: Sequence[float], share: float
@@ -176,10 +178,8 @@ def _terms(profile: ModelProfile) -> list[float]:
     ]
 
 
-def _terms_of(stage: Stage, partition: Partition) -> list[int]:
+def _terms_of(stage: Stage, stages: Sequence[Stage], *, num_blocks: int) -> list[int]:
     """Indices of the terms that a stage's duration is the sum of."""
-    num_blocks = partition.num_blocks
-    stages = partition.stages()
     offset = 0 if stage.kind is StageKind.FORWARD else num_blocks
     terms = [offset + block for block in stage.blocks]
     if stage == stages[0]:

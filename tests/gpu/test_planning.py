@@ -1,0 +1,102 @@
+"""The strategy's plans on a real accelerator: made by the planner from what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning._lightning import machine as machines
+from roundpipe_lightning._lightning import planning
+from roundpipe_lightning.errors import FitError
+from roundpipe_lightning.planning.memory import RESERVED_BYTES
+from tests.lightning.test_planning import _AnotherPlanEveryStep
+from tests.lightning.tiny_training import (
+    QUIET,
+    LanguageModel,
+    PaddedSequences,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+)
+
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a GPU; none is visible to torch"
+    ),
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def fit(folder: Path, module: Any, data: Any, **settings: Any) -> RoundPipeStrategy:
+    strategy = RoundPipeStrategy(workers_per_device=2, **settings)
+    trainer = make_trainer(
+        folder, strategy=strategy, accelerator="gpu", devices=1, max_steps=12, max_epochs=-1
+    )
+    trainer.fit(module, data)
+    return strategy
+
+
+def test_auto_is_planned_from_measured_figures(tmp_path: Path) -> None:
+    strategy = fit(tmp_path, LanguageModel(), DataLoader(PaddedSequences(8), batch_size=4))
+    session = strategy._seen
+    assert session is not None
+    machine = session._planner.machine
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert (machine.num_devices, machine.device_bytes) == (2, total // 2)
+    assert not machine.shares_host_memory
+    assert machine.upload_bytes_per_second > 1e8
+    assert list((tmp_path / "cache").rglob("*.json"))  # not measured again next time
+    assert strategy.plan is not None
+    assert strategy.plan.num_workers == 2
+    assert strategy.profile is not None
+    assert strategy.profile.blocks[0].boundary_bytes > 0
+
+
+def test_too_little_device_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path, Regressor(), regression_data())
+    (known,) = (tmp_path / "cache").rglob("*.json")
+    total = torch.cuda.get_device_properties(0).total_memory
+    text = known.read_text().replace(str(total), str(2 * RESERVED_BYTES + 100))
+    known.write_text(text)
+    with pytest.raises(FitError, match="GiB of device memory are missing"):
+        fit(tmp_path, Regressor(), regression_data())
+
+
+def test_other_stages_change_nothing_but_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = []
+    for changes in (False, True):
+        if changes:
+            monkeypatch.setattr(planning, "improved_plan", _AnotherPlanEveryStep())
+            monkeypatch.setattr(planning.StepPlanner, "_is_due", lambda self, planned: True)
+        torch.manual_seed(4)
+        modules.append(Regressor())
+        fit(tmp_path, modules[-1], regression_data(), replan=changes)
+    assert parameter_error(*modules) < 1e-5
+
+
+def test_a_machine_that_cannot_be_measured_has_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("busy")
+
+    monkeypatch.setattr(machines, "probe_hardware", fail)
+    found = machines.find_machine(
+        "auto", num_workers=1, workers_per_device=1, computes_on_host=False
+    )
+    assert found.device_bytes == torch.cuda.get_device_properties(0).total_memory
