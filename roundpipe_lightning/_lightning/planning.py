@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from roundpipe_lightning._lightning.facts import first_chain, num_values, widest_dtype
 from roundpipe_lightning._lightning.machine import find_machine, rate_name, storage_of
 from roundpipe_lightning._lightning.options import Options
 from roundpipe_lightning._lightning.trial import TrialFailedError, try_step
+from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.profile import parameter_work, profile_module
@@ -98,7 +98,7 @@ class StepPlanner:
 
     Args:
         module: The user's module, attached to its trainer.
-        stack: Its blocks, or None.
+        stacks: Its stacks of blocks.
         num_workers: Workers.
         computes_on_host: Whether they are CPU workers.
         precision: The precision plugin.
@@ -108,6 +108,7 @@ class StepPlanner:
 
     Attributes:
         machine: What is planned for.
+        chain: The calls that are planned for: each stack once, then what a step has called.
         profile: The model as the planner sees it.
         num_microbatches: Microbatches of a full batch.
 
@@ -120,7 +121,7 @@ class StepPlanner:
         self,
         module: LightningModule,
         *,
-        stack: BlockStack | None,
+        stacks: Sequence[BlockStack],
         num_workers: int,
         computes_on_host: bool,
         precision: RoundPipePrecision,
@@ -129,7 +130,7 @@ class StepPlanner:
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self._module = module
-        self._stack = stack
+        self._stack = stacks[0] if stacks else None
         self._num_workers = num_workers
         self._options = options
         self._given_plan = given_plan
@@ -143,8 +144,9 @@ class StepPlanner:
             computes_on_host=computes_on_host,
         )
         self._storage = storage_of(optimizers)
-        self.profile: ModelProfile = profile_module(module, stack)
-        self._parameter_work = parameter_work(module, stack)
+        self._first_chain = self.chain = first_chain(stacks, given_plan)
+        self.profile: ModelProfile = profile_module(module, self.chain)
+        self._parameter_work = parameter_work(module, self.chain)
         self._planned: list[Planned] = []
         self._trial_failed = not options.trial_run
         if given_plan is not None:
@@ -182,6 +184,20 @@ class StepPlanner:
             self.profile.fingerprint, block_names=self.profile.block_names, cuts=self.profile.cuts
         )
 
+    def take_chain(self, chain: Chain) -> bool:
+        """Plan for what a step has called, from the next batch on; say whether it is new."""
+        if not chain.links or chain.same_calls(self.chain):
+            return False
+        if self._given_plan is not None:
+            if (chain.names, chain.cuts) == (self.chain.names, self.chain.cuts):
+                self.chain = chain  # it knows, too, which of the calls are without gradients
+            return False
+        self.chain = chain
+        self.profile = profile_module(self._module, chain)
+        self._parameter_work = parameter_work(self._module, chain)
+        self._planned.clear()
+        return True
+
     # --- a batch ---------------------------------------------------------------------------------
 
     def planned(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Planned:
@@ -194,7 +210,7 @@ class StepPlanner:
         Raises:
             FitError: It does not fit.
         """
-        count, size = len(microbatches), _num_values(microbatches[0])
+        count, size = len(microbatches), num_values(microbatches[0])
         known = self._known(count, size)
         if known is not None:
             return known
@@ -230,8 +246,12 @@ class StepPlanner:
         return min(near, key=lambda planned: planned.size, default=None)
 
     def _try(self, microbatch: Any, arguments: Sequence[Any]) -> _Seen:
-        """Run the step without values; where that fails, once, use the parameters from then on."""
-        if self._trial_failed:
+        """Run the step without values; where that fails, once, use the parameters from then on.
+
+        Only calls of one stack, once, are measured so.
+        """
+        plain = self.chain is self._first_chain and not self.chain.cuts
+        if self._trial_failed or not plain:
             return self._from_parameters()
         try:
             step = try_step(
@@ -342,7 +362,7 @@ class StepPlanner:
         return TrainingJob(
             work=seen.work,
             hardware=self.machine,
-            dtype=rate_name(self.machine, self._autocast_dtype or _widest(self._module)),
+            dtype=rate_name(self.machine, self._autocast_dtype or widest_dtype(self._module)),
             storage=self._storage,
             shape=_SHAPE,
             num_microbatches=count,
@@ -453,7 +473,7 @@ class StepPlanner:
             most = count * batch_size_of(microbatches[0])
         except BatchError:
             most = 1
-        wide = _widest(self._module) is torch.float32 and self._precision == "32-true"
+        wide = widest_dtype(self._module) is torch.float32 and self._precision == "32-true"
         return Alternatives(
             most_microbatches=most,
             with_microbatches=smaller,
@@ -477,23 +497,3 @@ def layout_of(plan: Plan) -> PipelineLayout:
 
 def _timed(job: TrainingJob) -> ModelProfile:
     return time_model(job.work, hardware=job.hardware, shape=job.shape, dtype=job.dtype)
-
-
-def _num_values(tree: Any) -> int:
-    sizes: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    map_tensors(note, tree)
-    return sum(sizes)
-
-
-def _widest(module: LightningModule) -> torch.dtype:
-    """The dtype that most of the parameters have."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)

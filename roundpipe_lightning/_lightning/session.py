@@ -17,7 +17,7 @@ from roundpipe_lightning._lightning.planning import Planned, StepPlanner
 from roundpipe_lightning._lightning.training import MicrobatchedStep
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.deferred_logits import FusedLosses
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
@@ -68,8 +68,8 @@ class Session:
         self._module = module
         self._devices = tuple(devices)
         self._timeout_seconds = options.timeout_seconds
-        self._stack = find_blocks(module, options.block_names)
-        if self._stack is None:
+        self._stacks = find_stacks(module, options.block_names)
+        if not self._stacks:
             warnings.warn(
                 f"No stack of blocks was found in {type(module).__name__}: it trains as one stage, "
                 "which every worker needs as a whole. Name the list of its layers, for example "
@@ -79,7 +79,7 @@ class Session:
             )
         self._planner = StepPlanner(
             module,
-            stack=self._stack,
+            stacks=self._stacks,
             num_workers=len(devices),
             computes_on_host=computes_on_host,
             precision=precision,
@@ -110,9 +110,10 @@ class Session:
         if self._engine is None:
             engine = Engine(
                 self._module,
-                stack=self._stack,
+                stack=self._stacks,
                 devices=self._devices,
                 plan=self.plan,
+                chain=self._planner.chain,
                 timeout_seconds=self._timeout_seconds,
             )
             with torch.inference_mode(mode=False):  # else the parameters could not be trained
@@ -157,15 +158,21 @@ class Session:
         """Return the plan for a batch and show it if the batch is the largest so far."""
         self._running = self._planner.planned(microbatches, arguments)
         plan = self._running.plan
+        if self._engine is not None and self._engine.chain is not self._planner.chain:
+            self._engine.plan_for(self._planner.chain, plan)
+            self.plan = plan
         if self.last_plan is None or plan.num_microbatches >= self.plan.num_microbatches:
             self.plan = plan
         return plan
 
     def _learn(self) -> None:
         """Let the planner know how long the step took; it may change the plan."""
-        running, timeline = self._running, self.last_timeline
+        running, timeline, chain = self._running, self.last_timeline, self._step.chain
         assert running is not None
         assert timeline is not None
+        assert chain is not None
+        if self._planner.take_chain(chain):
+            return  # the next step has a plan of its own
         remaining = _remaining_batches(self._module.trainer)
         self._planner.learn(running, timeline, remaining_steps=remaining)
         if self.plan is self.last_plan:

@@ -23,6 +23,7 @@ from torch import Tensor
 from roundpipe_lightning._lightning.commit import loss_with_gradients
 from roundpipe_lightning._lightning.logs import LogRecorder, replay_logs, weighted_mean
 from roundpipe_lightning._lightning.metrics import MetricStandIns
+from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.randomness import mix
 from roundpipe_lightning.models.batches import batch_size_of, merge_outputs, split_batch
@@ -50,6 +51,7 @@ class MicrobatchedStep:
     Attributes:
         plan: The plan of the last step.
         timeline: When every action of the last step ran.
+        chain: The calls of blocks that the last step made.
     """
 
     def __init__(  # noqa: PLR0913 - all keyword-only
@@ -76,6 +78,7 @@ class MicrobatchedStep:
         self._metrics = MetricStandIns(module, in_place=on_host)
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
+        self.chain: Chain | None = None
 
     def run(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
         """Run one batch; the gradients wait in the returned loss until its backward.
@@ -115,7 +118,7 @@ class MicrobatchedStep:
                 stand_ins=stand_ins,
                 outside=self._fusion,
             )
-        self.timeline = result.timeline
+        self.timeline, self.chain = result.timeline, result.chain
         replay_logs(
             recorders,
             shares=shares,

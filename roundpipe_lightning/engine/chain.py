@@ -49,9 +49,11 @@ class Chain:
 
     Attributes:
         links: The calls in order.
+        others: Blocks that it does not call: where a step does, they run one at a time.
     """
 
     links: tuple[Link, ...] = ()
+    others: tuple[nn.Module, ...] = ()
 
     @classmethod
     def of(cls, stacks: Iterable[BlockStack]) -> Chain:
@@ -63,15 +65,21 @@ class Chain:
         return cls(links=tuple(links))
 
     @classmethod
-    def recorded(cls, links: Iterable[Link]) -> Chain:
-        """Return the chain of calls that were seen, the names being the blocks' own."""
+    def recorded(cls, links: Iterable[Link], *, blocks: Iterable[nn.Module] = ()) -> Chain:
+        """Return the chain of calls that were seen.
+
+        Args:
+            links: The calls; their names are the blocks' own.
+            blocks: All blocks, those that were not called among them.
+        """
         counts: Counter[nn.Module] = Counter()
         numbered = []
         for link in links:
             counts[link.block] += 1
             count = counts[link.block]
             numbered.append(link if count == 1 else replace(link, name=f"{link.name}#{count}"))
-        return cls(links=tuple(numbered))
+        others = tuple(block for block in blocks if block not in counts)
+        return cls(links=tuple(numbered), others=others)
 
     @classmethod
     def named(cls, names: Sequence[str], stacks: Sequence[BlockStack]) -> Chain:
@@ -93,7 +101,17 @@ class Chain:
                 )
             cut = bool(links) and following.get(links[-1].block) is not block
             links.append(Link(block=block, name=name, cut=cut))
-        return cls(links=tuple(links))
+        called = {link.block for link in links}
+        others = tuple(b for stack in stacks for b in stack.blocks if b not in called)
+        return cls(links=tuple(links), others=others)
+
+    def same_calls(self, other: Chain) -> bool:
+        """Say whether the calls are the same, cut in the same places."""
+        mine, theirs = (
+            [(link.name, link.cut, link.gradient) for link in chain.links]
+            for chain in (self, other)
+        )
+        return mine == theirs
 
     def __len__(self) -> int:
         """Number of calls."""

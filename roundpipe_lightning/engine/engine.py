@@ -281,7 +281,7 @@ class Engine:
             losses=tuple(run.loss for run in runs),
             gradients=context.ledger.sums(),
             timeline=self._timeline(context),
-            chain=Chain.recorded(runs[0].links),
+            chain=Chain.recorded(runs[0].links, blocks=self._blocks),
             num_streamed=sum(run.num_streamed for run in runs),
         )
 

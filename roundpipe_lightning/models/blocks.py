@@ -1,4 +1,7 @@
-"""Finds the blocks of any module: its largest list of repeated children, or those named."""
+"""Finds the blocks of any module: its lists of repeated children, or those named.
+
+Classes and sizes are compared, never names, so nothing here knows an architecture.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,50 @@ from torch import nn
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 
-__all__ = ["find_blocks"]
+__all__ = ["find_blocks", "find_stacks"]
+
+_GROWTH = 2.0
+"""How much larger the blocks of one stage are than those of another where a model has stages."""
+
+
+def find_stacks(module: nn.Module, names: Sequence[str] | None) -> tuple[BlockStack, ...]:
+    """Return all stacks of blocks of a module, in the order in which they are registered.
+
+    Without names these are the largest repeated list, as `find_blocks` says, and every other list
+    of repeated children that have children themselves, so that an encoder and a decoder, or a tower
+    and a language model, are both found, and a `nn.Sequential` of two linear layers is not. Lists
+    inside of a stack's blocks are part of the blocks. Where every block has a list of blocks of its
+    own and these differ in size (the stages of a vision model), the inner lists are the stacks.
+
+    Args:
+        module: The user's module; on the meta device too.
+        names: None, or the dotted names of lists (`["encoder.block", "decoder.block"]`), in the
+            order in which they are called, or those of the blocks of one stack.
+
+    Raises:
+        ConfigurationError: As `find_blocks`, or if a block is in two lists.
+    """
+    if names is None:
+        main = _largest_list(module)
+        return () if main is None else tuple(_all_lists(module, main)) or (main,)
+    names = [names] if isinstance(names, str) else list(names)
+    children = [_child(module, name) for name in names]
+    if len(names) < 2 or not all(isinstance(c, nn.ModuleList) for c in children):
+        stack = find_blocks(module, names)
+        return () if stack is None else (stack,)
+    stacks = [
+        _list_as_stack(name, child)
+        for name, child in zip(names, children, strict=True)
+        if isinstance(child, nn.ModuleList)
+    ]
+    counts = Counter(block for stack in stacks for block in stack.blocks)
+    twice = next((s for s in stacks if any(counts[b] > 1 for b in s.blocks)), None)
+    if twice is not None:
+        raise ConfigurationError(
+            f"blocks={names!r}: a block of {twice.name!r} is in another of these lists, too. Name "
+            "lists that have no block in common."
+        )
+    return tuple(stacks)
 
 
 def find_blocks(module: nn.Module, names: Sequence[str] | None) -> BlockStack | None:
@@ -61,6 +107,35 @@ def _largest_list(module: nn.Module) -> BlockStack | None:
         if score > most_bytes:  # of equals the first, which is the outer one
             best, most_bytes = _list_as_stack(name, child), score
     return best
+
+
+def _all_lists(module: nn.Module, main: BlockStack) -> Iterator[BlockStack]:
+    """The main list and every other of its kind that is not inside of a block."""
+    taken: set[nn.Module] = set()
+    for name, child in _lists(module):
+        if child in taken or not _repeated_bytes(child):
+            continue
+        blocks = list(child)
+        around_main = any(inner in main.blocks for block in blocks for inner in block.modules())
+        is_main = name == main.name
+        composite = any(True for block in blocks for _ in block.children())
+        if _has_stages(blocks) or (around_main and not is_main) or not (composite or is_main):
+            continue
+        if taken.isdisjoint(blocks):
+            taken.update(inner for block in blocks for inner in block.modules())
+            yield _list_as_stack(name, child)
+
+
+def _has_stages(blocks: Sequence[nn.Module]) -> bool:
+    """Say whether every block has a list of blocks of its own, and their sizes differ."""
+    sizes = []
+    for block in blocks:
+        lists = [child for _, child in _lists(block) if child is not block or len(child)]
+        inner = max(lists, key=_repeated_bytes, default=None)
+        if inner is None or not _repeated_bytes(inner):
+            return False
+        sizes.append(_repeated_bytes(inner) / len(inner))
+    return max(sizes) >= _GROWTH * min(sizes)
 
 
 def _lists(module: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:

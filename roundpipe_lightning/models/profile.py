@@ -7,15 +7,21 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile, fingerprint
 from roundpipe_lightning.planning.work import Amount, BlockWork, Work, WorkProfile
 
 __all__ = ["module_fingerprint", "parameter_work", "profile_module"]
+
+Blocks: TypeAlias = BlockStack | Chain | None
+"""The blocks of a model: those of one stack that is called once, or the calls of a step."""
 
 _OPERATIONS_PER_SECOND = 1e12  # of no device in particular: only ratios of durations matter
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -23,7 +29,7 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def profile_module(
     module: nn.Module,
-    stack: BlockStack | None,
+    stack: Blocks,
     *,
     tokens_per_microbatch: int | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -37,11 +43,12 @@ def profile_module(
     where a `config` of the model says how many. Attention scores are left out: they depend on the
     length of the sequences. Modules registered before the first block belong to the head segment,
     others outside of the blocks to the tail segment. `boundary_bytes` is 0: parameters do not tell
-    it.
+    it. A call of a chain that needs no gradient has no backward.
 
     Args:
         module: The user's module; on the meta device too.
-        stack: Its blocks. None: the whole module is the tail segment, which the fused stage runs.
+        stack: Its blocks, or a step's calls of them. None: the whole module is the tail segment,
+            which the fused stage runs.
         tokens_per_microbatch: Tokens, or samples where a sample is one row. None: 1.
         compute_dtype: What parameters are uploaded as. None: what they are.
     """
@@ -63,17 +70,29 @@ def profile_module(
         )
 
     head, tail = _segments(module, stack)
-    blocks = zip(stack.names, stack.blocks, strict=True) if stack is not None else ()
+    chain = chain_of(stack)
+    blocks = [profile(link.name, link.block.modules()) for link in chain.links]
     return ModelProfile(
-        blocks=tuple(profile(name, block.modules()) for name, block in blocks),
+        blocks=tuple(
+            block if link.backward else replace(block, backward_seconds=0.0, trainable_bytes=0)
+            for link, block in zip(chain.links, blocks, strict=True)
+        ),
+        cuts=chain.cuts,
         head=profile("head segment", head),
         tail=profile("tail segment", tail),
         fingerprint=module_fingerprint(module, stack),
     )
 
 
+def chain_of(stack: Blocks) -> Chain:
+    """Return the calls of a step; those of a stack are one after the other, each once."""
+    if isinstance(stack, Chain):
+        return stack
+    return Chain.of(() if stack is None else (stack,))
+
+
 def parameter_work(
-    module: nn.Module, stack: BlockStack | None, *, tokens_per_microbatch: int = 1
+    module: nn.Module, stack: Blocks, *, tokens_per_microbatch: int = 1
 ) -> WorkProfile:
     """Estimate a module's work from its parameters, where its code cannot be asked.
 
@@ -82,12 +101,12 @@ def parameter_work(
 
     Args:
         module: The user's module; on the meta device too.
-        stack: Its blocks. None: the whole module is the tail segment.
+        stack: Its blocks, or a step's calls of them. None: the whole module is the tail segment.
         tokens_per_microbatch: Tokens, or samples where a sample is one row.
     """
     profile = profile_module(module, stack, tokens_per_microbatch=tokens_per_microbatch)
     head, tail = _segments(module, stack)
-    blocks = [list(block.modules()) for block in (stack.blocks if stack is not None else ())]
+    blocks = [list(link.block.modules()) for link in chain_of(stack).links]
     works = [
         _part_work(part, owners)
         for part, owners in zip(
@@ -100,6 +119,7 @@ def parameter_work(
         tail=works[-1],
         tied_parameters=sum(t.numel() for t in _tensors(head) & _tensors(tail)),
         fingerprint=profile.fingerprint,
+        cuts=profile.cuts,
     )
 
 
@@ -113,7 +133,9 @@ def _part_work(part: BlockProfile, owners: Iterable[nn.Module]) -> BlockWork:
         forward=work(part.forward_seconds),
         backward=work(part.backward_seconds),
         num_parameters=sum(tensor.numel() for tensor in tensors),
-        num_trainable=sum(tensor.numel() for tensor in tensors if tensor.requires_grad),
+        num_trainable=sum(
+            tensor.numel() for tensor in tensors if tensor.requires_grad and part.trainable_bytes
+        ),
         parameter_bytes=part.parameter_bytes,
         trainable_bytes=part.trainable_bytes,
     )
@@ -124,23 +146,22 @@ def _tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
     return {parameter for _, parameter in _parameters(owners)} | _buffers(owners)
 
 
-def module_fingerprint(module: nn.Module, stack: BlockStack | None) -> str:
+def module_fingerprint(module: nn.Module, stack: Blocks) -> str:
     """Return a digest of a module's structure, by which a plan for another model is refused.
 
     It covers the blocks' names and all parameters' names and shapes, so tied parameters, which have
     one name, differ from untied ones. Values, dtypes, devices and what is trained do not matter.
     """
-    blocks = [f"block {name}" for name in stack.names] if stack is not None else []
+    blocks = [f"block {name}" for name in chain_of(stack).names]
     shapes = (f"{name} {tuple(p.shape)}" for name, p in module.named_parameters())
     return fingerprint([*blocks, *shapes])
 
 
-def _segments(
-    module: nn.Module, stack: BlockStack | None
-) -> tuple[list[nn.Module], list[nn.Module]]:
+def _segments(module: nn.Module, stack: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:
     """The modules outside of the blocks: before the first one, and after it."""
-    blocks = set(stack.blocks) if stack is not None else set()
-    inside = {inner for block in blocks for inner in block.modules()}
+    chain = chain_of(stack)
+    blocks = {link.block for link in chain.links}
+    inside = {inner for block in (*blocks, *chain.others) for inner in block.modules()}
     head: list[nn.Module] = []
     tail: list[nn.Module] = []
     segment = head if blocks else tail

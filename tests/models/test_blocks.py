@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_blocks, find_stacks
 
 
 class Block(nn.Module):
@@ -186,3 +186,59 @@ def test_models_of_transformers(model_type: str, name: str) -> None:
     assert stack is not None
     assert stack.name == f"model.{name}"
     assert len(stack.blocks) == 3
+
+
+# --- several stacks -------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two stacks, a small network outside of them and a list inside of their blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(Block(2) for _ in range(2))
+        self.bridge = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.layers = nn.ModuleList(Block(num_experts=3) for _ in range(3))
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.change = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+
+def _found(module: nn.Module, names: list[str] | None = None) -> list[tuple[str, int]]:
+    return [(stack.name, len(stack.blocks)) for stack in find_stacks(module, names)]
+
+
+def test_all_stacks_are_found_as_they_are_registered() -> None:
+    assert _found(Towers()) == [("tower", 2), ("layers", 3)]
+    assert _found(_model()) == [("model.layers", 3)]
+    assert _found(nn.Linear(2, 2)) == []
+    assert _found(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == [("", 2)]
+
+
+def test_the_blocks_of_stages_that_differ_in_size() -> None:
+    stages = [Stage(4, 2), Stage(8, 3)]
+    assert _found(Model(stages)) == [("layers.0.blocks", 2), ("layers.1.blocks", 3)]
+    assert _found(Model([Stage(4, 2), Stage(4, 2)])) == [("layers", 2)]
+
+
+def test_stacks_by_name() -> None:
+    assert _found(Towers(), ["layers", "tower"]) == [("layers", 3), ("tower", 2)]
+    assert _found(Towers(), ["layers"]) == [("layers", 3)]
+    assert _found(Towers(), ["tower.0", "layers.1"]) == [("tower.0 to layers.1", 2)]
+
+
+def test_stacks_that_share_a_block() -> None:
+    module = Towers()
+    module.tower.append(module.layers[0])
+    with pytest.raises(ConfigurationError, match="'tower' is in another of these lists"):
+        find_stacks(module, ["tower", "layers"])
+    assert _found(module) == [("layers", 3)]
+
+
+def test_a_list_that_does_not_exist_among_others() -> None:
+    with pytest.raises(ConfigurationError, match=r"'towr'.*nearest names are 'tower'"):
+        find_stacks(Towers(), ["towr", "layers"])
