@@ -6,6 +6,7 @@ measured gets a copy, so that what it writes is not seen by others, or by itself
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.trees import children_of, with_children
 
 __all__ = ["held_tensors", "map_held_tensors"]
+
+_NO_HOLDERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+"""What has attributes but is no value of a call."""
 
 
 def map_held_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -57,7 +61,7 @@ class _Mapper:
     def _mapped(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._function(value)
-        if isinstance(value, nn.Module | type):
+        if isinstance(value, _NO_HOLDERS):
             return value
         before = dict(children_of(value))
         attributes = vars(value) if not before and hasattr(value, "__dict__") else {}
