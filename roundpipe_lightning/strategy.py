@@ -63,7 +63,9 @@ class RoundPipeStrategy(ParallelStrategy):
         plan: A `Plan`, the path of a saved one, or `"auto"`: made for the model, the machine and
             the shape of the batches, see docs/planning.md.
         update: `"exact"`: the results are those of plain synchronous training.
-        recompute: `"full"` (or `"auto"`): BACKWARD stages run their blocks again.
+        recompute: `"full"`: BACKWARD stages run their blocks again. `"none"`: the fused stage has
+            all blocks, so nothing runs twice and every worker needs the memory for it. `"auto"`:
+            what is faster and fits.
         blocks: Dotted name or names of the module lists that are the blocks; None finds them.
         microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
             `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +15,7 @@ from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 
 PlanSource: TypeAlias = Plan | str | os.PathLike[str]
 """A plan, the path of a saved one, or `"auto"`."""
@@ -71,13 +72,13 @@ class Options:
             raise ConfigurationError(
                 f"plan={self.plan!r}: give a Plan, the path of a saved one, or 'auto'."
             )
-        has_hints = self.partition_hints != PartitionHints()
-        if has_hints and self.plan != "auto":
+        if self._given_hints() != PartitionHints() and self.plan != "auto":
             raise ConfigurationError(
                 "hints settle a part of the plan that is made, but plan=... gives all of it: drop "
                 "one of the two."
             )
         self._check_names()
+        _ = self.partition_hints  # made once, to have it refused here
 
     def _check_names(self) -> None:
         """Check the values that are words, and say which are for a later version."""
@@ -88,13 +89,13 @@ class Options:
             )
         if self.update != "exact":
             raise ConfigurationError(f"update={self.update!r}: set update='exact'.")
-        if self.recompute in ("selective", "none"):
+        if self.recompute == "selective":
             raise ConfigurationError(
-                f"recompute={self.recompute!r} is not part of this version: BACKWARD stages "
-                "recompute their blocks in full. Leave it out, or set recompute='full'."
+                "recompute='selective' is not part of this version: BACKWARD stages recompute "
+                "their blocks in full. Leave it out, or set recompute='full'."
             )
-        if self.recompute not in ("auto", "full"):
-            raise ConfigurationError(f"recompute={self.recompute!r}: set 'auto' or 'full'.")
+        if self.recompute not in ("auto", "full", "none"):
+            raise ConfigurationError(f"recompute={self.recompute!r}: set 'auto', 'full' or 'none'.")
         if not isinstance(self.hardware, (HardwareSpec, str, os.PathLike)):
             raise ConfigurationError(
                 f"hardware={self.hardware!r}: give a HardwareSpec, the name of a machine, the path "
@@ -120,7 +121,19 @@ class Options:
 
     @property
     def partition_hints(self) -> PartitionHints:
-        """What the user has settled about the stages.
+        """What the user has settled about the stages, `recompute` included.
+
+        Raises:
+            ConfigurationError: A hint is not known, or no whole number.
+            PlanError: A hint cannot be kept by itself, or two contradict each other.
+        """
+        hints = self._given_hints()
+        if self.recompute == "auto" or hints.recompute is not None:
+            return hints
+        return replace(hints, recompute=(RecomputePolicy(self.recompute),))
+
+    def _given_hints(self) -> PartitionHints:
+        """Read `hints`.
 
         Raises:
             ConfigurationError: A hint is not known, or no whole number.

@@ -32,10 +32,11 @@ from roundpipe_lightning.models.profile import parameter_work, profile_module
 from roundpipe_lightning.planning.fit import FitAnswer, Search, TrainingJob, fit_training
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.improve import improved_plan
+from roundpipe_lightning.planning.layout import PipelineLayout
 from roundpipe_lightning.planning.measured import MeasuredProfile
 from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.predict import PipelineLayout
 from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search import Effort
 from roundpipe_lightning.planning.timeline import Timeline
@@ -385,9 +386,11 @@ class StepPlanner:
 
         Running statistics are written in the order of the microbatches, so in one round without
         teams. Accelerators sum gradients up per round and team: those stay as they are, so that
-        results do not depend on which shapes came first. A stage has no more than a part of the
-        blocks on CPU workers, and wherever nothing is known about activations.
+        results do not depend on which shapes came first. The engine holds the weights of one stage
+        at a time. A stage has no more than a part of the blocks on CPU workers, and wherever
+        nothing is known about activations.
         """
+        hints = replace(hints, weight_slots=1, resident=0)
         if seen.writes_buffers and (
             hints.team_size not in (None, 1) or hints.round_size not in (None, count)
         ):
@@ -407,6 +410,8 @@ class StepPlanner:
             team_size, round_size = self._rounds[count]
             hints = replace(hints, team_size=team_size, round_size=round_size)
         if seen.knows_activations and not self.machine.shares_host_memory:
+            return hints
+        if hints.recompute == (RecomputePolicy.NONE,):
             return hints
         num_blocks = len(seen.work.blocks)
         most = max(1, -(-num_blocks // max(self._num_workers, 4)))
@@ -435,7 +440,7 @@ class StepPlanner:
         job = self._job(seen, count, search=search)
         given = self._given_plan
         if given is not None and given.num_microbatches == count:
-            memory = job.report(layout_of(given))
+            memory = job.report(PipelineLayout.of(given))
             if not memory.fits:
                 raise FitError(
                     f"The given plan does not fit {self.machine.name}: {memory.reason} Set "
@@ -483,16 +488,6 @@ class StepPlanner:
 
 def _planned(plan: Plan, job: TrainingJob) -> Planned:
     return Planned(plan=plan, job=job, size=0, measured=MeasuredProfile(_timed(job)))
-
-
-def layout_of(plan: Plan) -> PipelineLayout:
-    """How a plan's microbatches travel."""
-    return PipelineLayout(
-        partition=plan.partition,
-        num_microbatches=plan.num_microbatches,
-        round_size=plan.round_size,
-        team_size=plan.team_size,
-    )
 
 
 def _timed(job: TrainingJob) -> ModelProfile:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.costs import RecomputeStart
-from roundpipe_lightning.planning.fit import TrainingJob, stage_limits_within
+from roundpipe_lightning.planning.fit import TrainingJob
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.planner import PlannedTraining, PlanningRequest, plan_training
 from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.search import StageLimits
 from roundpipe_lightning.planning.stages import Partition
 
@@ -61,7 +62,7 @@ def improved_plan(
     Returns:
         None where nothing is to be gained, or too little.
     """
-    if job.hints.cuts:
+    if job.hints.cuts or plan.recompute is RecomputePolicy.NONE:
         return None
     before = _predicted(plan, profile, job, partitions=(plan.partition,))
     if before is None:
@@ -101,14 +102,9 @@ def _predicted(
 
 def _planned(
     plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
-) -> PlannedTraining | None:
-    num_blocks = profile.num_blocks
-    limits = StageLimits(forward=max(1, num_blocks), backward=max(1, num_blocks), fused=num_blocks)
-    if not partitions:
-        within = stage_limits_within(job, round_size=plan.round_size, team_size=plan.team_size)
-        if within is None:
-            return None
-        limits = job.hints.limited(within)
+) -> PlannedTraining:
+    largest = max(1, profile.num_blocks)
+    limits = StageLimits(forward=largest, backward=largest, fused=profile.num_blocks)
     on_host = job.hardware.shares_host_memory
     return plan_training(
         job.storage.stored(profile),
@@ -117,9 +113,12 @@ def _planned(
             num_microbatches=plan.num_microbatches,
             team_sizes=(plan.team_size,),
             round_sizes=(plan.round_size,),
-            limits=limits,
+            limits=limits if partitions else job.hints.limited(limits),
             partitions=partitions,
             effort=job.effort,
+            recompute=(plan.recompute,),
+            weight_slots=(plan.weight_slots,),
+            at_most_resident=max(map(len, plan.resident), default=0),
             recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
         ),
     )

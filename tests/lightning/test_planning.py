@@ -251,6 +251,24 @@ def test_hints_are_kept(tmp_path: Path) -> None:
     assert (plan.team_size, plan.round_size) == (1, 2)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_recompute_is_kept(tmp_path: Path, recompute: str) -> None:
+    plan = fit(tmp_path, recompute=recompute).plan
+    assert plan is not None
+    assert (plan.partition.num_backward > 0) == (recompute == "full")
+
+
+def test_a_model_without_blocks_is_planned(tmp_path: Path) -> None:
+    class Whole(Regressor):
+        def __init__(self) -> None:
+            super().__init__(num_blocks=1)
+
+    with pytest.warns(session.NoBlocksWarning):
+        plan = fit(tmp_path, Whole(), recompute="full").plan
+    assert plan is not None
+    assert plan.partition.num_blocks == 0
+
+
 def test_hints_for_a_full_batch_bend_for_a_smaller_one(tmp_path: Path) -> None:
     strategy = fit(
         tmp_path, data=regression_data(9), hints=PartitionHints(team_size=2, round_size=4), steps=2
