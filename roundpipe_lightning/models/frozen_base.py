@@ -103,8 +103,8 @@ def load_without_base(module: nn.Module, checkpoint: Mapping[str, Any], *, stric
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """A few values, evenly spread, as float32; not a number where they are not plain numbers."""
-    if not parameter.numel() or not parameter.is_floating_point() or parameter.is_meta:
+    """A few values, evenly spread, as float32; not a number where there are none."""
+    if not parameter.numel() or parameter.is_complex() or parameter.is_meta:
         return torch.full((_NUM_SAMPLES,), torch.nan)
     positions = torch.linspace(0, parameter.numel() - 1, _NUM_SAMPLES, dtype=torch.float64).long()
     values = parameter.detach().reshape(1) if parameter.dim() == 0 else parameter.detach()

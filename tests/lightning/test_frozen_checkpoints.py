@@ -147,6 +147,17 @@ def test_a_base_in_fewer_bits_is_the_same_base() -> None:
         check_base(module, described)
 
 
+def test_a_base_of_whole_numbers_is_compared_too() -> None:
+    module = torch.nn.Module()
+    codes = torch.arange(100, dtype=torch.uint8)
+    module.register_parameter("codes", torch.nn.Parameter(codes, requires_grad=False))
+    described = {"roundpipe_frozen": describe_frozen(module, ["codes"])}
+    check_base(module, described)
+    codes.add_(1)
+    with pytest.raises(CheckpointError, match="codes has other values"):
+        check_base(module, described)
+
+
 def test_what_was_trained_must_fit() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     module[0].requires_grad_(False)
