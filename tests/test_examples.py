@@ -1,0 +1,56 @@
+"""The examples run as they are shipped, with fewer steps, and learn."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+STEPS = {"chat_lora": 8, "classification": 75, "dpo": 5, "vision": 16}
+
+
+@pytest.mark.parametrize(("name", "steps"), STEPS.items())
+def test_the_example_learns(name: str, steps: int, tmp_path: Path) -> None:
+    process = subprocess.run(
+        [
+            sys.executable,
+            str(EXAMPLES / f"{name}.py"),
+            "--accelerator=cpu",
+            f"--steps={steps}",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    losses = re.search(r"^loss: (\S+) -> (\S+)$", process.stdout, flags=re.MULTILINE)
+    assert losses is not None, process.stdout
+    assert float(losses[2]) < float(losses[1]) - 0.02
+    if name == "chat_lora":
+        adapter = tmp_path / "chat_lora" / "adapter"
+        settings: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
+        assert settings["peft_type"] == "LORA"
+        assert "with the adapter in chat_lora/adapter" in process.stdout
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(STEPS)
+
+
+def test_the_data_is_what_its_script_writes() -> None:
+    made = runpy.run_path(str(EXAMPLES / "data" / "make.py"))
+    chats = (EXAMPLES / "data" / "chat.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in chats] == made["conversations"]()
+    pairs = (EXAMPLES / "data" / "preferences.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in pairs] == made["preferences"]()
+    rows = (EXAMPLES / "data" / "reviews.csv").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 1 + len(made["reviews"]())
