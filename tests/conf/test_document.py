@@ -4,12 +4,14 @@ import re
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from roundpipe_lightning.cli.configs import find_config_folder
 from tests.conf.test_models import PUBLISHED
 
 CONF = find_config_folder()
-TEXT = (CONF.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+DOCS = CONF.parent / "docs"
+TEXT = (DOCS / "configuration.md").read_text(encoding="utf-8")
 PARTS = {
     "last_checkpoint",
     "best_checkpoint",
@@ -42,10 +44,25 @@ def test_every_model_is_listed(name: str, published: tuple[str | None, int]) -> 
     assert f"| `{name}` | {hub_name + ' ' if hub_name else ''}| {num_parameters:,} |" in TEXT
 
 
-def test_every_command_composes() -> None:
-    commands = re.findall(r"^python train.py *([^#\n]*)", TEXT, flags=re.MULTILINE)
-    assert len(commands) >= 8
+@pytest.mark.parametrize(("name", "least"), [("configuration", 8), ("finetuning", 6)])
+def test_every_command_composes(name: str, least: int) -> None:
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python train.py *([^#\n]*)", text, flags=re.MULTILINE)
+    assert len(commands) >= least
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands:
-            words = [word for word in command.split() if "=" in word and "," not in word]
-            compose("train", overrides=words)
+            words = [word for word in command.split() if "=" in word]
+            sweeps = [word for word in words if "," in word and "[" not in word]
+            compose("train", overrides=[word for word in words if word not in sweeps])
+
+
+def test_fine_tuning_names_settings_that_exist() -> None:
+    text = (DOCS / "finetuning.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`data\.([\w.]+)", text))
+    known = set()
+    for path in (CONF / "data").glob("*.yaml"):
+        keys = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert isinstance(keys, dict)
+        known |= set(keys) | {f"tokenizer.{key}" for key in keys.get("tokenizer", {})}
+    assert named
+    assert named <= known
