@@ -114,7 +114,10 @@ class View:
         if name in own["_gone"]:
             kind = type(own["_view_of"]).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-        return _rebound(getattr(own["_view_of"], name), own["_view_of"], self)
+        original = own["_view_of"]
+        if name not in original.__dict__ and _looks_elsewhere(type(original)):
+            return type(original).__getattr__(self, name)  # a wrapper: ask what the view wraps
+        return _rebound(getattr(original, name), original, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -152,6 +155,11 @@ class View:
             own.pop(name, None)
             own["_write"](own["_view_of"], name, DELETED)
         own["_gone"].add(name)
+
+
+def _looks_elsewhere(kind: type) -> bool:
+    """Say whether a class has a `__getattr__` of its own, as wrappers of peft do."""
+    return getattr(kind, "__getattr__", None) is not nn.Module.__getattr__
 
 
 def _is_view(value: Any) -> bool:

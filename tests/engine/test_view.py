@@ -365,6 +365,30 @@ def test_a_parameter_that_is_parametrized_for_a_while(server: Server) -> None:
     assert view.__class__ is nn.Linear
 
 
+def test_a_wrapper_hands_on_the_view_of_what_it_wraps(server: Server) -> None:
+    class Inner(nn.Linear):
+        def whoever(self) -> Any:
+            return self
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner(2, 2)
+            self.mine = "mine"
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    view: Any = server.view(cast(Any, Wrapper()))
+    assert view.whoever() is view.inner
+    assert view.weight is view.inner.weight
+    assert (view.mine, view.in_features) == ("mine", 2)
+    assert not hasattr(view, "nothing")
+
+
 def test_what_is_deleted_is_gone(server: Server) -> None:
     original: Any = nn.Linear(2, 2)
     original.note = "a"
