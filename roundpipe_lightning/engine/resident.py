@@ -101,8 +101,7 @@ class ResidentBlocks:
     """Blocks on a worker, with a leaf for every parameter.
 
     Args:
-        kind: What is done with them. FORWARD leaves need no gradient; what a BACKWARD stage's
-            recompute writes is an echo.
+        kind: What is done with them. What a BACKWARD stage's recompute writes is an echo.
         store: The parameters.
         device: Where to.
         classes: The classes of views.
@@ -143,8 +142,10 @@ class ResidentBlocks:
 
     def _add_leaf(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter not in self._leaves:
-            wanted = parameter.requires_grad and self.kind is not StageKind.FORWARD
-            leaf = self._leaves[parameter] = nn.Parameter(value, requires_grad=wanted)
+            # In FORWARD stages, too, though no graph is kept: PyTorch folds other products where a
+            # weight needs no gradient, and other products round differently.
+            leaf = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            self._leaves[parameter] = leaf
             self.num_bytes += leaf.nbytes
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:

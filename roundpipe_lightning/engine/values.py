@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -117,6 +117,7 @@ class Outcome:
         copies: The arguments that it got.
         block_name: Its name.
         objects: Whether objects in the result are copied, too, not only containers.
+        written: What the block got and wrote into: it is not what the user's code gave it.
 
     Attributes:
         tensors: The tensors that the block made, each once, and whether each is inside an object.
@@ -126,12 +127,20 @@ class Outcome:
     """
 
     def __init__(
-        self, result: Any, *, copies: Copies, block_name: str, objects: bool = True
+        self,
+        result: Any,
+        *,
+        copies: Copies,
+        block_name: str,
+        objects: bool = True,
+        written: Iterable[Tensor] = (),
     ) -> None:
         self._result = result
         self._objects = objects
         self._copies = copies  # keeps the identities of what the block got
         self._originals = copies.originals()
+        for tensor in written:
+            self._originals.pop(id(tensor), None)
         try:
             self._changes = list(copies.changes())
         except KeyError as error:
@@ -331,16 +340,19 @@ def run_block(
 
     copies = Copies(take_apart, objects=repeats)
     args, kwargs = copies.of(given)
-    versions = [tensor._version for tensor in taken] if repeats else []
+    versions = [tensor._version for tensor in taken] if repeats or writes else []
     with watched(taken):
         result = block(*args, **kwargs)
-    if not writes and any(t._version != v for t, v in zip(taken, versions, strict=False)):
+    written = [t for t, v in zip(taken, versions, strict=False) if t._version != v]
+    if written and not writes:
         raise CaptureError(
             f"Block {name!r} writes into a tensor that it was given, which its recompute "
             "would find changed. Let it work on a copy (`x = x + ...` instead of `x += ...`), "
             "or give the module that writes an attribute `inplace = True`."
         )
-    return Outcome(result, copies=copies, block_name=name, objects=repeats)
+    return Outcome(
+        result, copies=copies, block_name=name, objects=repeats, written=written if writes else ()
+    )
 
 
 def _autocast_of(kind: str) -> tuple[str, bool, torch.dtype]:

@@ -1,0 +1,355 @@
+"""Tiny models of every kind, with a training step each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForTokenClassification,
+)
+
+VOCABULARY = 64
+_TOKENS = 6
+
+
+class Wrapped(nn.Module):
+    """A user's module around a model of transformers, which computes its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        build: Makes one.
+        batch: Makes a microbatch from a generator.
+        stacks: Names of the stacks that are to be found.
+        blocks: Names of blocks, where they are to be named.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], dict[str, Tensor]]
+    stacks: tuple[str, ...]
+    blocks: tuple[str, ...] | None = None
+
+
+def _model(auto: Any, name: str, **config: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        # Fused attention picks another kernel, which rounds differently, where a bias needs no
+        # gradient, as in a FORWARD stage.
+        full = AutoConfig.for_model(name, attn_implementation="eager", **config)
+        made = auto.from_config(full).float().train()
+        for module in made.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return Wrapped(made)
+
+    return build
+
+
+def _ids(generator: torch.Generator) -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, _TOKENS), generator=generator)
+
+
+def _causal(generator: torch.Generator) -> dict[str, Any]:
+    ids = _ids(generator)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _pairs(generator: torch.Generator) -> dict[str, Tensor]:
+    return {"input_ids": _ids(generator), "labels": _ids(generator)}
+
+
+def _classes(generator: torch.Generator) -> dict[str, Tensor]:
+    return {"input_ids": _ids(generator), "labels": torch.tensor([0, 1])}
+
+
+def _images(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn(2, 3, 32, 32, generator=generator),
+        "labels": torch.tensor([0, 1]),
+    }
+
+
+def _sound(generator: torch.Generator) -> dict[str, Any]:
+    features = torch.randn(2, 8, 16, generator=generator)
+    return {"input_features": features, "labels": _ids(generator), "use_cache": False}
+
+
+def _seen(generator: torch.Generator) -> dict[str, Any]:
+    ids = _ids(generator)
+    ids[:, 1:5] = 2  # a place for every patch
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+        "labels": ids,
+        "use_cache": False,
+    }
+
+
+_WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+_TEXT = {**_WIDTH, "vocab_size": VOCABULARY, "num_hidden_layers": 3}
+_BART = {
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 3,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+
+KINDS: dict[str, Kind] = {
+    "encoder, masked tokens": Kind(
+        build=_model(AutoModelForMaskedLM, "bert", **_TEXT),
+        batch=_pairs,
+        stacks=("model.bert.encoder.layer",),
+    ),
+    "encoder, classes": Kind(
+        build=_model(AutoModelForSequenceClassification, "roberta", **_TEXT),
+        batch=_classes,
+        stacks=("model.roberta.encoder.layer",),
+    ),
+    "encoder, classes of tokens": Kind(
+        build=_model(
+            AutoModelForTokenClassification, "distilbert", vocab_size=VOCABULARY, dim=16,
+            n_layers=3, n_heads=2, hidden_dim=24, num_labels=VOCABULARY,
+        ),
+        batch=_pairs,
+        stacks=("model.distilbert.transformer.layer",),
+    ),
+    "one block many times": Kind(
+        build=_model(AutoModelForMaskedLM, "albert", embedding_size=8, **_TEXT),
+        batch=_pairs,
+        stacks=("model.albert.encoder.albert_layer_groups",),
+        blocks=("model.albert.encoder.albert_layer_groups.0",),
+    ),
+    "encoder-decoder with biases from the first block": Kind(
+        build=_model(
+            AutoModelForSeq2SeqLM, "t5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24,
+            num_layers=3, num_heads=2, dropout_rate=0.0, use_cache=False,
+            decoder_start_token_id=0, pad_token_id=0,
+        ),
+        batch=_pairs,
+        stacks=("model.encoder.block", "model.decoder.block"),
+    ),
+    "encoder-decoder": Kind(
+        build=_model(AutoModelForSeq2SeqLM, "bart", **_BART, use_cache=False),
+        batch=_pairs,
+        stacks=("model.model.encoder.layers", "model.model.decoder.layers"),
+    ),
+    "speech": Kind(
+        build=_model(
+            AutoModelForSpeechSeq2Seq, "whisper", **_BART, num_mel_bins=8,
+            max_source_positions=8, max_target_positions=16, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, decoder_start_token_id=1,
+        ),
+        batch=_sound,
+        stacks=("model.model.encoder.layers", "model.model.decoder.layers"),
+    ),
+    "vision transformer": Kind(
+        build=_model(
+            AutoModelForImageClassification, "vit", **_WIDTH, num_hidden_layers=3, image_size=32,
+            patch_size=16,
+        ),
+        batch=_images,
+        stacks=("model.vit.layers",),
+    ),
+    "convolutions in stages": Kind(
+        build=_model(
+            AutoModelForImageClassification, "convnext", hidden_sizes=[8, 16, 24, 32],
+            depths=[2, 2, 3, 2],
+        ),
+        batch=_images,
+        stacks=tuple(f"model.convnext.encoder.stages.{i}.layers" for i in range(4)),
+    ),
+    "residual network with running statistics": Kind(
+        build=_model(
+            AutoModelForImageClassification, "resnet", embedding_size=8, depths=[2, 2],
+            hidden_sizes=[8, 16], layer_type="basic",
+        ),
+        batch=_images,
+        stacks=tuple(f"model.resnet.encoder.stages.{i}.layers" for i in range(2)),
+    ),
+    "windows in stages": Kind(
+        build=_model(
+            AutoModelForImageClassification, "swin", embed_dim=8, depths=[2, 2], num_heads=[2, 2],
+            image_size=32, patch_size=4, window_size=4, drop_path_rate=0.0,
+        ),
+        batch=_images,
+        stacks=tuple(f"model.swin.encoder.layers.{i}.blocks" for i in range(2)),
+    ),
+    "vision and language": Kind(
+        build=_model(
+            AutoModelForImageTextToText, "llava", image_token_id=2, image_token_index=2,
+            vision_config={
+                "model_type": "clip_vision_model", **_WIDTH, "num_hidden_layers": 3,
+                "image_size": 16, "patch_size": 8, "projection_dim": 16,
+            },
+            text_config={"model_type": "llama", **_TEXT, "num_key_value_heads": 2},
+        ),
+        batch=_seen,
+        stacks=("model.model.vision_tower.encoder.layers", "model.model.language_model.layers"),
+    ),
+    "state spaces": Kind(
+        build=_model(
+            AutoModelForCausalLM, "mamba", vocab_size=VOCABULARY, hidden_size=16, state_size=4,
+            num_hidden_layers=3, use_mambapy=False,
+        ),
+        batch=_causal,
+        stacks=("model.backbone.layers",),
+    ),
+    "state spaces, attention and experts": Kind(
+        build=_model(
+            AutoModelForCausalLM, "jamba", **{**_TEXT, "num_hidden_layers": 4},
+            num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, attn_layer_period=2,
+            attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4,
+            mamba_dt_rank=4, use_mamba_kernels=False, output_router_logits=True,
+        ),
+        batch=_causal,
+        stacks=("model.model.layers",),
+    ),
+    "queries, keys and values in one": Kind(
+        build=_model(
+            AutoModelForCausalLM, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_head=2, n_layer=3,
+        ),
+        batch=_causal,
+        stacks=("model.transformer.h",),
+    ),
+}  # fmt: skip
+
+
+class DiffusionBlock(nn.Module):
+    """As in diffusion transformers: two streams, a time embedding and rotary tables."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.modulation = nn.Linear(width, 2 * width)
+        self.image, self.text = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        shift, scale = self.modulation(functional.silu(temb)).unsqueeze(1).chunk(2, dim=-1)
+        mixed = torch.cat([encoder_hidden_states, self.norm(hidden_states) * (1 + scale)], dim=1)
+        if image_rotary_emb is not None:
+            mixed = mixed * image_rotary_emb[0] + mixed.flip(-1) * image_rotary_emb[1]
+        mixed = torch.softmax(mixed @ mixed.mT, dim=-1) @ mixed
+        num = encoder_hidden_states.shape[1]
+        text = encoder_hidden_states + self.text(mixed[:, :num])
+        return text, hidden_states + self.image(mixed[:, num:] + shift)
+
+
+class SingleBlock(nn.Module):
+    """The second stack's: one stream."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, hidden_states: Tensor, temb: Tensor) -> Tensor:
+        inner = functional.gelu(self.inner(hidden_states))
+        return hidden_states + temb.unsqueeze(1) * self.outer(inner)  # type: ignore[no-any-return]
+
+
+class Diffusion(nn.Module):
+    """A diffusion transformer: double blocks, then single blocks on both streams together."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image_in, self.text_in = nn.Linear(4, width), nn.Linear(5, width)
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.transformer_blocks = nn.ModuleList(DiffusionBlock(width) for _ in range(3))
+        self.single_transformer_blocks = nn.ModuleList(SingleBlock(width) for _ in range(2))
+        self.out = nn.Linear(width, 4)
+
+    def forward(self, image: Tensor, text: Tensor, time: Tensor) -> Tensor:
+        hidden, states = self.image_in(image), self.text_in(text)
+        frequencies = torch.arange(8, device=time.device) / 8
+        temb = self.time(torch.cos(time[:, None] * frequencies))
+        angles = torch.arange(text.shape[1] + image.shape[1], device=time.device)[:, None] * 0.1
+        rotary = (angles.cos(), angles.sin())
+        for block in self.transformer_blocks:
+            states, hidden = block(
+                hidden_states=hidden,
+                encoder_hidden_states=states,
+                temb=temb,
+                image_rotary_emb=rotary,
+                joint_attention_kwargs={},
+            )
+        hidden = torch.cat([states, hidden], dim=1)
+        for block in self.single_transformer_blocks:
+            hidden = block(hidden, temb)
+        return self.out(hidden[:, text.shape[1] :])  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Predict the noise."""
+        image, noise, time = batch["image"], batch["noise"], batch["time"]
+        noisy = image * (1 - time[:, None, None]) + noise * time[:, None, None]
+        return functional.mse_loss(self(noisy, batch["text"], time), noise)
+
+
+def _diffused(generator: torch.Generator) -> dict[str, Tensor]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "image": draw(2, 6, 4),
+        "noise": draw(2, 6, 4),
+        "text": draw(2, 3, 5),
+        "time": torch.rand(2, generator=generator),
+    }
+
+
+class Sequence(nn.Module):
+    """A plain nn.Sequential of different layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Predict the noise."""
+        return functional.mse_loss(self.layers(batch["image"]), batch["noise"])
+
+
+KINDS["diffusion transformer"] = Kind(
+    build=Diffusion,
+    batch=_diffused,
+    stacks=("transformer_blocks", "single_transformer_blocks"),
+)
+KINDS["sequential"] = Kind(build=Sequence, batch=_diffused, stacks=("layers",))
+
+
+def batches_of(kind: Kind, count: int) -> list[dict[str, Tensor]]:
+    """Return microbatches."""
+    generator = torch.Generator().manual_seed(1)
+    return [kind.batch(generator) for _ in range(count)]

@@ -1,0 +1,75 @@
+"""Models of every kind train as plain PyTorch does: unplanned, then with their chain planned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.models.blocks import find_stacks
+from tests.engine.kinds import KINDS, batches_of
+from tests.engine.test_chain import one_block_each
+from tests.engine.tiny import (
+    TIMEOUT_SECONDS,
+    cpu_workers,
+    differences,
+    emulated_workers,
+    mean_step,
+    plain_step,
+)
+
+NUM_MICROBATCHES = 3
+
+
+ON_DEVICES = (
+    "encoder-decoder",
+    "residual network with running statistics",
+    "vision and language",
+    "state spaces, attention and experts",
+    "diffusion transformer",
+)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind(name: str) -> None:
+    check(name, cpu_workers(2), tolerance=0.0)
+
+
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_kinds_on_devices(name: str) -> None:
+    check(name, emulated_workers(2), tolerance=1e-6)  # sums of a round are made on the device
+
+
+def check(name: str, devices: Sequence[Device], *, tolerance: float) -> None:
+    """Compare with a plain loop."""
+    kind = KINDS[name]
+    module, batches = kind.build(), batches_of(kind, NUM_MICROBATCHES)
+    stacks = find_stacks(module, kind.blocks)
+    assert tuple(stack.name for stack in stacks) == kind.stacks
+    original = copy.deepcopy(module.state_dict())
+    plain = plain_step(module, batches)
+    buffers = {n: b.clone() for n, b in module.named_buffers()}
+    chain = Chain.of(stacks[-1:])
+    counts = {"num_workers": 2, "num_microbatches": NUM_MICROBATCHES}
+    with Engine(
+        module,
+        stack=stacks,
+        devices=devices,
+        plan=one_block_each(chain, **counts),
+        chain=chain,
+        timeout_seconds=TIMEOUT_SECONDS,
+    ) as engine:
+        for _ in range(2):
+            module.load_state_dict(original)
+            result = mean_step(engine, batches)
+            assert not differences(module, result, plain, tolerance=tolerance)
+            for buffer_name, buffer in module.named_buffers():
+                assert torch.equal(buffer, buffers[buffer_name]), buffer_name
+            engine.plan_for(result.chain, one_block_each(result.chain, **counts))
+        assert not result.num_streamed
+    assert sum(len(stack.blocks) for stack in stacks) <= len(result.chain)
