@@ -117,7 +117,8 @@ class View:
         original = own["_view_of"]
         if name not in original.__dict__ and _looks_elsewhere(type(original)):
             return type(original).__getattr__(self, name)  # a wrapper: ask what the view wraps
-        return _rebound(getattr(original, name), original, self)
+        maker: ViewMaker = own["_maker"]
+        return maker.rebound(_rebound(getattr(original, name), original, self), original)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -291,6 +292,17 @@ class ViewMaker:
             self.fill(view, module)
         return self._made[module]
 
+    def rebound(self, value: Any, holder: nn.Module) -> Any:
+        """Return a method of a module below `holder`, which keeps it, bound to that one's view."""
+        if not isinstance(value, types.MethodType):
+            return value
+        owner = value.__self__
+        if not isinstance(owner, nn.Module) or _is_view(owner):
+            return value
+        if owner not in self._made and all(owner is not module for module in holder.modules()):
+            return value
+        return types.MethodType(value.__func__, self.view_of(owner))
+
     def close(self) -> None:
         """Forget all views: they refer to their maker, and would live until the next collection."""
         others = [stand_in for _, stand_in in self._stand_ins.values()]
@@ -308,6 +320,7 @@ class ViewMaker:
             "_view_of": module,
             "_write": self._write,
             "_classes": self._classes,
+            "_maker": self,
             "_gone": set(),
             "_in_disguise": False,
         }

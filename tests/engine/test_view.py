@@ -389,6 +389,19 @@ def test_a_wrapper_hands_on_the_view_of_what_it_wraps(server: Server) -> None:
     assert not hasattr(view, "nothing")
 
 
+def test_a_method_that_is_kept_of_a_module_below(server: Server) -> None:
+    class Inner(nn.Linear):
+        def whoever(self) -> Any:
+            return self
+
+    inner, stranger = Inner(2, 2), Inner(2, 2)
+    outer: Any = nn.Sequential(inner)
+    outer.kept, outer.other = inner.whoever, stranger.whoever
+    view: Any = server.view(outer)
+    assert view.kept() is view[0]
+    assert view.other() is stranger
+
+
 def test_what_is_deleted_is_gone(server: Server) -> None:
     original: Any = nn.Linear(2, 2)
     original.note = "a"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
@@ -23,6 +23,7 @@ from tests.lightning.tiny_training import QUIET, make_trainer
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter"),
 ]
 
 NUM_TOKENS = 8
@@ -88,8 +89,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+ADAPTERS: dict[str, Any] = {
+    "lora": LoraConfig(r=2, target_modules="all-linear", **CAUSAL),
+    "lora of no task": LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True),
+    "prompt": PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=3, **CAUSAL),
+}
+
+
 @functools.cache
-def model_of(name: str, *, adapted: bool = False) -> Any:
+def model_of(name: str, *, adapters: str | None = None) -> Any:
     """A tiny model in evaluation mode, with weights large enough for lively text."""
     if name == "t5":
         torch.manual_seed(0)
@@ -100,11 +110,8 @@ def model_of(name: str, *, adapted: bool = False) -> Any:
         model.generation_config.decoder_start_token_id = 0
     else:
         model = build_model(name, **SPECIAL.get(name, {}))
-    if adapted:
-        config = LoraConfig(r=2, target_modules="all-linear")
-        if name == "gpt2":
-            config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-        model = get_peft_model(model, config)
+    if adapters is not None:
+        model = get_peft_model(model, ADAPTERS[adapters])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -122,22 +129,24 @@ def strategies() -> list[tuple[Any, int]]:
 
 
 CASES = [
-    ("qwen3", False, list(WAYS)),
-    ("qwen3", True, ["greedy", "sampling"]),
-    ("llama", False, ["greedy", "beams"]),
-    ("gpt2", False, ["greedy", "sampling"]),
-    ("gpt2", True, ["greedy"]),
-    ("gemma2", False, ["greedy", "beams", "static"]),
-    ("mamba", False, ["greedy", "sampling"]),
-    ("t5", False, ["sampling", "greedy", "beams"]),
+    ("qwen3", None, list(WAYS)),
+    ("qwen3", "lora", ["greedy", "sampling"]),
+    ("qwen3", "prompt", ["greedy"]),
+    ("qwen3", "prefix", ["greedy", "beams"]),
+    ("llama", None, ["greedy", "beams"]),
+    ("gpt2", None, ["greedy", "sampling"]),
+    ("gpt2", "lora of no task", ["greedy"]),
+    ("gemma2", None, ["greedy", "beams", "static"]),
+    ("mamba", None, ["greedy", "sampling"]),
+    ("t5", None, ["sampling", "greedy", "beams"]),
 ]
 
 
-@pytest.mark.parametrize(("name", "adapted", "ways"), CASES)
+@pytest.mark.parametrize(("name", "adapters", "ways"), CASES)
 def test_tokens_are_those_of_plain_pytorch(
-    tmp_path: Path, name: str, adapted: bool, ways: list[str]
+    tmp_path: Path, name: str, adapters: str | None, ways: list[str]
 ) -> None:
-    module = Generating(model_of(name, adapted=adapted), ways)
+    module = Generating(model_of(name, adapters=adapters), ways)
     with torch.inference_mode():
         expected = module.generate(next(iter(prompts())))
     assert len(expected[ways[0]][:, -NUM_TOKENS:].unique()) > 3, "a text that is worth comparing"
