@@ -261,6 +261,7 @@ class StepPlanner:
                 microbatch=microbatch,
                 arguments=arguments,
                 compute_dtype=self._autocast_dtype,
+                loss=self._options.loss,
             )
         except TrialFailedError as error:
             self._trial_failed = True

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from roundpipe_lightning._lightning.random_state import random_state, set_random_state
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.deferred_logits import LossFusion, LossMode
 from roundpipe_lightning.models.step_profile import StepProfile, step_profile
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -36,6 +37,7 @@ def try_step(
     microbatch: Any,
     arguments: Sequence[Any],
     compute_dtype: torch.dtype | None,
+    loss: LossMode,
 ) -> StepProfile:
     """Run `training_step` once without values and return what it does.
 
@@ -45,6 +47,7 @@ def try_step(
         microbatch: What the step is called with.
         arguments: The step's other arguments.
         compute_dtype: What autocast computes in; None: what the parameters are.
+        loss: Which losses are computed without whole logits.
 
     Raises:
         TrialFailedError: It cannot be run so.
@@ -57,6 +60,7 @@ def try_step(
             microbatch=microbatch,
             call=lambda root, batch: root.training_step(batch, *arguments),
             compute_dtype=dtype,
+            fusion=None if loss == "own" else LossFusion(loss),
             settings=_settings(module),
             replaced=list(_replaced(module)),
         )

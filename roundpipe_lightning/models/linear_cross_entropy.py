@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.models.loss_rows import autocasts, kept_rows
 from roundpipe_lightning.models.loss_sweep import Job, LossOptions, Sweep
 from roundpipe_lightning.planning.loss_memory import DEFAULT_CHUNK_BYTES
 
@@ -106,7 +107,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
         )
     _check_shapes(hidden, weight, labels, bias=bias)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-    kept = targets[targets != ignore_index]
+    kept = targets[kept_rows(targets, ignore_index=ignore_index)]
     _check_labels(kept, vocabulary=weight.shape[0])
     job = Job(
         options=options,
@@ -128,7 +129,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     """Return the type of the matrix products: autocast's, as it takes hold of a linear layer."""
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type) and hidden.dtype is not torch.float64:
+    if autocasts(device_type) and hidden.dtype is not torch.float64:
         return torch.get_autocast_dtype(device_type)
     return hidden.dtype
 
@@ -162,7 +163,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tenso
         )
     if not hidden.is_floating_point():
         raise ConfigurationError(f"hidden of type {hidden.dtype}: give floating-point numbers.")
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+    if hidden.dtype != weight.dtype and not autocasts(hidden.device.type):
         raise ConfigurationError(
             f"hidden of type {hidden.dtype} and weight of type {weight.dtype}: cast one of them, "
             "or run under autocast."
@@ -170,7 +171,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tenso
 
 
 def _check_labels(targets: Tensor, *, vocabulary: int) -> None:
-    if targets.numel() == 0:
+    if targets.numel() == 0 or targets.is_meta:
         return
     lowest, highest = (int(x) for x in targets.aminmax())
     for label in (lowest, highest):

@@ -47,7 +47,9 @@ class Autocast:
 
     @classmethod
     def now(cls, device_type: str) -> Autocast:
-        """Return the state of this thread."""
+        """Return the state of this thread; off on the meta device, which autocast does not know."""
+        if device_type == "meta":
+            return cls(device_type=device_type, enabled=False, dtype=torch.float32)
         return cls(
             device_type=device_type,
             enabled=torch.is_autocast_enabled(device_type),

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.loss_rows import kept_rows
 from roundpipe_lightning.planning.loss_memory import ChunkSizes, chunk_sizes, logit_bytes
 
 __all__ = ["Gradients", "Job", "LossOptions", "Sweep"]
@@ -208,7 +209,7 @@ class Sweep:
     def run(self) -> tuple[Tensor, Gradients]:
         """Return one loss per token, and the gradients of their (weighted) sum."""
         losses = self._hidden.new_zeros(self._targets.shape, dtype=self._wide)
-        kept = (self._targets != self._options.ignore_index).nonzero().squeeze(1)
+        kept = kept_rows(self._targets, ignore_index=self._options.ignore_index)
         if kept.numel():
             sizes = self._chunk_sizes(kept.numel())
             with torch.autocast(self._hidden.device.type, enabled=False):

@@ -38,7 +38,7 @@ _FREE = frozenset(
         aten._reshape_alias.default,  # noqa: SLF001
     }
 )
-_MATRIX = frozenset({"mm", "addmm", "bmm", "baddbmm", "dot", "mv", "addmv"})
+_MATRIX = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "dot", "mv", "addmv"})
 _GROUPED = "_grouped_mm"
 _CONVOLUTION = frozenset({"convolution", "convolution_backward", "_convolution"})
 _GATHER = frozenset({"index", "embedding", "gather", "index_select"})

@@ -21,6 +21,7 @@ from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.deferred_logits import LossFusion
 from roundpipe_lightning.models.meta_copy import MetaCopy
 from roundpipe_lightning.models.meta_run import Part, measure_run, num_bytes
 from roundpipe_lightning.models.meter import Count
@@ -50,6 +51,7 @@ def step_profile(
     microbatch: Any,
     call: Callable[[Any, Any], Any],
     compute_dtype: torch.dtype | None = None,
+    fusion: LossFusion | None = None,
     settings: Mapping[str, Any] | None = None,
     replaced: Iterable[tuple[object, object]] = (),
 ) -> StepProfile:
@@ -61,6 +63,7 @@ def step_profile(
         microbatch: What the step is called with; only the shapes of its tensors are used.
         call: Runs the step on a copy of the module and of the microbatch, on the meta device.
         compute_dtype: What autocast computes in; None: what the parameters are.
+        fusion: Computes losses without whole logits, as the engine will; None: nothing does.
         settings: Attributes of the copy's root that differ from the module's.
         replaced: Pairs of an object that the module holds and what the copy has in its place.
 
@@ -80,12 +83,16 @@ def step_profile(
         )
     )
 
+    if fusion is not None and meta_stack is not None:
+        for block in meta_stack.blocks:
+            block.__dict__["forward"] = _without_fusion(fusion, block.forward)
+
     def on_meta(tensor: Tensor) -> Tensor:
         dtype = compute_dtype if tensor.is_floating_point() and compute_dtype else tensor.dtype
         return torch.empty_like(tensor, dtype=dtype, device="meta")
 
     def run(root: nn.Module, _sequences: int, _seq_len: int) -> Tensor:
-        loss = loss_of(call(root, map_tensors(on_meta, microbatch)))
+        loss = loss_of(_fused(fusion, lambda: call(root, map_tensors(on_meta, microbatch))))
         if loss is None or not loss.requires_grad:
             raise ConfigurationError("The step returned no loss to train on.")
         return loss
@@ -102,6 +109,24 @@ def step_profile(
     if compute_dtype is not None:
         work = _with_boundaries_of(work, module, compute_dtype)
     return StepProfile(work=work, writes_buffers=copy.wrote_buffers)
+
+
+def _fused(fusion: LossFusion | None, call: Callable[[], Any]) -> Any:
+    """Run a step whose logits are put off."""
+    if fusion is None:
+        return call()
+    with fusion.everywhere():
+        return fusion.settled(call())
+
+
+def _without_fusion(fusion: LossFusion, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward, in which nothing is put off."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with fusion.aside():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager

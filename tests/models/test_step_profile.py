@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.deferred_logits import LossFusion
 from roundpipe_lightning.models.step_profile import StepProfile, step_profile
 
 WIDTH = 8
@@ -258,3 +259,43 @@ def test_shared_parameters_stay_shared() -> None:
             return self(batch["x"].repeat(1, 2)).square().mean()  # type: ignore[no-any-return]
 
     assert measure(Tied()).work.tied_parameters == WIDTH * WIDTH
+
+
+class Speaking(nn.Module):
+    """A vocabulary large enough for its logits to be most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4000, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.leave = nn.Linear(WIDTH, 4000, bias=False)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = self.embed(batch["tokens"])
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.leave(x).float()
+        return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten())
+
+
+def test_losses_without_logits_need_no_memory_for_them() -> None:
+    module, num_tokens = Speaking(), 2**16
+    tokens = torch.zeros(16, num_tokens // 16, dtype=torch.long)
+    tails = [
+        step_profile(
+            module,
+            find_blocks(module, None),
+            microbatch={"tokens": tokens},
+            call=lambda root, microbatch: root.training_step(microbatch),
+            fusion=fusion,
+        ).work.tail
+        for fusion in (None, LossFusion("auto"))
+    ]
+    logits = num_tokens * 4000 * 4
+    product = 2 * num_tokens * 4000 * WIDTH
+    own, fused = (tail.peak_bytes.amounts[0].fixed for tail in tails)
+    assert own > 2 * logits
+    assert fused < logits / 2
+    sums = [t.forward.matrix_operations.fixed + t.backward.matrix_operations.fixed for t in tails]
+    assert sums[0] == 3 * product
+    assert 3 * product <= sums[1] <= 4 * product  # the logits may be made twice
