@@ -27,6 +27,8 @@ CASES = {
     "same_dtype": {"dtype": "bfloat16"},
     "to_float32": {"dtype": "float32"},
     "mapped": {"frozen_weights": "mmap"},
+    "quantized_8": {"frozen_bits": 8},
+    "quantized_4": {"frozen_bits": 4},
     "transformers_to_float32": {"dtype": "float32"},
 }
 """Settings of `ModelSource`; the last is transformers' own loading, for comparison."""

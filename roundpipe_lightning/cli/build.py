@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from roundpipe_lightning.cli.interrupt import GracefulInterrupt
-from roundpipe_lightning.cli.peft import check_frozen_bits, read_adapters
+from roundpipe_lightning.cli.peft import read_adapters
 from roundpipe_lightning.cli.statistics import RunStatistics
 from roundpipe_lightning.errors import (
     BatchError,
@@ -73,7 +73,6 @@ def build_run(config: DictConfig) -> Run:
     data: LightningDataModule = build(config.data)
     check_fit(source, data)
     check_split(config)
-    check_frozen_bits(config.peft)
     module: LightningModule = build(config.module)(
         source,
         optimizer=build(config.optimizer),

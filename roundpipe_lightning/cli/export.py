@@ -21,6 +21,7 @@ from roundpipe_lightning.models.checkpoint_state import leaves_base_out, load_ch
 from roundpipe_lightning.models.export import export_pretrained, find_pretrained
 from roundpipe_lightning.models.export_folder import check_replaceable
 from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.models.quantized import quantize_linear
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,8 @@ def _build_module(config: DictConfig, checkpoint: Path | None) -> LightningModul
         return module
     with torch.device("meta"):
         module.configure_model()
+    if source.quantizes:
+        quantize_linear(find_pretrained(module, config.name), source.frozen_bits)
     return module
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.quantized import is_quantized, tensors_of
 from roundpipe_lightning.modules import Adapters
 
 FULL = "none"
@@ -35,20 +35,6 @@ def read_adapters(config: DictConfig) -> Adapters | None:
     )
 
 
-def check_frozen_bits(config: DictConfig) -> None:
-    """Refuse what only `roundpipe-plan` knows so far.
-
-    Raises:
-        ConfigurationError: Frozen weights of fewer bits are asked for.
-    """
-    bits = config.get("frozen_bits", 16)
-    if bits != 16:
-        raise ConfigurationError(
-            f"peft.frozen_bits={bits} can be planned (roundpipe-plan) but not trained yet. Use "
-            "peft.frozen_bits=16, which stands for the precision of the run."
-        )
-
-
 def trained_row(module: nn.Module, config: DictConfig) -> list[tuple[str, str]]:
     """The row of the closing table that says how much is trained; none if everything is.
 
@@ -58,8 +44,15 @@ def trained_row(module: nn.Module, config: DictConfig) -> list[tuple[str, str]]:
     """
     if config.get("method", FULL) == FULL:
         return []
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
-    total = sum(size for size, _ in sizes)
-    trained = sum(size for size, is_trained in sizes if is_trained)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    total = _num_parameters(module)
     share = f"{trained / total:.2%}" if total else "nothing to train"
     return [("Trained (peft)", f"{config.method}: {trained:,} of {total:,} parameters ({share})")]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    """All parameters; a quantised weight counts as what it stands for."""
+    packed = [layer for layer in module.modules() if is_quantized(layer)]
+    held = {parameter for layer in packed for parameter in layer.parameters(recurse=False)}
+    whole = sum(like.numel() for layer in packed for like, _, _ in tensors_of(layer).values())
+    return whole + sum(p.numel() for p in module.parameters() if p not in held)

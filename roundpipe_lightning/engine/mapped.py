@@ -19,8 +19,7 @@ from roundpipe_lightning.errors import ConfigurationError
 class MappedParameter(nn.Parameter):
     """A frozen parameter that is a view of a mapped file.
 
-    Args:
-        data: The view; plain host tensor.
+    Attributes:
         file: What it is a view of, for messages.
     """
 
@@ -29,7 +28,12 @@ class MappedParameter(nn.Parameter):
     _written: int
 
     def __new__(cls, data: Tensor, *, file: Path) -> MappedParameter:
-        """Make it; it does not require a gradient."""
+        """Make a parameter that does not require a gradient.
+
+        Args:
+            data: The view; a plain host tensor.
+            file: What it is a view of.
+        """
         parameter = super().__new__(cls, data, requires_grad=False)
         parameter.file = file
         parameter._address = data.data_ptr()

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.checkpoint_files import find_checkpoint_files, opened
 from roundpipe_lightning.models.checkpoint_match import check_match
-from roundpipe_lightning.models.mapped import map_frozen
+from roundpipe_lightning.models.mapped import bring_into_memory, map_frozen
+from roundpipe_lightning.models.quantized import quantize_frozen
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -38,6 +39,8 @@ class LoadOptions:
             drawn anew) or that it may have besides (they are left out).
         new_head: Whether what stands on top of the base model may be missing or another one.
         mapped: Whether parameters stay in the files, frozen, where the files hold them as they are.
+        frozen_bits: 8 or 4 quantise the linear layers while the weights are read, and freeze the
+            model; 16 leaves them as they are.
         trust_remote_code: Whether code that comes with the model may run.
         others: Further keyword arguments of `from_pretrained`.
     """
@@ -47,8 +50,14 @@ class LoadOptions:
     unmatched: Sequence[str] = ()
     new_head: bool = False
     mapped: bool = False
+    frozen_bits: int = 16
     trust_remote_code: bool = False
     others: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether weights are quantised."""
+        return self.frozen_bits < 16
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -86,10 +95,10 @@ def load_pretrained(
         OSError: The hub cannot be reached; as transformers raises it.
     """
     if getattr(config, "quantization_config", None) is not None:
-        if options.mapped:
+        if options.mapped or options.quantizes:
             raise ConfigurationError(
-                f"model.frozen_weights=mmap: the weights of {name!r} are published in a quantised "
-                "form that has to be unpacked. Use model.frozen_weights=memory."
+                f"The weights of {name!r} are published in a quantised form that has to be "
+                "unpacked. Use model.frozen_weights=memory and model.frozen_bits=16."
             )
         # Its quantizer reads its own files in its own way.
         return cast(
@@ -106,7 +115,9 @@ def load_pretrained(
     with torch.device("meta"):
         skeleton = auto_class.from_config(config, trust_remote_code=options.trust_remote_code)
     build = type(skeleton).from_pretrained
-    mapped: dict[int, Path] | None = {} if options.mapped else None
+    # Weights that are quantised are read from the mapping: the whole of them is never in memory.
+    views = options.quantizes and all(file.suffix == ".safetensors" for file in files)
+    mapped: dict[int, Path] | None = {} if options.mapped or views else None
     with _one_tensor_at_a_time(), opened(files, mapped=mapped) as tensors:
         check_match(skeleton, tensors, build=build, config=config, options=options, name=name)
         model = cast(
@@ -122,7 +133,11 @@ def load_pretrained(
     model.config.name_or_path = model.name_or_path = name
     _load_generation_config(model, name, options=options)
     if mapped is not None:
-        map_frozen(model, mapped)
+        map_frozen(model, mapped, for_good=options.mapped)
+    if options.quantizes:
+        quantize_frozen(model, options.frozen_bits)
+    if mapped is not None and not options.mapped:
+        bring_into_memory(model)
     return model
 
 

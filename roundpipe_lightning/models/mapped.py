@@ -36,12 +36,13 @@ def check_can_map() -> None:
         )
 
 
-def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
+def map_frozen(model: nn.Module, files: Mapping[int, Path], *, for_good: bool = True) -> None:
     """Freeze a model and make the parameters that are views of files mapped ones.
 
     Args:
         model: Just loaded.
         files: The file by the address of every tensor that is a view of one.
+        for_good: Whether they are to stay in their files.
 
     Warns:
         UnmappedWeightsWarning: Some parameters had to be put together from several tensors, or
@@ -60,6 +61,8 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in replaced:
                 setattr(module, name, replaced[parameter])
+    if not for_good:
+        return
     model.register_state_dict_post_hook(_leave_out)
     model.register_load_state_dict_pre_hook(_check_agreement)
     model.register_load_state_dict_post_hook(_excuse_missing)
@@ -73,6 +76,18 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
             category=UnmappedWeightsWarning,
             stacklevel=4,
         )
+
+
+def bring_into_memory(model: nn.Module) -> None:
+    """Make mapped parameters ordinary ones, frozen as they were."""
+    brought: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if is_mapped(parameter):
+                if parameter not in brought:
+                    values = parameter.data.clone()
+                    brought[parameter] = nn.Parameter(values, requires_grad=False)
+                setattr(module, name, brought[parameter])
 
 
 def mapped_parameters(module: nn.Module) -> dict[str, MappedParameter]:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.quantized import dequantized, is_quantized, tensors_of
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
@@ -137,6 +139,9 @@ def _walk(module: nn.Module, *, prefix: str) -> Iterator[tuple[Piece, Tensor]]:
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
         yield from _merged_pieces(module, prefix=prefix)
         return
+    if is_quantized(module):
+        yield from _quantized_pieces(module, prefix=prefix)
+        return
     persistent = module._non_persistent_buffers_set  # noqa: SLF001
     buffers = {k: b for k, b in module._buffers.items() if k not in persistent}  # noqa: SLF001
     for name, tensor in {**module._parameters, **buffers}.items():  # noqa: SLF001
@@ -148,6 +153,12 @@ def _walk(module: nn.Module, *, prefix: str) -> Iterator[tuple[Piece, Tensor]]:
 
 def _plain_piece(name: str, tensor: Tensor) -> Piece:
     return Piece(name=name, like=_without_values(tensor), make=lambda: tensor)
+
+
+def _quantized_pieces(layer: nn.Module, *, prefix: str) -> Iterator[tuple[Piece, Tensor]]:
+    for name, parameter in tensors_of(layer).items():
+        like, make, token = parameter
+        yield Piece(name=prefix + name, like=like, make=make), token
 
 
 def _merged_pieces(layer: nn.Module, *, prefix: str) -> Iterator[tuple[Piece, Tensor]]:
@@ -162,40 +173,43 @@ def _merged_pieces(layer: nn.Module, *, prefix: str) -> Iterator[tuple[Piece, Te
             made.clear()
         return tensor
 
-    for name, tensor in base.state_dict(keep_vars=True).items():
+    for part, tensor in _walk(base, prefix=""):
         piece = Piece(
-            name=prefix + name,
-            like=_without_values(tensor),
-            make=partial(make, name),
-            merged=True,
+            name=prefix + part.name, like=part.like, make=partial(make, part.name), merged=True
         )
         yield piece, tensor
 
 
 def _base_of(layer: nn.Module) -> nn.Module:
     """The layer below all wrappers of peft."""
-    while isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        if isinstance(layer, AuxiliaryTrainingWrapper):
-            layer = layer.original_module
+    below: Any = layer
+    while True:
+        if isinstance(below, AuxiliaryTrainingWrapper):
+            below = below.original_module
+        elif isinstance(below, BaseTunerLayer):
+            below = below.get_base_layer()
         else:
-            layer = layer.get_base_layer()
-    return layer
+            return cast(nn.Module, below)
 
 
 def _merged(layer: nn.Module) -> nn.Module:
     """A copy of a layer with its active adapters merged into it, as peft does it."""
+    copied: Any = copy.deepcopy(layer)
+    for holder in list(copied.modules()):
+        for name, part in list(holder.named_children()):
+            if is_quantized(part):
+                setattr(holder, name, dequantized(part))
     with torch.no_grad():
-        copied = copy.deepcopy(layer)
         while True:
             if hasattr(copied, "unload_and_optionally_merge_module"):
                 copied = copied.unload_and_optionally_merge_module(
                     merge=True, safe_merge=False, adapter_names=None
                 )
             elif isinstance(copied, BaseTunerLayer):
-                copied.merge(safe_merge=False, adapter_names=None)  # type: ignore[attr-defined]
+                copied.merge(safe_merge=False, adapter_names=None)
                 copied = copied.get_base_layer()
             else:
-                return copied
+                return cast(nn.Module, copied)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from transformers import (
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 from roundpipe_lightning.models.mapped import check_can_map
+from roundpipe_lightning.models.quantized import check_bits, quantize_frozen
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -81,12 +82,14 @@ class ModelSource:
             None takes the best one the architecture supports.
         dtype: Of the parameters: `"float32"`, `"bfloat16"`, ... or `"auto"`, that of the published
             configuration. None is torch's default, which the Trainer's precision sets (float32
-            for `*-mixed`); mapped weights take that of the configuration instead.
+            for `*-mixed`); mapped or quantised weights take that of the configuration instead.
         trust_remote_code: Whether Python code that comes with the weights may run.
         unmatched_tensors: Regular expressions of tensors that may be missing from the weights (they
             are drawn anew) or that the weights may have besides (they are left out).
         frozen_weights: `"memory"` or `"mmap"`, where published weights are kept. With `"mmap"`
             the whole model is frozen: it is for training adapters.
+        frozen_bits: 16, or 8 or 4 to quantise the linear layers of the model, which is then frozen
+            whole: for training adapters. Not done on the meta device.
         pretrained_options: Further keyword arguments for `from_pretrained`.
         head: What stands on top of the blocks.
         config_changes: Fields of the configuration that are set to other values, whatever the
@@ -105,6 +108,7 @@ class ModelSource:
     trust_remote_code: bool = False
     unmatched_tensors: Sequence[str] = ()
     frozen_weights: str = FrozenWeights.MEMORY.value
+    frozen_bits: int = 16
     pretrained_options: Mapping[str, Any] = field(default_factory=dict)
     head: Head = Head.CAUSAL_LM
     config_changes: Mapping[str, Any] = field(default_factory=dict)
@@ -126,6 +130,7 @@ class ModelSource:
             raise ConfigurationError(
                 f"model.frozen_weights={self.frozen_weights!r} is not one of {', '.join(places)}."
             )
+        check_bits(self.frozen_bits)
         if self.dtype not in (None, "auto", *_DTYPES):
             raise ConfigurationError(
                 f"model.dtype={self.dtype!r} is not one of auto, {', '.join(_DTYPES)}, or null."
@@ -179,6 +184,8 @@ class ModelSource:
             model = self._load_pretrained() if _on_host() else self._without_weights()
         else:
             model = self._draw_random()
+            if self.quantizes and _on_host():
+                quantize_frozen(model, self.frozen_bits)
         model.train()
         return model
 
@@ -211,6 +218,11 @@ class ModelSource:
         return model
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the weights of linear layers are quantised."""
+        return self.frozen_bits < 16
+
+    @property
     def keeps_weights_in_files(self) -> bool:
         """Whether the weights stay in the files they are published in."""
         return self.is_pretrained and self.frozen_weights == FrozenWeights.MMAP.value
@@ -218,7 +230,8 @@ class ModelSource:
     @property
     def _dtype(self) -> torch.dtype | None:
         """Dtype of the parameters; None: that of the configuration."""
-        if self.dtype is None and self.frozen_weights == FrozenWeights.MEMORY.value:
+        adopts = self.is_pretrained and (self.quantizes or self.keeps_weights_in_files)
+        if self.dtype is None and not adopts:
             return torch.get_default_dtype()
         return None if self.dtype in (None, "auto") else getattr(torch, self.dtype)
 
@@ -230,6 +243,7 @@ class ModelSource:
             unmatched=tuple(self.unmatched_tensors),
             new_head=self.head is not Head.CAUSAL_LM,
             mapped=self.frozen_weights == FrozenWeights.MMAP.value,
+            frozen_bits=self.frozen_bits,
             trust_remote_code=self.trust_remote_code,
             others=self.pretrained_options,
         )

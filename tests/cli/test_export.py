@@ -106,6 +106,21 @@ def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
     assert torch.equal(logits(whole), logits(loaded.merge_and_unload()))
 
 
+def test_an_adapter_on_a_quantised_base(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = ("peft=lora", "peft.rank=2", "peft.frozen_bits=4", "trainer.precision=bf16-true")
+    train_small(run, *overrides, "model.dtype=bfloat16")
+    saved = torch.load(checkpoint_of(run), weights_only=True)
+    assert all("lora_" in name for name in saved["state_dict"])
+    adapter = run_export(f"ckpt_path={checkpoint_of(run)}")
+    assert (adapter / "adapter_config.json").is_file()
+    merged = run_export(f"ckpt_path={checkpoint_of(run)}", "merge=true")
+    whole = AutoModelForCausalLM.from_pretrained(merged)
+    weight = whole.model.layers[0].mlp.up_proj.weight  # has no adapter
+    assert weight.dtype == torch.bfloat16
+    assert 8 < len(weight.flatten()[:64].unique()) <= 16
+
+
 def test_published_weights_in_the_models_own_layout(tmp_path: Path) -> None:
     save(tmp_path / "published", EXPERTS)
     model = [

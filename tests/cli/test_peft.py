@@ -80,7 +80,7 @@ REFUSED = {
     "dropout": (["peft=lora", "peft.dropout=1"], "peft.dropout=1 must lie between"),
     "method": (["peft=lora", "peft.method=lorra"], "nearest are lora"),
     "setting": (["peft=lora", "+peft.rnk=3"], "nearest are rank"),
-    "bits": (["peft=lora", "peft.frozen_bits=4"], "peft.frozen_bits=4 can be planned"),
+    "bits": (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3 is not one of 16, 8, 4"),
 }
 
 

@@ -25,7 +25,8 @@ def roundpipe_plan(folder: Path, *overrides: str) -> subprocess.CompletedProcess
 def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
     done = roundpipe_plan(tmp_path, "hardware=rtx4090x2", "output=json", "peft=lora")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    # bitsandbytes, which peft imports, says on some processors that it lacks a kernel.
+    assert [line for line in done.stderr.splitlines() if "kernels-community" not in line] == []
     answer = json.loads(done.stdout)
     assert answer["machine"]["name"] == "rtx4090x2"
     [folder] = (tmp_path / "logs" / "plan" / "runs").iterdir()
@@ -42,7 +43,8 @@ def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
     )
     assert done.returncode == 3, done.stdout + done.stderr
     assert "cannot hold even one block" in done.stdout
-    assert done.stderr == ""
+    # bitsandbytes, which peft imports, says on some processors that it lacks a kernel.
+    assert [line for line in done.stderr.splitlines() if "kernels-community" not in line] == []
 
 
 def test_unknown_machines_end_with_1(tmp_path: Path) -> None:

@@ -1,0 +1,214 @@
+"""Frozen weights in 8 and 4 bits: small where they are kept, exact in what is trained beside."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.export import export_pretrained
+from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.models.mapped import mapped_parameters
+from roundpipe_lightning.models.quantized import dequantized, is_quantized, quantize_frozen
+from roundpipe_lightning.modules import ModelSource
+from tests.engine.architectures import token_batches
+from tests.engine.tiny import (
+    cpu_workers,
+    differences,
+    emulated_workers,
+    engine_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    stack_of,
+)
+from tests.models.test_load import save, source
+from tests.modules.architectures import TINY
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+class Adapted(nn.Module):
+    """The user's module: adapters on a quantised model."""
+
+    def __init__(self, bits: int, *, dtype: str = "float32", **options: Any) -> None:
+        super().__init__()
+        base = ModelSource(architecture=TINY, frozen_bits=bits, dtype=dtype).build()
+        config = LoraConfig(r=2, target_modules="all-linear", **options)
+        torch.manual_seed(5)
+        self.model = get_peft_model(base, config)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        base: Any = self.model.get_base_model()
+        return tuple(base.model.layers)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        return loss
+
+
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name != "lm_head"
+    }
+
+
+def by_hand(layer: Any, bits: int) -> Tensor:
+    """The weight from its codes, without the library: the table of NF4, or equal steps."""
+    weight: Tensor = layer.weight
+    codes = layer.weight_codes.flatten()
+    if bits == 4:
+        codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
+        make_table: Any = bitsandbytes.functional.get_4bit_type
+        table: Tensor = make_table("nf4", device="cpu")
+    else:
+        table = torch.arange(-127, 129).clamp(max=127) / 127
+    scales = layer.weight_scales.view(torch.float32).repeat_interleave(64)
+    values: Tensor = table[codes.long()] * scales
+    return values.to(weight.dtype).view(weight.shape)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_those_of_the_library(bits: int, dtype: str) -> None:
+    plain = ModelSource(architecture=TINY, dtype=dtype).build()
+    model = ModelSource(architecture=TINY, dtype=dtype, frozen_bits=bits).build()
+    limit = {8: 0.02, 4: 0.15}[bits]
+    for name, layer in linear_layers(model).items():
+        assert is_quantized(layer)
+        weight = plain.get_parameter(f"{name}.weight").detach()
+        assert layer.weight.dtype == weight.dtype
+        error = (layer.weight.float() - weight.float()).abs().mean()
+        assert error < limit * weight.float().abs().mean()
+        assert torch.equal(layer.weight, by_hand(layer, bits))
+    assert not is_quantized(model.lm_head)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_store_shrinks_with_the_bits(bits: int) -> None:
+    architecture = {**TINY, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    sizes = []
+    for frozen_bits in (16, bits):
+        model = ModelSource(
+            architecture=architecture, dtype="bfloat16", frozen_bits=frozen_bits
+        ).build()
+        store = HostStore(model, list(model.model.layers))
+        sizes.append(store.block_bytes(model.model.layers[0]))
+    scales = 4 / 64 / 2  # a float32 for 64 weights of two bytes
+    assert sizes[1] / sizes[0] == pytest.approx(bits / 16 + scales, rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_adapters_train_as_in_plain_pytorch(bits: int, options: dict[str, Any]) -> None:
+    module, batches = Adapted(bits, **options), token_batches(4)
+    plain = plain_step(module, batches)
+    frozen = {n: p.clone() for n, p in module.named_parameters() if not p.requires_grad}
+    stack = stack_of(module.blocks)
+    plan = plan_of(stack, num_workers=2, num_microbatches=4)
+    for devices in (cpu_workers(2), emulated_workers(2)):
+        with engine_of(module, stack, plan, devices=devices) as engine:
+            result = mean_step(engine, batches)
+        assert not differences(module, result, plain), devices[0].name
+        assert len(result.gradients) == sum(p.requires_grad for p in module.parameters())
+    assert all(torch.equal(module.get_parameter(name), p) for name, p in frozen.items())
+
+
+def test_no_cast_touches_the_scales() -> None:
+    model: Any = ModelSource(architecture=TINY, frozen_bits=4).build()
+    before = {name: layer.weight for name, layer in linear_layers(model).items()}
+    model.to(torch.bfloat16).half().float()
+    after = {name: layer.weight for name, layer in linear_layers(model).items()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("frozen_weights", ["memory", "mmap"])
+def test_published_weights_are_quantised_as_they_are_read(
+    tmp_path: Path, frozen_weights: str
+) -> None:
+    saved = save(tmp_path, TINY, dtype="bfloat16", max_shard_size="10KB")
+    model = source(tmp_path, frozen_bits=4, frozen_weights=frozen_weights).build()
+    quantize_frozen(saved, 4)
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+    in_files = set(mapped_parameters(model))
+    assert ("model.embed_tokens.weight" in in_files) == (frozen_weights == "mmap")
+    assert not any("self_attn.q_proj" in name for name in in_files)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(model.state_dict()) == (28 if frozen_weights == "mmap" else 28 + 10 + 1)
+
+
+def test_a_pickle_of_tensors_is_quantised_too(tmp_path: Path) -> None:
+    saved = save(tmp_path, TINY)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
+    model = source(tmp_path, frozen_bits=8).build()
+    assert is_quantized(model.model.layers[0].mlp.up_proj)
+
+
+def test_a_state_dict_comes_back() -> None:
+    first, second = Adapted(4), Adapted(4)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.zero_()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    batch = token_batches(1)[0]
+    assert torch.equal(first.training_step(batch, 0), second.training_step(batch, 0))
+
+
+def test_a_dequantised_layer_is_an_ordinary_one() -> None:
+    model = ModelSource(architecture=TINY, frozen_bits=8).build()
+    layer = model.model.layers[0].mlp.up_proj
+    plain = dequantized(layer)
+    assert type(plain) is nn.Linear
+    assert torch.equal(plain.weight, layer.weight)
+    assert set(plain.state_dict()) == {"weight"}
+    assert set(layer.state_dict()) == {"weight_codes", "weight_scales"}
+
+
+def test_exports_are_dequantised(tmp_path: Path) -> None:
+    module = Adapted(4)
+    ids = torch.arange(9)[None]
+    expected = module.eval().model(input_ids=ids).logits
+    export_pretrained(module.model, tmp_path / "merged", options=ExportOptions(merge=True))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    export_pretrained(module.model, tmp_path / "adapter", options=ExportOptions())
+    base = ModelSource(architecture=TINY, frozen_bits=4).build()
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(loaded(input_ids=ids).logits, expected)
+    base = ModelSource(architecture=TINY, frozen_bits=4).build()
+    export_pretrained(base, tmp_path / "base", options=ExportOptions())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for name, layer in linear_layers(base).items():
+        assert torch.equal(plain.get_parameter(f"{name}.weight"), layer.weight)
+
+
+def test_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"frozen_bits=3 is not one of 16, 8, 4"):
+        ModelSource(architecture=TINY, frozen_bits=3)
+    with pytest.raises(ConfigurationError, match=r"Embedding has no linear layer"):
+        quantize_frozen(nn.Embedding(2, 2), 8)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    found = ModelSource(architecture=TINY, frozen_bits=4)  # planning needs no library
+    with pytest.raises(ConfigurationError, match=r"needs bitsandbytes.*\[quant\]"):
+        found.build()
