@@ -7,6 +7,7 @@ from roundpipe_lightning.data.corpus import TextFolder
 from roundpipe_lightning.data.files import FileOptions
 from roundpipe_lightning.data.preference import PreferenceDataModule
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
+from roundpipe_lightning.data.stream import TextStreamDataModule
 from roundpipe_lightning.data.text import TextDataModule
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "RecordFiles",
     "TextDataModule",
     "TextFolder",
+    "TextStreamDataModule",
 ]

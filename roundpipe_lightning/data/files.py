@@ -102,7 +102,7 @@ class FileDataModule(LightningDataModule):
 
     def __init__(self, files: Files, *, tokenizer: TokenizerMaker, options: FileOptions) -> None:
         super().__init__()
-        self.files = _as_source(files)
+        self.files = as_source(files)
         self.tokenizer_source = tokenizer
         self.options = options
         self.skipped: Counter[str] = Counter()
@@ -173,11 +173,11 @@ class FileDataModule(LightningDataModule):
         if self._train is not None:
             return
         self.collate()  # a tokenizer that cannot pad is refused before anything is read
-        train = self._encode_all(self.files)
+        train = self.encode_all(self.files)
         if self.options.validation_files is None:
             train, validation = _split(train, share=self.options.validation_share)
         else:
-            validation = self._encode_all(_as_source(self.options.validation_files))
+            validation = self.encode_all(as_source(self.options.validation_files))
         rows = Rows(self.arrange(train))
         if len(rows) < self.batch_size:
             raise ConfigurationError(
@@ -200,8 +200,12 @@ class FileDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         """Batches of validation rows, always the same; the last one may be smaller."""
         assert self._validation is not None, "Lightning calls setup first"
+        return self.batches(self._validation)
+
+    def batches(self, rows: Rows) -> DataLoader[Any]:
+        """Batches of rows in their order; the last one may be smaller."""
         return DataLoader(
-            self._validation,
+            rows,
             batch_size=self.batch_size,
             num_workers=self.options.num_workers,
             collate_fn=self.collate(),
@@ -220,7 +224,12 @@ class FileDataModule(LightningDataModule):
         """What makes a batch of rows."""
         return Padding(pad_token=self.pad_token_id, multiple_of=self.options.pad_to_multiple_of)
 
-    def _encode_all(self, source: RecordSource) -> list[Any]:
+    def encode_all(self, source: RecordSource) -> list[Any]:
+        """Samples of all records, those that are left out counted and logged.
+
+        Raises:
+            DataError: A record cannot be read or used, or there is none that can.
+        """
         self.skipped.clear()
         samples = [
             sample for record in all_records(source) if (sample := self.encode(record)) is not None
@@ -242,7 +251,8 @@ def all_records(source: RecordSource) -> Iterator[Record]:
         yield from source.read(part)
 
 
-def _as_source(files: Files) -> RecordSource:
+def as_source(files: Files) -> RecordSource:
+    """The records of paths, or of what has records already."""
     return files if not isinstance(files, Sequence) else RecordFiles(paths=files)
 
 

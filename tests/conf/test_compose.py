@@ -21,6 +21,7 @@ NEEDED = {
     "data/classification": ["data.files=[texts.csv]", "data.classes=[no,yes]"],
     "data/preference": ["data.files=[pairs.jsonl]"],
     "data/text": ["data.files=[texts]"],
+    "data/text_stream": ["data.files=[texts]", "data.validation_files=[others]"],
     "module/classification": ["+data.classes=[no,yes]"],
     "partition/saved": ["partition.plan=plan.json"],
 }
