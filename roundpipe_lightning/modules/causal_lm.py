@@ -80,9 +80,12 @@ class CausalLanguageModule(LightningModule):
             self.model = build_model(self.source, adapters=self.adapters, task="CAUSAL_LM")
 
     def on_fit_start(self) -> None:
-        """Try whether the model keeps packed documents apart, if the data packs any."""
+        """Try whether the model keeps packed documents apart, if the data packs any.
+
+        Not where several processes share the model: a call of a part of it may hang them.
+        """
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if getattr(data, "packs_documents", False):
+        if getattr(data, "packs_documents", False) and self.trainer.world_size == 1:
             check_documents_apart(self.model)
 
     def forward(self, batch: TokenBatch) -> Any:

@@ -1,14 +1,19 @@
 """Packed documents do not see each other: logits and gradients are those of single ones."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.data.samples import Padding, Sample, as_row, packed_row
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules.packing import as_one_row, check_documents_apart
 from tests.modules.architectures import TINY
 
@@ -87,3 +92,49 @@ def test_a_model_that_keeps_documents_apart_is_taken(architecture: dict[str, Any
 def test_a_model_whose_state_runs_through_the_row_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"does not keep the documents.*packing=false"):
         check_documents_apart(build(MAMBA))
+
+
+class Packed(LightningDataModule):
+    """Two packed rows."""
+
+    packs_documents = True
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = documents()
+        batch = Padding(pad_token=0)([packed_row(samples[:2]), packed_row(samples[2:])])
+        rows = [{name: values[row] for name, values in batch.items()} for row in range(2)]
+        return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+
+def fit(architecture: dict[str, Any], folder: Path, **options: Any) -> Trainer:
+    module = CausalLanguageModule(
+        ModelSource(architecture=architecture), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(module, datamodule=Packed())
+    return trainer
+
+
+def test_packed_rows_have_the_same_loss_on_round_robin_workers(tmp_path: Path) -> None:
+    plain = fit(TINY, tmp_path, devices=1).callback_metrics
+    strategy = RoundPipeStrategy(num_microbatches=2)
+    piped = fit(TINY, tmp_path, devices=2, strategy=strategy).callback_metrics
+    for name in ("train_loss", "val_loss"):
+        torch.testing.assert_close(piped[name], plain[name], rtol=1e-5, atol=1e-6)
+
+
+def test_training_does_not_begin_where_documents_would_mix(tmp_path: Path) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=2)
+    with pytest.raises(ConfigurationError, match=r"does not keep the documents"):
+        fit(MAMBA, tmp_path, devices=2, strategy=strategy)
