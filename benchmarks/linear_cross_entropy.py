@@ -31,7 +31,7 @@ from roundpipe_lightning.planning.loss_memory import chunked_loss_bytes, plain_l
 
 LIMIT_PERCENT = 5
 FAR_TOKENS = 32_768
-FREE_SHARE = 0.6  # of the free memory may be used by the plain loss
+FREE_SHARE = 0.8  # of the free memory may be used by the plain loss
 TOKEN_STEP = 512
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

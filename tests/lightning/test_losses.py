@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.deferred_logits import LossMode
 from roundpipe_lightning.strategy import RoundPipeStrategy
@@ -56,6 +57,16 @@ class _LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class _CallsIt(_LanguageModel):
+    """Calls the function itself, with labels that were brought to another worker."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        hidden = self.model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+        return linear_cross_entropy(
+            hidden[:, :-1], self.model.lm_head.weight, batch["labels"][:, 1:], softcap=3.0
+        )
 
 
 class _Sentences(Dataset[dict[str, Tensor]]):
@@ -124,6 +135,15 @@ def test_fused_losses_train_as_the_model_s_own(
     assert _distance(fused, _LanguageModel(name)) > 1e-2
     assert _distance(fused, own) < 1e-5
     assert fused_metrics == pytest.approx(metrics, rel=1e-5)
+
+
+def test_a_module_may_call_it(tmp_path: Path) -> None:
+    own = _trained(
+        tmp_path, RoundPipeStrategy(num_microbatches=1, loss="own"), _LanguageModel(), devices=1
+    )[0]
+    strategy = EmulatedStrategy(num_microbatches=4)
+    called = _trained(tmp_path, strategy, _CallsIt())[0]
+    assert _distance(called, own) < 1e-5
 
 
 def test_small_logits_are_left_alone_by_default(tmp_path: Path) -> None:
