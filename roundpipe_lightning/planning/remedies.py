@@ -105,7 +105,7 @@ def _more_microbatches(job: TrainingJob, alternatives: Alternatives) -> _Change 
 
 
 def _machines(job: TrainingJob) -> Iterator[_Change]:
-    """More memory in this machine, then the next larger devices that have a name."""
+    """More memory in this machine, then the smallest larger devices that have a name and do."""
     machine = job.hardware
     missing = fit_training(replace(job, search=Search.QUICK)).memory.host.missing_bytes
     if missing:
@@ -117,11 +117,14 @@ def _machines(job: TrainingJob) -> Iterator[_Change]:
         )
     if machine.shares_host_memory:
         return
-    for spec in sorted(_named(machine.num_devices), key=lambda spec: spec.device_bytes):
-        if spec.device_bytes > machine.device_bytes:
-            yield _Change(
-                text=f"use larger devices, such as {spec.name}", job=replace(job, hardware=spec)
-            )
+    larger = [
+        spec for spec in _named(machine.num_devices) if spec.device_bytes > machine.device_bytes
+    ]
+    for spec in sorted(larger, key=lambda spec: spec.device_bytes):
+        other = replace(job, hardware=spec)
+        if _fits(other):
+            yield _Change(text=f"use larger devices, such as {spec.name}", job=other)
+            return
 
 
 def _named(num_devices: int) -> Iterator[HardwareSpec]:
