@@ -1,14 +1,15 @@
-"""Which causal language models the engine trains as plain PyTorch does, to the bit.
+"""Which language models the engine trains as plain PyTorch does, to the bit.
 
-Builds a tiny random model of every architecture that `AutoModelForCausalLM` knows, trains two steps
-on three CPU workers with four microbatches, and compares losses, gradients, parameters and buffers
-with a plain loop over the same microbatches. Every model has a process of its own, forked from this
-one, and a time limit.
+Builds a tiny random model of every architecture that `AutoModelForCausalLM` knows (or that for
+encoders, or for encoder-decoders), trains two steps on three CPU workers with four microbatches,
+and compares losses, gradients, parameters and buffers with a plain loop over the same microbatches.
+The second step has a plan for the calls of blocks that the first one made. Every model has a
+process of its own, forked from this one, and a time limit.
 
-    python benchmarks/architectures.py [--only llama,gpt2] [--output json]
+    python benchmarks/architectures.py [--kind causal] [--only llama,gpt2] [--output json]
 
 Counted as identical is only what was pipelined: a model without a list of blocks, which the engine
-runs as one stage, is not.
+runs as one stage, or whose second step makes calls that were not planned, is not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from enum import Enum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import tiny_configs
 import torch
@@ -38,13 +38,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.auto import modeling_auto
 
-from roundpipe_lightning.engine.chain_backward import BackwardRun
+from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.device import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.profile import profile_module
 from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.plan import Plan
 
 SIZES = tiny_configs.TinySizes()
 NUM_WORKERS = 3
@@ -67,7 +68,7 @@ class Verdict(Enum):
     BROKEN = "broken"
     """Something else was raised inside the engine."""
     NOT_PIPELINED = "not pipelined"
-    """No blocks were found, or they never ran as a pipeline."""
+    """No blocks were found, or calls of the second step were not planned."""
     NOT_BUILT = "not built"
     """transformers itself does not build or run the tiny model. Not counted in the total."""
 
@@ -98,15 +99,19 @@ class Report:
 class LanguageModel(nn.Module):
     """Any user's module around a causal language model."""
 
-    def __init__(self, model: nn.Module, *, own_loss: bool) -> None:
+    def __init__(self, model: nn.Module, *, kind: str, own_loss: bool) -> None:
         super().__init__()
         self.model = model
+        self.kind = kind
         self.own_loss = own_loss
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss; the model's own, where it computes one from labels."""
         del batch_idx
         ids = batch["input_ids"]
+        if "decoder_input_ids" in batch:
+            logits = self.model(**batch, use_cache=False).logits
+            return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
         if self.own_loss:
             loss: Tensor = self.model(**batch, labels=ids, use_cache=False).loss
             return loss
@@ -117,19 +122,27 @@ class LanguageModel(nn.Module):
 # --- building -------------------------------------------------------------------------------------
 
 
-def architectures() -> list[str]:
-    """All names that AutoModelForCausalLM knows."""
-    return list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+#: transformers' tables of names and classes, by the kind of model.
+KINDS = {
+    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING", {}),
+    "encoder": ("MODEL_FOR_MASKED_LM_MAPPING", {"is_decoder": False}),
+    "encoder-decoder": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", {"is_decoder": False}),
+}
 
 
-def build(name: str) -> LanguageModel:
+def architectures(kind: str) -> list[str]:
+    """All names that transformers knows of a kind."""
+    return list(getattr(modeling_auto, f"{KINDS[kind][0]}_NAMES"))
+
+
+def build(name: str, kind: str) -> LanguageModel:
     """Return a tiny random model that plain PyTorch can train, in the first way that works."""
     first_error: Exception | None = None
     for num_layers, fill_unset, own_loss in itertools.product(
         (SIZES.layers, 2 * SIZES.layers), (False, True), (True, False)
     ):
         sizes = replace(SIZES, layers=num_layers)
-        module = _build_in_one_way(name, sizes, fill_unset=fill_unset, own_loss=own_loss)
+        module = _build_in_one_way(name, sizes, kind, fill_unset=fill_unset, own_loss=own_loss)
         if isinstance(module, LanguageModel):
             return module
         first_error = first_error or module
@@ -138,12 +151,13 @@ def build(name: str) -> LanguageModel:
 
 
 def _build_in_one_way(
-    name: str, sizes: tiny_configs.TinySizes, *, fill_unset: bool, own_loss: bool
+    name: str, sizes: tiny_configs.TinySizes, kind: str, *, fill_unset: bool, own_loss: bool
 ) -> LanguageModel | Exception:
     try:
-        module = LanguageModel(_model(name, sizes, fill_unset=fill_unset), own_loss=own_loss)
+        model = _model(name, sizes, kind, fill_unset=fill_unset)
+        module = LanguageModel(model, kind=kind, own_loss=own_loss)
         untried = copy.deepcopy(module)
-        module.training_step(batches(0)[0], 0).backward()
+        module.training_step(batches(0, kind)[0], 0).backward()
         module.zero_grad()
     except Exception as error:  # noqa: BLE001 - whatever transformers raises is the reason
         return error
@@ -154,12 +168,16 @@ def _build_in_one_way(
     return module  # what a first call changes in it, has changed
 
 
-def _model(name: str, sizes: tiny_configs.TinySizes, *, fill_unset: bool) -> nn.Module:
+def _model(name: str, sizes: tiny_configs.TinySizes, kind: str, *, fill_unset: bool) -> nn.Module:
+    mapping, settings = KINDS[kind]
     config = tiny_configs.tiny_config(name, sizes, fill_unset=fill_unset)
-    kind = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config = _config_for(kind, config)
+    made = getattr(modeling_auto, mapping)[type(config)]
+    config = _config_for(made, config)
+    for key, value in settings.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
     torch.manual_seed(0)
-    model: nn.Module = kind._from_config(config).float().train()  # noqa: SLF001
+    model: nn.Module = made._from_config(config).float().train()  # noqa: SLF001
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -177,12 +195,15 @@ def _config_for(kind: Any, config: Any) -> Any:
     return next((part for part in parts if isinstance(part, kind.config_class)), config)
 
 
-def batches(step: int) -> list[dict[str, Tensor]]:
+def batches(step: int, kind: str) -> list[dict[str, Tensor]]:
     """Return the microbatches of a step."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, SIZES.vocabulary, (SEQUENCES, TOKENS), generator=generator)
     parts = ids.chunk(NUM_MICROBATCHES)
-    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
+    made = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
+    if kind == "encoder-decoder":
+        return [{**batch, "decoder_input_ids": batch["input_ids"].flip(1)} for batch in made]
+    return made
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -197,7 +218,7 @@ def train_plainly(module: LanguageModel) -> Trace:
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        for index, batch in enumerate(batches(step)):
+        for index, batch in enumerate(batches(step, module.kind)):
             loss = module.training_step(batch, index)
             (loss / NUM_MICROBATCHES).backward()
             trace[f"loss of step {step}, microbatch {index}"] = loss.detach()
@@ -206,13 +227,14 @@ def train_plainly(module: LanguageModel) -> Trace:
     return trace | _state(module)
 
 
-def train_pipelined(module: LanguageModel, engine: Engine) -> Trace:
-    """Two steps with the engine."""
+def train_pipelined(module: LanguageModel, engine: Engine) -> tuple[Trace, str]:
+    """Two steps with the engine, and why the second was not a pipeline."""
     trace: Trace = {}
+    reason = ""
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     for step in range(NUM_STEPS):
         result = engine.step(
-            batches(step),
+            batches(step, module.kind),
             lambda view, batch, index: view.training_step(batch, index),
             loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
         )
@@ -223,7 +245,23 @@ def train_pipelined(module: LanguageModel, engine: Engine) -> Trace:
             parameter.grad = result.gradients.get(parameter)
         trace.update(_gradients(module, step))
         optimizer.step()
-    return trace | _state(module)
+        if not result.chain.links:
+            reason = "no block was called"
+        elif step and result.num_streamed:
+            reason = f"{result.num_streamed} calls of step {step} were not planned"
+        if not result.chain.same_calls(engine.chain) and result.chain.links:
+            engine.plan_for(result.chain, _plan(module, result.chain))
+    return trace | _state(module), reason
+
+
+def _plan(module: nn.Module, chain: Chain) -> Plan:
+    keeps_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())  # noqa: SLF001
+    return default_plan(
+        profile_module(module, chain),
+        num_workers=NUM_WORKERS,
+        num_microbatches=NUM_MICROBATCHES,
+        round_sizes=[NUM_MICROBATCHES] if keeps_statistics else (),
+    )
 
 
 def _gradients(module: nn.Module, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -256,40 +294,38 @@ def differences(want: Trace, got: Trace, *, tolerance: float = 0.0) -> list[str]
 # --- one architecture -----------------------------------------------------------------------------
 
 
-def examine(name: str) -> Report:
+def examine(name: str, kind: str) -> Report:
     """Train one architecture both ways and compare."""
     try:
-        module = build(name)
+        module = build(name, kind)
     except Exception as error:  # noqa: BLE001 - reported
         return Report(name=name, verdict=Verdict.NOT_BUILT, reason=_described(error))
     plain, again = copy.deepcopy(module), copy.deepcopy(module)
-    stack = find_blocks(module, None)
-    if stack is None:
+    stacks = find_stacks(module, None)
+    if not stacks:
         return Report(name=name, verdict=Verdict.NOT_PIPELINED, reason="no list of blocks found")
+    blocks = [block for stack in stacks for block in stack.blocks]
     facts: dict[str, Any] = {
         "name": name,
-        "stack": stack.name,
-        "num_blocks": len(stack.blocks),
-        "block_share": _num_elements(*stack.blocks) / _num_elements(module),
+        "stack": ", ".join(stack.name for stack in stacks),
+        "num_blocks": len(blocks),
+        "block_share": _num_elements(*blocks) / _num_elements(module),
     }
     random_state = torch.get_rng_state()
     want = train_plainly(plain)
     draws = not torch.equal(random_state, torch.get_rng_state())
-    plan = default_plan(
-        profile_module(module, stack), num_workers=NUM_WORKERS, num_microbatches=NUM_MICROBATCHES
-    )
+    chain = Chain.of(stacks)
     devices = [CpuDevice(index) for index in range(NUM_WORKERS)]
-    passes = mock.patch.object(BackwardRun, "run", autospec=True, side_effect=BackwardRun.run)
     try:
-        with passes as pipelined, Engine(module, stack=stack, devices=devices, plan=plan) as engine:
-            got = train_pipelined(module, engine)
+        plan = _plan(module, chain)
+        with Engine(module, stack=stacks, devices=devices, plan=plan, chain=chain) as engine:
+            got, not_pipelined = train_pipelined(module, engine)
     except RoundPipeError as error:
         return Report(verdict=Verdict.REFUSED, reason=_described(error), **facts)
     except Exception as error:  # noqa: BLE001 - reported
         return Report(verdict=Verdict.BROKEN, reason=_described(error), **facts)
-    if pipelined.call_count < NUM_STEPS * NUM_MICROBATCHES:
-        reason = f"{stack.name} ran as a pipeline {pipelined.call_count} times"
-        return Report(verdict=Verdict.NOT_PIPELINED, reason=reason, **facts)
+    if not_pipelined:
+        return Report(verdict=Verdict.NOT_PIPELINED, reason=not_pipelined, **facts)
     found = differences(want, got)
     if not found:
         return Report(verdict=Verdict.IDENTICAL, **facts)
@@ -306,7 +342,7 @@ def examine(name: str) -> Report:
 
 def _gradients_matter(module: LanguageModel) -> bool:
     """Say whether a model's logits are others, to the bit, when no graph is kept."""
-    batch = batches(0)[0]
+    batch = batches(0, module.kind)[0]
     with torch.no_grad():
         without = module.model(**batch, use_cache=False).logits
     return not torch.equal(module.model(**batch, use_cache=False).logits, without)
@@ -326,24 +362,24 @@ def _described(error: BaseException) -> str:
     return f"{text} [{places}]"
 
 
-def _examine_in_child(name: str, connection: Connection) -> None:
+def _examine_in_child(name: str, kind: str, connection: Connection) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     start = time.perf_counter()
     try:
-        report = asdict(examine(name))
+        report = asdict(examine(name, kind))
     except Exception as error:  # noqa: BLE001 - reported
         report = asdict(Report(name=name, verdict=Verdict.BROKEN, reason=_described(error)))
     report |= {"seconds": round(time.perf_counter() - start, 2)}
     connection.send(Report(**report))
 
 
-def examine_in_process(name: str, *, timeout_seconds: float) -> Report:
+def examine_in_process(name: str, kind: str, *, timeout_seconds: float) -> Report:
     """Examine an architecture in a process of its own."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_examine_in_child, args=(name, sender), daemon=True)
+    process = context.Process(target=_examine_in_child, args=(name, kind, sender), daemon=True)
     process.start()
     sender.close()
     try:
@@ -389,18 +425,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--kind", choices=KINDS, default="causal", help="default causal")
     parser.add_argument("--only", default="", help="names, separated by commas (default all)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds per model")
     parser.add_argument("--output", choices=("text", "json"), default="text")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else architectures()
-    unknown = sorted(set(names) - set(architectures()))
+    names = options.only.split(",") if options.only else architectures(options.kind)
+    unknown = sorted(set(names) - set(architectures(options.kind)))
     if unknown:
-        parser.error(f"AutoModelForCausalLM does not know {', '.join(unknown)}")
+        parser.error(f"transformers knows no {options.kind} {', '.join(unknown)}")
     torch.set_num_threads(1)
     reports = []
     for name in names:
-        report = examine_in_process(name, timeout_seconds=options.timeout)
+        report = examine_in_process(name, options.kind, timeout_seconds=options.timeout)
         reports.append(report)
         if options.output == "text":
             print(f"{name:32} {report.verdict.value:14} {report.reason}", flush=True)

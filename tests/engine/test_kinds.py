@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from tests.engine.kinds import KINDS, batches_of
 from tests.engine.test_chain import one_block_each
 from tests.engine.tiny import (
     TIMEOUT_SECONDS,
+    Regressor,
     cpu_workers,
     differences,
     emulated_workers,
+    engine_of,
+    layers_of,
     mean_step,
     plain_step,
+    regression_batches,
 )
 
 NUM_MICROBATCHES = 3
@@ -73,3 +78,19 @@ def check(name: str, devices: Sequence[Device], *, tolerance: float) -> None:
             engine.plan_for(result.chain, one_block_each(result.chain, **counts))
         assert not result.num_streamed
     assert sum(len(stack.blocks) for stack in stacks) <= len(result.chain)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks() -> None:
+    """A block's forward and backward are one function, and its recompute is that function again."""
+    module = Regressor(3)
+    layers: Any = module.layers
+    for index, layer in enumerate(module.layers):
+        layers[index] = torch.compile(layer, backend="aot_eager")
+    batches = regression_batches(2)
+    plain = plain_step(module, batches)
+    stack = layers_of(module)
+    plan = one_block_each(Chain.of([stack]), num_workers=2, num_microbatches=2)
+    with engine_of(module, stack, plan) as engine:
+        for _ in range(2):
+            assert not differences(module, mean_step(engine, batches), plain, tolerance=1e-6)
