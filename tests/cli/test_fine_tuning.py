@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
 
 from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.export import export
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from tests.cli.small import REPOSITORY, summary
@@ -63,6 +65,27 @@ def test_the_experiment_runs_and_learns(
     assert metrics <= set(columns)
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 5
+    assert not any(name.startswith("reference") for name in saved["state_dict"])
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("dpo", "adapter_model.safetensors"), ("classification", "model.safetensors")],
+)
+def test_what_was_trained_can_be_exported(
+    name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "validate=false")
+    train(compose_experiment(name, tmp_path, *short, "optimized_metric=null"))
+    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+        config = compose("export", overrides=[f"ckpt_path={tmp_path}/checkpoints/last.ckpt"])
+    folder = export(config)
+    tensors = load_file(folder / file)
+    if name == "dpo":
+        assert all("lora" in tensor for tensor in tensors)
+    else:
+        assert tensors["score.weight"].shape == (2, 32)
 
 
 def test_data_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

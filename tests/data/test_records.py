@@ -103,7 +103,7 @@ def test_paths_are_checked(tmp_path: Path) -> None:
 def test_parquet_reads_row_groups_from_where_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for pyarrow, which is optional: its calls are those of pyarrow 18 to 22."""
+    """With a stand-in for pyarrow, which is optional: it has what is used of pyarrow 26."""
     groups = [[{"text": "a"}, {"text": "b"}], [{"text": "c"}]]
     opened: list[int] = []
 
