@@ -45,6 +45,18 @@ def test_lora_trains_goes_on_and_is_evaluated(
         train(compose_small(tmp_path / "other", "peft=lora", "train=false", saved, "seed=7"))
 
 
+def test_a_base_in_four_bits_counts_as_what_it_stands_for(tmp_path: Path) -> None:
+    rows = []
+    for choice in ("qlora", "lora"):
+        config = compose_small(tmp_path, f"peft={choice}", "peft.target_modules=all-linear")
+        run = build_run(config)
+        run.module.configure_model()
+        rows.append(trained_row(run.module, run.config.peft))
+    assert rows[0] == rows[1]
+    figures = train_small(tmp_path, "peft=qlora", "trainer.max_steps=2", "logger=none")
+    assert 4 < figures["val_loss"] < 6
+
+
 @pytest.mark.parametrize("choice", ["dora", "rslora", "ia3", "prompt", "prefix", "p_tuning"])
 def test_every_choice_trains(tmp_path: Path, choice: str) -> None:
     figures = train_small(tmp_path, f"peft={choice}", "trainer.max_steps=2", "logger=none")
