@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.work import BlockWork, WorkProfile
 
 
 def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
@@ -22,6 +24,20 @@ def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
         with contextlib.suppress(PlanError):  # the plan is checked against the chain
             return Chain.named(given_plan.block_names, stacks)
     return Chain.of(stacks)
+
+
+def without_training(work: WorkProfile) -> WorkProfile:
+    """Return a model of which nothing is trained: what an evaluation needs memory for."""
+
+    def frozen(part: BlockWork) -> BlockWork:
+        return replace(part, num_trainable=0, trainable_bytes=0)
+
+    return replace(
+        work,
+        blocks=tuple(frozen(block) for block in work.blocks),
+        head=frozen(work.head),
+        tail=frozen(work.tail),
+    )
 
 
 def num_values(tree: Any) -> int:

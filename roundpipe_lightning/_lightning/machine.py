@@ -135,7 +135,7 @@ def storage_of(optimizers: Sequence[Optimizer]) -> ParameterStorage:
     state = sum(_state_bytes(optimizer) for optimizer in optimizers)
     return ParameterStorage(
         master_bytes=0,
-        gradient_bytes=gradients / num if num else 4.0,
+        gradient_bytes=gradients / num if num else 0.0,
         optimizer_bytes=state / num if num else 0.0,
     )
 

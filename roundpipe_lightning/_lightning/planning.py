@@ -20,7 +20,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from roundpipe_lightning._lightning.facts import first_chain, num_values, widest_dtype
+from roundpipe_lightning._lightning.facts import (
+    first_chain,
+    num_values,
+    widest_dtype,
+    without_training,
+)
 from roundpipe_lightning._lightning.machine import find_machine, rate_name, storage_of
 from roundpipe_lightning._lightning.options import Options
 from roundpipe_lightning._lightning.trial import TrialFailedError, try_step
@@ -144,7 +149,7 @@ class StepPlanner:
             workers_per_device=options.workers_per_device,
             computes_on_host=computes_on_host,
         )
-        self._storage = storage_of(optimizers)
+        self._storage, self._trains = storage_of(optimizers), bool(optimizers)
         self._first_chain = self.chain = first_chain(stacks, given_plan)
         self.profile: ModelProfile = profile_module(module, self.chain)
         self._parameter_work = parameter_work(module, self.chain)
@@ -169,10 +174,10 @@ class StepPlanner:
             FitError: Not even those fit.
             PlanError: A hint cannot be kept.
         """
-        what = "parameters, gradients and optimizer state"
-        return self._settle(
-            self._from_parameters(), self.num_microbatches, what=what, search=Search.QUICK
-        ).plan
+        what, seen = "parameters, gradients and optimizer state", self._from_parameters()
+        if not self._trains:
+            what, seen = "model", replace(seen, work=without_training(seen.work))
+        return self._settle(seen, self.num_microbatches, what=what, search=Search.QUICK).plan
 
     def _check_given(self, plan: Plan) -> None:
         if plan.num_workers != self._num_workers:

@@ -66,6 +66,17 @@ def test_optimizer_state_counts(tmp_path: Path) -> None:
     fit(tmp_path, hardware=machine(host_bytes=round(4.5 * size)))
 
 
+def test_an_evaluation_needs_no_gradients(tmp_path: Path) -> None:
+    size = sum(p.nbytes for p in Regressor().parameters())
+    strategy = RoundPipeStrategy(hardware=machine(host_bytes=round(1.5 * size)))
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    trainer.validate(Regressor(), regression_data(), verbose=False)
+    strategy = RoundPipeStrategy(hardware=machine(host_bytes=size // 2))
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    with pytest.raises(FitError, match="The model does not fit rtx4090x2"):
+        trainer.validate(Regressor(), regression_data(), verbose=False)
+
+
 def test_activations_are_known_with_the_first_batch(tmp_path: Path) -> None:
     """The parameters fit, the step does not: refused in time, with what makes it fit."""
     small = machine(device_bytes=RESERVED_BYTES + 9 * BLOCK_BYTES)
