@@ -30,6 +30,7 @@ from roundpipe_lightning.models.deferred_logits import LossFusion
 from roundpipe_lightning.models.profile import profile_module
 from roundpipe_lightning.planning.default import default_plan
 
+KIND = "causal"  # as benchmarks/architectures.py calls it
 TOLERANCE = 1e-5
 NEGLIGIBLE = 1e-4  # gradients of parameters that are so small beside all others say nothing
 TIMEOUT_SECONDS = 60.0
@@ -79,7 +80,7 @@ class Report:
 def plain_step(module: nn.Module, fusion: LossFusion | None) -> Step:
     """Run the microbatches in a loop."""
     losses = []
-    for index, batch in enumerate(architectures.batches(0)):
+    for index, batch in enumerate(architectures.batches(0, KIND)):
         torch.manual_seed(index)
         if fusion is None:
             loss = module.training_step(batch, index)
@@ -116,7 +117,7 @@ def engine_step(module: nn.Module, fusion: LossFusion | None) -> Step:
         module, stack=stack, devices=devices, plan=plan, timeout_seconds=TIMEOUT_SECONDS
     ) as engine:
         result = engine.step(
-            architectures.batches(0), call, loss_scales=[1 / count] * count, outside=fusion
+            architectures.batches(0, KIND), call, loss_scales=[1 / count] * count, outside=fusion
         )
     names = {parameter: name for name, parameter in module.named_parameters()}
     return Step(
@@ -158,7 +159,7 @@ def compared(name: str, how: str, own: Step, fused: Step, fusion: LossFusion) ->
 def examine(name: str) -> Report:
     """Run one architecture both ways."""
     try:
-        module = architectures.build(name)
+        module = architectures.build(name, KIND)
     except Exception as error:  # noqa: BLE001 - whatever transformers raises is the reason
         return Report(name=name, how=f"not built: {type(error).__name__}", made={})
     other, fusion = copy.deepcopy(module), LossFusion("fused")
@@ -205,7 +206,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     reports = []
-    for name in options.only.split(",") if options.only else architectures.architectures():
+    for name in options.only.split(",") if options.only else architectures.architectures(KIND):
         report = examine(name)
         reports.append(report)
         if options.output == "text":
