@@ -133,6 +133,11 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     "lora on all linear layers": (base, LoraConfig(r=2, target_modules="all-linear")),
     "rslora": (base, LoraConfig(**Q_V, use_rslora=True)),
     "dora": (base, LoraConfig(**Q_V, use_dora=True)),
+    "lora in float32 on a base in bfloat16": (lambda: base().bfloat16(), LoraConfig(**Q_V)),
+    "lora on blocks with common weights": (
+        lambda: base("llama"),
+        LoraConfig(**Q_V, layer_replication=[(0, 2), (1, 3)]),
+    ),
     "lora on the upper blocks": (base, LoraConfig(**Q_V, layers_to_transform=[2, 3])),
     "lora on the embedding": (_untied, LoraConfig(r=2, target_modules=["embed_tokens"])),
     "lora on embedding and head": (
