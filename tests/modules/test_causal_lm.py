@@ -59,6 +59,22 @@ def test_the_loss_is_the_models_own(tmp_path: Path) -> None:
     torch.testing.assert_close(module(batch).loss, expected)
 
 
+def test_validation_is_the_mean_over_predicted_tokens(tmp_path: Path) -> None:
+    """Batches with one target and with seven count as one and as seven."""
+    ids = torch.arange(16).reshape(2, 8)
+    labels = ids.clone()
+    labels[0, :-1] = -100
+    items = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+    module, trainer = make_module(), make_trainer(tmp_path)
+    loader: DataLoader[Any] = DataLoader(items, batch_size=1)  # type: ignore[arg-type]
+    trainer.validate(module, loader, verbose=False)
+    with torch.no_grad():
+        losses = [float(module(batch).loss) for batch in loader]
+    expected = (losses[0] + 7 * losses[1]) / 8
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(expected, rel=1e-5)
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
 def test_the_model_is_built_once() -> None:
     module = make_module()
     assert list(module.parameters()) == []
