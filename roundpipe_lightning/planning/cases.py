@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -34,6 +34,12 @@ from roundpipe_lightning.planning.simulate import simulate
 from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.planning.transfers import simulate_transfers
+
+_FEW = 8
+"""Even partitions that fit, fewer than which call for smaller ones."""
+
+_EVEN_STAGES = 3000
+"""Blocks of a model times numbers of stages to choose from, about: balancing takes time."""
 
 Profiles = Callable[[int], ModelProfile]
 """The model for one microbatch of a batch that is split into a number of them."""
@@ -71,6 +77,7 @@ class Case:
         limits: Blocks per stage at most, other stages as small as they may be.
         joint_limits: Blocks per stage at most, all stages together.
         hop_seconds: From one worker to another.
+        known_even: Even partitions by their limits, which cases of the same model share.
     """
 
     travel: Travel
@@ -79,6 +86,7 @@ class Case:
     limits: StageLimits
     joint_limits: StageLimits
     hop_seconds: float
+    known_even: dict[StageLimits, tuple[Candidate, ...]] = field(default_factory=dict)
 
     @property
     def profile(self) -> ModelProfile:
@@ -89,6 +97,14 @@ class Case:
     def hardware(self) -> HardwareSpec:
         """The machine."""
         return self.footprint.hardware
+
+    def _even(self, limits: StageLimits) -> tuple[Candidate, ...]:
+        """Return even partitions within limits; other cases of the same model have made many."""
+        if limits not in self.known_even:
+            most = max(_FEW // 2, _EVEN_STAGES // max(self.profile.num_blocks, 1))
+            count = min(self.request.effort.num_even, most)
+            self.known_even[limits] = even_candidates(self.profile, limits=limits, count=count)
+        return self.known_even[limits]
 
     def fits(self, table: PartitionTable) -> npt.NDArray[np.bool_]:
         """Say which partitions keep the devices' memory and the recompute policies."""
@@ -114,15 +130,10 @@ class Case:
                 Candidate(each.forward, each.backward[0], each.backward[1:]) for each in asked
             ]
         else:
-            count = self.request.effort.num_even
-            both = (self.limits, self.joint_limits)
-            candidates = [
-                candidate
-                for limits in dict.fromkeys(both)
-                for candidate in even_candidates(self.profile, limits=limits, count=count)
-            ]
-        table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in candidates])
-        fit = self.fits(table).tolist()
+            candidates = self._even(self.limits)
+            if self.fits(_table(candidates)).sum() < _FEW:
+                candidates = (*candidates, *self._even(self.joint_limits))
+        fit = self.fits(_table(candidates)).tolist()
         return tuple(
             candidate
             for candidate, holds in dict(zip(candidates, fit, strict=True)).items()
@@ -132,9 +143,7 @@ class Case:
     def makespans(self, candidates: Sequence[Candidate], *, uploads: bool) -> Floats:
         """Estimate steps with uploads on links that all devices share, or bound them without."""
         evaluator = self.evaluator if uploads else self._bound
-        return evaluator.makespans(
-            PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in candidates])
-        )
+        return evaluator.makespans(_table(candidates))
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -248,6 +257,9 @@ def find_cases(
     footprints = {
         count: Footprint(profiles(count), hardware=hardware) for count in request.microbatch_choices
     }
+    known_even: dict[int, dict[StageLimits, tuple[Candidate, ...]]] = {
+        count: {} for count in footprints
+    }
     cases: list[Case] = []
     largest: dict[Travel, StageLimits] = {}
     for travel in ways:
@@ -265,6 +277,7 @@ def find_cases(
                 limits=limits,
                 joint_limits=_limits(footprint, travel, request, limits_within) or limits,
                 hop_seconds=_hop_seconds(footprint, request),
+                known_even=known_even[travel.num_microbatches],
             )
         )
     if not cases:
@@ -276,6 +289,10 @@ def find_cases(
 def _settled(request: PlanningRequest) -> bool:
     """Whether the stages are given, so that limits do not say what memory they need."""
     return bool(request.partitions) or request.recompute == (RecomputePolicy.NONE,)
+
+
+def _table(candidates: Sequence[Candidate]) -> PartitionTable:
+    return PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in candidates])
 
 
 class _Within(Protocol):

@@ -58,6 +58,10 @@ def balanced_cuts(
     low, high = max(weights), sums[-1]
     best = _greedy_sizes(sums, high, cuts)
     num_parts = max(num_parts, len(best))
+    if not cuts:  # parts that are filled up to this are no more than there may be
+        low = max(low, high / num_parts)
+        high = min(high, high / num_parts + max(weights))
+        best = _greedy_sizes(sums, high, cuts)
     while high - low > RESOLUTION * sums[-1]:
         limit = (low + high) / 2
         sizes = _greedy_sizes(sums, limit, cuts)

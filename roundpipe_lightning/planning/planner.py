@@ -288,10 +288,14 @@ class _Choice:
         }
 
     def _without_needless_residents(self) -> tuple[Case, Prediction]:
-        """Return the best one; its blocks stay only if that shortens the step."""
+        """Return the best one; its blocks stay only if that shortens the step.
+
+        Fewer bytes may delay others that share a link. That is rare, so long steps go unchecked.
+        """
         assert self._best is not None
         case, best = self._best
-        if best.layout.resident and self._request.at_least_resident == 0:
+        is_quick = case.num_actions(best.layout.partition) <= _CONFIRMED_ACTIONS
+        if is_quick and best.layout.resident and self._request.at_least_resident == 0:
             moving = case.predict(best.layout.partition, stays=False)
             if moving.makespan_seconds < best.makespan_seconds:
                 return case, moving

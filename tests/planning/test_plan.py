@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile, fingerprint
+from roundpipe_lightning.planning.recompute import RecomputePolicy
 from tests.planning.profiles import random_profiles, uniform_profile
 
 
@@ -27,6 +29,51 @@ def test_text_and_json_round_trip(profile: ModelProfile, workers: int, microbatc
     made = default_plan(profile, num_workers=workers, num_microbatches=microbatches)
     assert Plan.from_text(made.to_text()) == made
     assert Plan.from_json(made.to_json()) == made
+
+
+def test_what_is_held_round_trips(plan: Plan) -> None:
+    held = replace(plan, weight_slots=1, num_batches=3, resident=((0, 1, 2, 5), ()))
+    assert "resident: 0-2,5 | -" in held.to_text()
+    assert Plan.from_text(held.to_text()) == held
+    assert Plan.from_json(held.to_json()) == held
+    assert replace(plan, resident=((), ())).resident == ()
+
+
+def test_a_plan_of_the_first_version_has_two_slots_and_nothing_that_stays(plan: Plan) -> None:
+    added = ("num_batches", "weight_slots", "recompute", "resident")
+    values = json.loads(replace(plan, weight_slots=1).to_json())
+    old = {name: value for name, value in values.items() if name not in added}
+    assert Plan.from_json(json.dumps({**old, "format_version": 1})) == plan
+    with pytest.raises(PlanError, match="has no 'num_batches'"):
+        Plan.from_json(json.dumps(old))
+    lines = [line for line in plan.to_text().splitlines() if not line.startswith(added)]
+    lines[0] = "roundpipe plan 1"
+    assert Plan.from_text("\n".join(lines) + "\n") == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_slots": 3}, "weight_slots=3 must be 1 or 2"),
+        ({"num_batches": 0}, "num_batches=0 must be 1 or more"),
+        ({"recompute": RecomputePolicy.NONE}, "the fused stage must have all blocks"),
+        ({"resident": ((1,),)}, "for 1 workers, but num_workers=2"),
+        ({"resident": ((6,), ())}, r"resident blocks \[6\] of worker 0: give ascending .* 0 to 5"),
+        ({"resident": ((), (2, 1))}, r"resident blocks \[2, 1\] of worker 1"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused(
+    plan: Plan, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(plan, **change)
+
+
+@pytest.mark.parametrize("text", ["a", "1-b | -", "1;2"])
+def test_resident_blocks_that_are_none_are_refused(plan: Plan, text: str) -> None:
+    values = json.loads(plan.to_json())
+    with pytest.raises(PlanError, match="are no resident blocks: write for example"):
+        Plan.from_json(json.dumps({**values, "resident": text}))
 
 
 def test_save_and_load(plan: Plan, tmp_path: Path) -> None:

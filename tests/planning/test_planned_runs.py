@@ -5,9 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roundpipe_lightning.planning.footprint import RESERVED_BYTES
 from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.search import Effort, StageLimits
+from roundpipe_lightning.planning.recompute import RecomputePolicy
+from roundpipe_lightning.planning.search import Effort
 from tests.engine.tiny import (
     Regressor,
     differences,
@@ -30,6 +32,8 @@ _seconds = st.floats(min_value=0.01, max_value=5.0, allow_nan=False)
     st.integers(1, 3),
     st.integers(1, 2),
     st.sampled_from([1e30, 30.0]),
+    st.sampled_from([500, 5000]),
+    st.sampled_from([None, (RecomputePolicy.FULL,), (RecomputePolicy.NONE,)]),
 )
 def test_the_engine_runs_random_plans_with_unchanged_results(
     durations: list[tuple[float, float]],
@@ -37,22 +41,34 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
     num_microbatches: int,
     num_batches: int,
     link: float,
+    room: int,
+    recompute: tuple[RecomputePolicy, ...] | None,
 ) -> None:
+    """Plans with one or two slots for weights, with blocks that stay, and without recompute."""
     module = Regressor(NUM_BLOCKS)
     stack = layers_of(module)
     blocks = tuple(
         BlockProfile(
-            name=name, forward_seconds=forward, backward_seconds=backward, parameter_bytes=100
+            name=name,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            parameter_bytes=100,
+            trainable_bytes=100,
+            activation_bytes=60,
         )
         for name, (forward, backward) in zip(stack.names, durations, strict=True)
     )
     planned = plan_training(
         ModelProfile(blocks=blocks, fingerprint="tiny"),
-        hardware=machine(num_workers, link=link),
+        hardware=machine(
+            num_workers,
+            link=link,
+            device_bytes=RESERVED_BYTES + (5000 if recompute == (RecomputePolicy.NONE,) else room),
+        ),
         request=PlanningRequest(
             num_microbatches=num_microbatches,
             num_batches=num_batches,
-            limits=StageLimits(forward=4, backward=3, fused=2),
+            recompute=recompute or (RecomputePolicy.FULL, RecomputePolicy.NONE),
             effort=Effort(num_actions=20_000, num_children=16, num_parents=6),
         ),
     )
