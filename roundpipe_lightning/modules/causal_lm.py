@@ -120,7 +120,9 @@ class CausalLanguageModule(LightningModule):
             `loss`: scalar, nats per token. `next_tokens`: int64, the shape of `input_ids`.
         """
         output = self(batch)
-        return {"loss": output.loss, "next_tokens": torch.argmax(output.logits, dim=-1)}
+        next_tokens = torch.argmax(output.logits, dim=-1)
+        length = batch["input_ids"].shape[1]  # prompt tuning has positions before these
+        return {"loss": output.loss, "next_tokens": next_tokens[:, -length:]}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over the parameters that are trained, and its scheduler, per step."""

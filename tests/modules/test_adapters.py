@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
-from roundpipe_lightning.modules import Adapters, ModelSource
+from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
 from tests.modules.architectures import TINY
 
 EXPERTS = {
@@ -73,6 +74,17 @@ def test_experts_are_adapted_by_the_names_of_their_parameters() -> None:
         ModelSource(architecture=EXPERTS).build()
     )
     assert any("experts.lora_A" in name for name in trained(model)), trained(model)
+
+
+def test_predictions_are_for_the_text_and_not_for_a_prompt() -> None:
+    soft = Adapters(method="prompt_tuning", settings={"num_virtual_tokens": 3})
+    source = ModelSource(architecture=TINY)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    module = CausalLanguageModule(source, optimizer=optimizer, adapters=soft)
+    module.configure_model()
+    ids = torch.arange(12).reshape(2, 6)
+    found = module.predict_step({"input_ids": ids, "labels": ids})
+    assert found["next_tokens"].shape == ids.shape
 
 
 def test_the_seed_decides_the_first_values_and_leaves_the_generator_alone() -> None:
