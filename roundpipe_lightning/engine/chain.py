@@ -73,11 +73,13 @@ class Chain:
             blocks: All blocks, those that were not called among them.
         """
         counts: Counter[nn.Module] = Counter()
-        numbered = []
+        numbered: list[Link] = []
         for link in links:
             counts[link.block] += 1
             count = counts[link.block]
-            numbered.append(link if count == 1 else replace(link, name=f"{link.name}#{count}"))
+            name = link.name if count == 1 else f"{link.name}#{count}"
+            # The first call may have been planned behind others, which were not made.
+            numbered.append(replace(link, name=name, cut=link.cut and bool(numbered)))
         others = tuple(block for block in blocks if block not in counts)
         return cls(links=tuple(numbered), others=others)
 

@@ -474,11 +474,6 @@ class ChainRun:
         """Bytes of the values on the host."""
         return sum(value.host_bytes for call in self.calls for value in call.values)
 
-    @property
-    def num_streamed(self) -> int:
-        """How many calls were not planned."""
-        return sum(call.place.position is None for call in self.calls)
-
     def links(self) -> list[Link]:
         """Return the calls as links of a chain."""
         return [

@@ -249,7 +249,8 @@ class Microbatch:
         if run is not None:
             with user.suspended():
                 run.end_user_code()
-            self.links, self.num_streamed = run.links(), run.num_streamed
+            self.links = run.links()
+            self.num_streamed = sum(call.place.position is None for call in run.calls)
         if context.backward:
             user.check_frozen()
         return without_phantoms(output)

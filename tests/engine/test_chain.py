@@ -341,6 +341,32 @@ def test_a_block_that_some_microbatches_skip_or_repeat() -> None:
     assert result.num_streamed == 1  # the repeated one
 
 
+def test_a_first_stack_that_is_not_called() -> None:
+    """A tower, in a batch without images: its turns pass, and the next plan is without it."""
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        hidden = view.embed(batch[0])
+        for block in view.decoder:
+            hidden = block(hidden, batch[0])
+        return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
+
+    module, batches = EncoderDecoder(), regression_batches(2)
+    plain = plain_step(module, batches, call=call)
+    chain = Chain.of(module.stacks)
+    counts = {"num_workers": 2, "num_microbatches": 2}
+    plan = plan_for(chain, **counts)
+    with Engine(
+        module, stack=module.stacks, devices=cpu_workers(2), plan=plan, chain=chain
+    ) as engine:
+        for _ in range(2):
+            result = mean_step(engine, batches, call=call)
+            assert not differences(module, result, plain)
+            assert not result.num_streamed
+            assert (result.chain.names, result.chain.cuts) == (tuple(DECODER), ())
+            assert set(result.chain.others) == set(module.encoder)
+            engine.plan_for(result.chain, plan_for(result.chain, **counts))
+
+
 def test_a_reference_that_one_microbatch_needs() -> None:
     def call(view: Any, batch: Any, index: int) -> Any:
         loss: Tensor = functional.mse_loss(view(batch[0]), batch[1])

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.tagged import tag_of
+from roundpipe_lightning.models.blocks import find_stacks
 from tests.engine.architectures import (
     CausalLM,
     build_model,
@@ -21,6 +24,8 @@ from tests.engine.architectures import (
     tiny_causal_lm,
     token_batches,
 )
+from tests.engine.kinds import KINDS, batches_of
+from tests.engine.test_chain import one_block_each
 from tests.engine.test_placement import NormBlock
 from tests.engine.tiny import (
     Regressor,
@@ -189,6 +194,34 @@ def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, 
             with evaluating(module), mode():
                 assert torch.equal(engine.evaluate(generate, ids), want)
             assert not differences(module, mean_step(engine, batches), plain)
+
+
+@servers
+@pytest.mark.parametrize("planned", [[0, 1], [0]], ids=["both", "encoder"])
+def test_generation_with_an_encoder_and_two_caches(server: str, planned: list[int]) -> None:
+    """What is not planned is streamed; its cache stays where it ran, and is brought from there."""
+    module = KINDS["encoder-decoder"].build().eval()
+    ids = batches_of(KINDS["encoder-decoder"], 1)[0]["input_ids"]
+
+    def generate(view: Any, ids: Tensor) -> Tensor:
+        tokens: Tensor = view.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=5,
+            do_sample=False,
+            num_beams=2,
+        )
+        return tokens
+
+    stacks = find_stacks(module, None)
+    chain = Chain.of([stacks[i] for i in planned])
+    plan = one_block_each(chain, num_workers=3, num_microbatches=1)
+    devices = SERVERS[server](3)
+    with torch.no_grad():
+        want = generate(module, ids)
+        with Engine(module, stack=stacks, devices=devices, plan=plan, chain=chain) as engine:
+            assert torch.equal(engine.evaluate(generate, ids), want)
+            assert all(worker.peak_bytes() for worker in engine.workers[: len(planned) + 1])
 
 
 @servers
