@@ -20,12 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from roundpipe_lightning._lightning.facts import (
-    first_chain,
-    num_values,
-    widest_dtype,
-    without_training,
-)
+from roundpipe_lightning._lightning import facts
 from roundpipe_lightning._lightning.machine import find_machine, rate_name, storage_of
 from roundpipe_lightning._lightning.options import Options
 from roundpipe_lightning._lightning.trial import TrialFailedError, try_step
@@ -150,7 +145,7 @@ class StepPlanner:
             computes_on_host=computes_on_host,
         )
         self._storage, self._trains = storage_of(optimizers), bool(optimizers)
-        self._first_chain = self.chain = first_chain(stacks, given_plan)
+        self._first_chain = self.chain = facts.first_chain(stacks, given_plan)
         self.profile: ModelProfile = profile_module(module, self.chain)
         self._parameter_work = parameter_work(module, self.chain)
         self._planned: list[Planned] = []
@@ -176,7 +171,7 @@ class StepPlanner:
         """
         what, seen = "parameters, gradients and optimizer state", self._from_parameters()
         if not self._trains:
-            what, seen = "model", replace(seen, work=without_training(seen.work))
+            what, seen = "model", replace(seen, work=facts.without_training(seen.work))
         return self._settle(seen, self.num_microbatches, what=what, search=Search.QUICK).plan
 
     def _check_given(self, plan: Plan) -> None:
@@ -216,7 +211,7 @@ class StepPlanner:
         Raises:
             FitError: It does not fit.
         """
-        count, size = len(microbatches), num_values(microbatches[0])
+        count, size = len(microbatches), facts.num_values(microbatches[0])
         known = self._known(count, size)
         if known is not None:
             return known
@@ -369,7 +364,7 @@ class StepPlanner:
         return TrainingJob(
             work=seen.work,
             hardware=self.machine,
-            dtype=rate_name(self.machine, self._autocast_dtype or widest_dtype(self._module)),
+            dtype=rate_name(self.machine, self._autocast_dtype or facts.widest_dtype(self._module)),
             storage=self._storage,
             shape=_SHAPE,
             num_microbatches=count,
@@ -484,7 +479,7 @@ class StepPlanner:
             most = count * batch_size_of(microbatches[0])
         except BatchError:
             most = 1
-        wide = widest_dtype(self._module) is torch.float32 and self._precision == "32-true"
+        wide = facts.widest_dtype(self._module) is torch.float32 and self._precision == "32-true"
         return Alternatives(
             most_microbatches=most,
             with_microbatches=smaller,
