@@ -460,8 +460,8 @@ class StepPlanner:
         listed = "; ".join(f"({number}) {text}" for number, text in enumerate(found, start=1))
         remedy = f"What makes it fit: {listed}." if found else "No single change makes it fit."
         return FitError(
-            f"The {what} does not fit {self.machine.name}: {answer.memory.reason} {remedy} Nothing "
-            "has been allocated; roundpipe-plan tries more."
+            f"The {what} does not fit {self.machine.name}: {answer.memory.reason} {remedy} No "
+            "training step has run; roundpipe-plan tries more changes."
         )
 
     def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from roundpipe_lightning.errors import ModelSourceError
-
-if TYPE_CHECKING:
-    from roundpipe_lightning.models.load import LoadOptions
+from roundpipe_lightning.models.load_options import LoadOptions
 
 _REPORTER = "transformers.modeling_utils"
 _QUESTION = "Is model.hub_name the model you mean, and is its config.json that of its weights?"

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
-from roundpipe_lightning.models.load import LoadOptions, load_pretrained
+from roundpipe_lightning.models.load import load_pretrained
+from roundpipe_lightning.models.load_options import LoadOptions
 from roundpipe_lightning.models.mapped import check_can_map
 from roundpipe_lightning.models.quantized import check_bits, quantize_frozen
 
