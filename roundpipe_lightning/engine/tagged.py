@@ -463,8 +463,11 @@ class _FactoryFunctions(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         converters = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
-        place = place_of_device(kwargs.get("device"), self._server) if func in converters else None
-        if place is None or isinstance(args[0], TaggedTensor):
+        if func not in converters or isinstance(args[0], TaggedTensor):
+            return func(*args, **kwargs)
+        place = place_of_device(kwargs.get("device"), self._server)
+        args = tree_map_only(TaggedTensor, lambda tensor: tensor._raw, args)  # a list of scalars
+        if place is None:
             return func(*args, **kwargs)
         del kwargs["device"]
         requires_grad = kwargs.pop("requires_grad", False)

@@ -109,6 +109,20 @@ def _seen(generator: torch.Generator) -> dict[str, Any]:
     }
 
 
+def _seen_in_patches(generator: torch.Generator) -> dict[str, Any]:
+    ids = torch.randint(3, 50, (2, 10), generator=generator)
+    ids[:, 2], ids[:, 3:7], ids[:, 7] = 62, 60, 63  # start, a place for every merged patch, end
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == 60).long(),
+        "pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "labels": ids,
+        "use_cache": False,
+    }
+
+
 _WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
 _TEXT = {**_WIDTH, "vocab_size": VOCABULARY, "num_hidden_layers": 3}
 _BART = {
@@ -208,6 +222,29 @@ KINDS: dict[str, Kind] = {
         ),
         batch=_seen,
         stacks=("model.model.vision_tower.encoder.layers", "model.model.language_model.layers"),
+    ),
+    "vision and language, the tower's features in several layers": Kind(
+        build=_model(
+            AutoModelForImageTextToText, "qwen3_vl", image_token_id=60, video_token_id=61,
+            vision_start_token_id=62, vision_end_token_id=63,
+            vision_config={
+                "depth": 3, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24,
+                "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
+                "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16,
+            },
+            text_config={
+                **_TEXT, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1,
+                "eos_token_id": 2, "rope_parameters": {
+                    "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4,
+                },
+            },
+        ),
+        batch=_seen_in_patches,
+        stacks=(
+            "model.model.visual.blocks",
+            "model.model.visual.deepstack_merger_list",
+            "model.model.language_model.layers",
+        ),
     ),
     "state spaces": Kind(
         build=_model(

@@ -35,6 +35,7 @@ ON_DEVICES = (
     "encoder-decoder",
     "residual network with running statistics",
     "vision and language",
+    "vision and language, the tower's features in several layers",
     "state spaces, attention and experts",
     "diffusion transformer",
 )

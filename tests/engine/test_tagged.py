@@ -484,6 +484,16 @@ def test_factories_under_the_mode(factory: str, inference: bool) -> None:
     assert tag_of(FACTORIES[factory](device)) is None
 
 
+def test_a_tensor_of_scalars_that_are_elsewhere() -> None:
+    scalars = list(tag(torch.tensor([1, 2]), W1))
+    with TaggedMode(W0):
+        made = torch.tensor(scalars, device=tag(torch.ones(1), "worker:2").device)
+        on_host = torch.tensor(scalars)
+    assert (tag_of(made), made.dtype, untag(made).tolist()) == ("worker:2", torch.int64, [1, 2])
+    assert type(on_host) is Tensor
+    assert on_host.tolist() == [1, 2]
+
+
 def test_factories_that_require_gradients() -> None:
     with TaggedMode(W0):
         x = torch.tensor([1.0], device="cpu:0", requires_grad=True)
