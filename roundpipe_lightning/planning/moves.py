@@ -88,10 +88,8 @@ def stage_bytes(
     stages = partition.stages()
     parts = stage_parts(profile, stage=stage, partition=partition)
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
-    backward = [s for s in stages if s.kind is StageKind.BACKWARD]
-    kept = sum(partition.producer(s.blocks.start) == stage for s in backward)
     if stage.kind is StageKind.FORWARD:
-        inputs, outputs = min(stage.index, 1), max(kept, 1)
+        inputs, outputs = min(stage.index, 1), max(partition.num_readers(stage), 1)
     elif stage.kind is StageKind.FUSED:
         inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
     else:
@@ -103,7 +101,7 @@ def stage_bytes(
     return StageBytes(
         weight_bytes=sum(part.parameter_bytes for part in parts),
         gradient_bytes=sum(part.trainable_bytes for part in parts) if trains else 0,
-        input_bytes=inputs * boundary + attention * (stage in backward),
+        input_bytes=inputs * boundary + attention * (stage.kind is StageKind.BACKWARD),
         output_bytes=outputs * boundary + attention * (stage.kind is StageKind.FORWARD),
     )
 

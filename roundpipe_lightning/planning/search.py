@@ -98,7 +98,7 @@ class Effort:
     num_generations: int = 200
     island_generations: int = 20
     num_even: int = 12
-    num_verified_actions: int = 40_000
+    num_verified_actions: int = 20_000
     seed: int = 0
 
 

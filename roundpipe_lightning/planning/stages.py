@@ -13,6 +13,7 @@ backward  [ B2   ][ B1        ][  ][ X0          ]     see `Partition` for the n
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -139,11 +140,26 @@ class Partition:
 
         The input of block 0 is made by the head segment, which runs with the first stage.
         """
-        last = max(block - 1, 0)
-        for stage in self._stages[: self.num_forward + 1]:
-            if last < stage.blocks.stop:
-                return stage
-        return self._stages[self.num_forward]
+        return self._producers[block]
+
+    def num_readers(self, stage: Stage) -> int:
+        """Return how many BACKWARD stages begin at a boundary that a stage has made."""
+        return self._readers[stage]
+
+    @cached_property
+    def _producers(self) -> tuple[Stage, ...]:
+        """The producer of every block's input, and of the tail segment's."""
+        makers = self._stages[: self.num_forward + 1]
+        before = [stage for stage in makers for _ in stage.blocks] or [makers[-1]]
+        return (before[0], *before[: self.num_blocks])
+
+    @cached_property
+    def _readers(self) -> Counter[Stage]:
+        return Counter(
+            self.producer(stage.blocks.start)
+            for stage in self._stages
+            if stage.kind is StageKind.BACKWARD
+        )
 
     @cached_property
     def _stages(self) -> tuple[Stage, ...]:
