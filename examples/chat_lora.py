@@ -31,7 +31,8 @@ class ChatLora(lightning.LightningModule):
             modules_to_save=whole,
             task_type="CAUSAL_LM",
         )
-        self.model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        model = AutoModelForCausalLM.from_pretrained(base).train()  # transformers loads to evaluate
+        self.model = get_peft_model(model, config)
         self.lr = lr
         self.losses: list[float] = []
 
@@ -40,6 +41,10 @@ class ChatLora(lightning.LightningModule):
         loss: torch.Tensor = self.model(**batch, use_cache=False).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor]) -> None:
+        """The same loss over conversations that are kept apart."""
+        self.log("val_loss", self.model(**batch, use_cache=False).loss, prog_bar=True)
 
     def on_train_batch_end(self, *_: object) -> None:
         """Keep the loss of the whole batch."""

@@ -4,10 +4,15 @@ Importing this package makes `lightning.pytorch.Trainer(strategy="roundpipe")` k
 nothing else: no thread is started, no device is touched, no setting is changed.
 """
 
-from roundpipe_lightning import errors
+from roundpipe_lightning import errors, optim
 from roundpipe_lightning._lightning.registry import register as _register
-from roundpipe_lightning.callbacks import ExportPretrained, PipelineTimeline
-from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning.callbacks import (
+    ExportPretrained,
+    PipelineMonitor,
+    PipelineTimeline,
+    PlanReport,
+)
+from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.models.linear_cross_entropy import linear_cross_entropy
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.plan import Plan
@@ -21,14 +26,18 @@ __all__ = [
     "ExportPretrained",
     "HardwareSpec",
     "ModelProfile",
+    "PipelineMonitor",
     "PipelineTimeline",
     "Plan",
+    "PlanReport",
     "PlanningRequest",
+    "RoundPipeAsyncCheckpointIO",
     "RoundPipeCheckpointIO",
     "RoundPipePrecision",
     "RoundPipeStrategy",
     "errors",
     "linear_cross_entropy",
+    "optim",
     "plan_training",
     "simulate",
 ]

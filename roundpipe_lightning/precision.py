@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from roundpipe_lightning.engine.optim.float32_step import (
+    keep_wide_state,
+    rounds_itself,
+    step_in_float32,
+)
+from roundpipe_lightning.engine.randomness import mix
 from roundpipe_lightning.errors import ConfigurationError
 
 _TRUE_DTYPES = {
@@ -58,13 +65,22 @@ class RoundPipePrecision(Precision):
         precision: One of `SUPPORTED_PRECISIONS`.
         scaler: The loss scaler of `16-mixed`; it works on gradients in host memory, so its device
             is `cpu`. `None` makes one with torch's defaults.
+        stochastic_rounding: For `bf16-true`: the optimizer steps in float32, keeps its state in
+            float32, and its results are rounded to the bfloat16 masters without bias. What is drawn
+            follows from the seed of the run (`seed_everything`) and the number of the step.
+            `HostAdamW` rounds by itself, with no need of this.
 
     Raises:
-        ConfigurationError: `precision` is unknown, or a scaler is given where none is used.
+        ConfigurationError: `precision` is unknown, or a scaler or stochastic rounding is asked for
+            where it has no use.
     """
 
     def __init__(
-        self, precision: str = "32-true", *, scaler: torch.amp.GradScaler | None = None
+        self,
+        precision: str = "32-true",
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__()
         if precision not in SUPPORTED_PRECISIONS:
@@ -77,32 +93,47 @@ class RoundPipePrecision(Precision):
                 f"precision={precision!r} needs no loss scaling: leave `scaler` out, or "
                 "choose precision='16-mixed'."
             )
+        if stochastic_rounding and precision != "bf16-true":
+            raise ConfigurationError(
+                f"stochastic_rounding=True with precision={precision!r}: only bfloat16 masters are "
+                "rounded. Set Trainer(precision='bf16-true'), or leave stochastic_rounding out."
+            )
         if scaler is None and precision == "16-mixed":
             scaler = torch.amp.GradScaler(device="cpu")
+        self.stochastic_rounding = stochastic_rounding
+        """Whether the optimizer's results are rounded to bfloat16 without bias."""
+        self._rounding_seed: int | None = None  # that of the run, from the first step on
+        self._num_steps = 0
         self.precision = precision  # type: ignore[assignment]  # a plain str in our signature
         self.scaler = scaler
         self.compute_device_type = "cpu"
         """Device type the workers compute on; the strategy sets it, autocast needs it."""
 
     @classmethod
-    def from_lightning(cls, plugin: Precision) -> RoundPipePrecision:
+    def from_lightning(
+        cls, plugin: Precision, *, stochastic_rounding: bool = False
+    ) -> RoundPipePrecision:
         """Take over what `Trainer(precision=...)` made: the same precision, as a roundpipe plugin.
 
         Args:
             plugin: One of Lightning's own plugins for a plain precision, or one of ours (returned
-                as it is).
+                as it is, unless it is to round).
+            stochastic_rounding: Whether to round stochastically.
 
         Raises:
-            ConfigurationError: The plugin does something else (quantisation, sharding, ...).
+            ConfigurationError: The plugin does something else (quantisation, sharding, ...), or
+                its masters are not bfloat16 and stochastic rounding is asked for.
         """
         if isinstance(plugin, RoundPipePrecision):
-            return plugin
+            if plugin.stochastic_rounding or not stochastic_rounding:
+                return plugin
+            return cls(str(plugin.precision), scaler=plugin.scaler, stochastic_rounding=True)
         if type(plugin) is MixedPrecision and plugin.scaler is not None:
             scaler = torch.amp.GradScaler(device="cpu")
             scaler.load_state_dict(plugin.scaler.state_dict() or scaler.state_dict())
-            return cls("16-mixed", scaler=scaler)
+            return cls("16-mixed", scaler=scaler, stochastic_rounding=stochastic_rounding)
         if type(plugin) in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
-            return cls(str(plugin.precision))
+            return cls(str(plugin.precision), stochastic_rounding=stochastic_rounding)
         raise ConfigurationError(
             f"The precision plugin {type(plugin).__name__} does not work with "
             "strategy='roundpipe': it changes modules or steps in its own way. Leave it out and "
@@ -184,6 +215,13 @@ class RoundPipePrecision(Precision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure and the optimizer; a scaler skips the step where gradients overflowed."""
+        if self.widens(optimizer):
+            return step_in_float32(
+                optimizer,
+                closure=partial(self._wrap_closure, model, optimizer, closure),
+                seed_of=self.next_rounding(),
+                **kwargs,
+            )
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         closure_result = closure()
@@ -196,6 +234,11 @@ class RoundPipePrecision(Precision):
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return step_output
+
+    def steps_plainly(self, optimizer: Optimizer) -> bool:
+        """Say whether a step is the optimizer's own `step()`, on gradients that are there."""
+        unscales = self.scaler is not None and _unscales_by_itself(optimizer)
+        return not (unscales or self.widens(optimizer))
 
     def clip_gradients(
         self,
@@ -215,6 +258,41 @@ class RoundPipePrecision(Precision):
                 "for clipping. Build it with fused=False, or leave gradient_clip_val out."
             )
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    # Stochastic rounding -------------------------------------------------------------------------
+
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Optimizer], list[Any]]:
+        """Have the optimizers keep their float32 state when it is loaded from a checkpoint."""
+        if self.stochastic_rounding:
+            for optimizer in filter(self.widens, optimizers):
+                keep_wide_state(optimizer)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def widens(self, optimizer: object) -> bool:
+        """Say whether the step is made in float32 here; not if the optimizer itself rounds."""
+        return self.stochastic_rounding and not rounds_itself(optimizer)
+
+    def next_rounding(self) -> Callable[[int], int]:
+        """Return the seeds of the next step's rounding, by the number of the parameter."""
+        if self._rounding_seed is None:
+            self._rounding_seed = torch.default_generator.initial_seed()
+        seed, step = self._rounding_seed, self._num_steps
+        self._num_steps += 1
+        return lambda number: mix(seed, step, number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the roundings of a resumed training follow from."""
+        if not self.stochastic_rounding:
+            return {}
+        return {"rounding_seed": self._rounding_seed, "num_steps": self._num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what `state_dict` returned."""
+        if self.stochastic_rounding and state_dict:
+            self._rounding_seed = state_dict["rounding_seed"]
+            self._num_steps = state_dict["num_steps"]
 
     # Checkpoints: the loss scale, under the name every Lightning strategy looks for -------------
 

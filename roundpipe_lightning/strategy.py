@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from roundpipe_lightning._lightning import checks
+from roundpipe_lightning._lightning.accelerator import with_workers
+from roundpipe_lightning._lightning.checkpointing import CheckpointingStrategy
 from roundpipe_lightning._lightning.options import (
     HardwareSource,
     HintSource,
     Options,
     PlanSource,
 )
-from roundpipe_lightning._lightning.random_state import random_state, set_random_state
 from roundpipe_lightning._lightning.session import NoBlocksWarning, Session
-from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning._lightning.watching import PlanWatcher
 from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.deferred_logits import FusedLosses, LossMode
-from roundpipe_lightning.models.frozen_base import (
-    FROZEN_KEY,
-    describe_frozen,
-    left_out,
-    load_without_base,
-    split_frozen,
-)
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.step_record import StepRecord
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
 
@@ -46,11 +39,8 @@ __all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
 
 T = TypeVar("T")
 
-_CHECKPOINT_KEY = "roundpipe"
-_CHECKPOINT_VERSION = 1
 
-
-class RoundPipeStrategy(ParallelStrategy):
+class RoundPipeStrategy(CheckpointingStrategy):
     """Trains through the round-robin pipeline; `Trainer(strategy="roundpipe")` has the defaults.
 
     The process is one, the workers are `Trainer(devices=N)` times `workers_per_device`. Parameters,
@@ -62,10 +52,14 @@ class RoundPipeStrategy(ParallelStrategy):
             runs with fewer. With a number of your own, a smaller batch is an error.
         plan: A `Plan`, the path of a saved one, or `"auto"`: made for the model, the machine and
             the shape of the batches, see docs/planning.md.
-        update: `"exact"`: the results are those of plain synchronous training.
-        recompute: `"full"`: BACKWARD stages run their blocks again. `"none"`: the fused stage has
+        update: `"exact"`: the results are those of plain synchronous training. `"async"`: every
+            step computes with parameters that are one update older, see docs/updates.md.
+        check_gradients: Whether a step is refused whose gradients are not finite, and block and
+            parameter are named; `Trainer(detect_anomaly=True)` asks for it, too.
+        recompute: `"full"`: BACKWARD stages run their blocks again. `"selective"`: all but fused
+            attention, whose outputs are kept from the forward pass. `"none"`: the fused stage has
             all blocks, so nothing runs twice and every worker needs the memory for it. `"auto"`:
-            what is faster and fits.
+            what is faster, as predicted, and fits.
         blocks: Dotted name or names of the module lists that are the blocks; None finds them.
         microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
             `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.
@@ -82,9 +76,18 @@ class RoundPipeStrategy(ParallelStrategy):
         replan: Whether a plan that was made is improved from measured times while training runs.
         trial_run: Whether `training_step` is run once without values, on a copy of the module, to
             learn what it computes. Without, plans follow from the parameters alone.
+        compile: Whether blocks run compiled (`torch.compile`) from the second step on, once per
+            kind of block. Results then differ in rounding.
         exclude_frozen_parameters: Whether checkpoints leave out what is not trained. The module
             must then build its base by itself, in `__init__` or `configure_model`, before one is
             loaded; another base is refused.
+        upload_dtype: For `Trainer(precision="bf16-mixed")`, `"bf16"`: blocks' matrices are rounded
+            on the host, once per update, and uploaded in half the bytes; see docs/precision.md.
+            `"fp16"` with `16-mixed`. None: they are uploaded as they are.
+        gradient_dtype: What gradients are summed up in on the host, over rounds and batches:
+            `"fp32"` or `"bf16"`; None: the parameters' dtype. See docs/updates.md.
+        stochastic_rounding: For `Trainer(precision="bf16-true")`: the optimizer steps in float32
+            and its results are rounded to bfloat16 without bias, see docs/precision.md.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -103,6 +106,7 @@ class RoundPipeStrategy(ParallelStrategy):
         num_microbatches: int | Literal["auto"] = "auto",
         plan: PlanSource = "auto",
         update: str = "exact",
+        check_gradients: bool = False,
         recompute: str = "auto",
         blocks: str | Sequence[str] | None = None,
         microbatch_weight: MicrobatchWeight = "auto",
@@ -113,13 +117,18 @@ class RoundPipeStrategy(ParallelStrategy):
         hints: HintSource = None,
         replan: bool = True,
         trial_run: bool = True,
+        compile: bool = False,  # noqa: A002 - the word that Lightning users know
         exclude_frozen_parameters: bool = False,
+        upload_dtype: str | None = None,
+        gradient_dtype: str | None = None,
+        stochastic_rounding: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        self._stochastic_rounding = stochastic_rounding
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -131,6 +140,7 @@ class RoundPipeStrategy(ParallelStrategy):
             num_microbatches=num_microbatches,
             plan=plan,
             update=update,
+            check_gradients=check_gradients,
             recompute=recompute,
             blocks=blocks,
             microbatch_weight=microbatch_weight,
@@ -141,6 +151,9 @@ class RoundPipeStrategy(ParallelStrategy):
             hints=hints,
             replan=replan,
             trial_run=trial_run,
+            compile=compile,
+            upload_dtype=upload_dtype,
+            gradient_dtype=gradient_dtype,
         )
         self.exclude_frozen_parameters = exclude_frozen_parameters
         """Whether checkpoints leave out what is not trained."""
@@ -149,6 +162,18 @@ class RoundPipeStrategy(ParallelStrategy):
         self._given_plan = self._options.load_plan()
         self._session: Session | None = None
         self._fit_session: Session | None = None
+        self.plan_watchers: list[PlanWatcher] = []
+        """Called in the Trainer's thread with each plan that is about to be run."""
+
+    def __repr__(self) -> str:
+        """Say which Lightning it is for: another one shows this in its refusal."""
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        return f"<{name}, a strategy for lightning.pytorch.Trainer>"
+
+    @property
+    def _precision(self) -> NoReturn:
+        """Fabric, and nobody else, asks a strategy for this."""
+        checks.refuse_fabric()
 
     # What others may look at ---------------------------------------------------------------------
 
@@ -162,10 +187,13 @@ class RoundPipeStrategy(ParallelStrategy):
         """Number of microbatches of a full batch, as far as it is known."""
         if self.plan is not None:
             return self.plan.num_microbatches
-        if self._given_plan is not None:
-            return self._given_plan.num_microbatches
-        wanted = self._options.num_microbatches
+        wanted = self._wanted_microbatches
         return max(1, 2 * self.num_workers) if wanted == "auto" else wanted
+
+    @property
+    def _wanted_microbatches(self) -> int | Literal["auto"]:
+        plan = self._given_plan
+        return self._options.num_microbatches if plan is None else plan.num_microbatches
 
     @property
     def plan(self) -> Plan | None:
@@ -182,13 +210,18 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan of the last training step; None before the first."""
-        return self._seen.last_plan if self._seen else None
+        """The plan of the last training step, whose end is waited for; None before the first."""
+        return self._seen.settled().last_plan if self._seen else None
 
     @property
     def last_timeline(self) -> Timeline | None:
-        """When every action of the last training step ran; None before the first."""
-        return self._seen.last_timeline if self._seen else None
+        """When every action of the last training step ran, whose end is waited for; None before."""
+        return self._seen.settled().last_timeline if self._seen else None
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What is known of the last training step; None before the first."""
+        return self._seen.last_step if self._seen else None
 
     @property
     def peak_device_bytes(self) -> int | None:
@@ -259,23 +292,21 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        rounds = self._stochastic_rounding
         self._precision_plugin = (
-            None if plugin is None else RoundPipePrecision.from_lightning(plugin)
+            None
+            if plugin is None
+            else RoundPipePrecision.from_lightning(plugin, stochastic_rounding=rounds)
         )
 
     @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints are written; an empty wrapper (`AsyncCheckpointIO()`) gets ours."""
-        io = self._checkpoint_io
-        if io is None:
-            io = self._checkpoint_io = RoundPipeCheckpointIO()
-        elif isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
-            io.checkpoint_io = RoundPipeCheckpointIO()
-        return io
+    def accelerator(self) -> Accelerator | None:
+        """Lightning's accelerator; the one for CUDA also knows the workers' devices."""
+        return self._accelerator
 
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
 
     # Set-up and teardown -------------------------------------------------------------------------
 
@@ -300,35 +331,58 @@ class RoundPipeStrategy(ParallelStrategy):
         """Check the module, make its optimizers and a first plan."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._session = self._fit_session = None  # an earlier run's batches say nothing
-            checks.check_module(
-                self._module,
-                splits_batches=self.num_microbatches > 1,
-                computes_on_host=self._computes_on_host,
-            )
+            self._resume.begin()
+            checks.check_module(self._module, num_microbatches=self._wanted_microbatches)
         super().setup(trainer)
+        options = self._options
+        if not self._module.automatic_optimization:
+            options = replace(options, num_microbatches=1)
         self._session = Session(
             self._module,
             devices=self._devices(),
             precision=self.precision_plugin,
-            options=self._options,
+            options=options,
             given_plan=self._given_plan,
             computes_on_host=self._computes_on_host,
             optimizers=self.optimizers if trainer.state.fn == TrainerFn.FITTING else (),
+            overlaps_on_host=self._overlaps_on_host,
+            watchers=self.plan_watchers,
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_session = self._session
+            self._begin_updates(self._session, options=options)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers and refuse those that cannot work."""
+        self._begin_gradients(self._options)
         with checks.several_optimizers_explained(self._module):
             super().setup_optimizers(trainer)
-        checks.check_optimizers(self.optimizers)
+        if self._module.automatic_optimization:
+            checks.check_optimizers(self.optimizers)
+
+    def join_updates(self) -> None:
+        """Wait for the gradients of the last batch, too, where its backward pass still drains."""
+        if self._session is not None:
+            self._session.settle()
+        super().join_updates()
+
+    def on_train_end(self) -> None:
+        """Leave the gradients of a window that was not filled, as on one device."""
+        if self._session is not None:
+            self._session.settle()
+        super().on_train_end()
 
     def teardown(self) -> None:
         """Close the engine, then let Lightning clean up."""
         if self._session is not None:
             self._session.close()
-        super().teardown()
+        # Lightning would bring the module to the host, which it has not left: tensors without
+        # values, say, could not come, and that would hide the error that names them.
+        module, self._lightning_module = self._lightning_module, None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
 
     @property
     def _module(self) -> LightningModule:
@@ -353,8 +407,6 @@ class RoundPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the microbatches of a batch through the engine."""
         with self.precision_plugin.train_step_context():
-            if not self._module.automatic_optimization:
-                return self._module.training_step(*args, **kwargs)
             assert self._session is not None
             return self._session.training_step(*args, *kwargs.values())
 
@@ -378,60 +430,3 @@ class RoundPipeStrategy(ParallelStrategy):
     def _evaluate(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._session is not None
         return self._session.evaluate(step_name, *args, *kwargs.values())
-
-    # Checkpoints ---------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Write a plain Lightning checkpoint, with optimizer states also what resuming needs."""
-        if self.exclude_frozen_parameters:
-            _, frozen = split_frozen(self._module, self._module.state_dict())
-            if frozen:
-                checkpoint = {**checkpoint, FROZEN_KEY: describe_frozen(self._module, frozen)}
-        if "optimizer_states" in checkpoint:
-            checkpoint = {
-                **checkpoint,
-                _CHECKPOINT_KEY: {
-                    "format_version": _CHECKPOINT_VERSION,
-                    "random_state": random_state(),
-                    "planning": self._seen.state_dict() if self._seen else None,
-                },
-            }
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, without what is frozen where that is to be left out."""
-        state = super().lightning_module_state_dict()
-        return split_frozen(self._module, state)[0] if self.exclude_frozen_parameters else state
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
-        """Restore the module; the base that a checkpoint leaves out must be there already.
-
-        Raises:
-            CheckpointError: The base is another one than the checkpoint's.
-        """
-        if left_out(checkpoint):
-            load_without_base(self._module, checkpoint, strict=strict)
-        else:
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers and, if the checkpoint has it, the random state to go on with.
-
-        Raises:
-            ConfigurationError: A newer version wrote the checkpoint.
-        """
-        super().load_optimizer_state_dict(checkpoint)
-        ours = checkpoint.get(_CHECKPOINT_KEY)
-        if ours is None:
-            return
-        if ours["format_version"] > _CHECKPOINT_VERSION:
-            raise ConfigurationError(
-                f"The checkpoint's roundpipe part has format_version={ours['format_version']}, but "
-                f"this version reads {_CHECKPOINT_VERSION}. Update roundpipe_lightning."
-            )
-        set_random_state(ours["random_state"])
-        planning = ours.get("planning")
-        if planning is not None and self._session is not None:
-            self._session.load_state_dict(planning)

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,10 @@ LEAK_GRACE_SECONDS = 5.0
 # The same examples on every machine, and no deadline per example: a busy machine is no failure.
 settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
+
+# A shell starts what it runs in the background with Ctrl-C ignored; tests of Ctrl-C need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 tqdm.monitor_interval = 0  # else the first progress bar starts a thread that never ends
 

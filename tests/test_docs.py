@@ -1,13 +1,13 @@
 """What the documents show is what happens: their examples run, and print what they are said to."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import hydra
+import pytest
 
 from roundpipe_lightning.cli.configs import find_config_folder
+from tests.programs import run_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -18,18 +18,12 @@ def _blocks(document: str, language: str) -> list[str]:
 
 
 def _run(code: str, folder: Path) -> str:
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    process = run_program(lambda: exec(code, {"__name__": "__main__"}), folder)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
 
+@pytest.mark.filterwarnings("ignore:.* does not have many workers")
 def test_quick_start_runs_from_top_to_bottom_and_learns(tmp_path: Path) -> None:
     output = _run("\n".join(_blocks("quickstart.md", "python")), tmp_path)
     loss = re.search(r"loss after 64 steps: (\S+)", output)

@@ -1,37 +1,28 @@
 """The examples run as they are shipped, with fewer steps, and learn."""
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = {"chat_lora": 8, "classification": 75, "dpo": 5, "vision": 16}
 
 
 @pytest.mark.timeout(400)  # on a machine with much else to do
+@pytest.mark.filterwarnings("ignore:.* does not have many workers")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
 def test_the_example_learns(name: str, steps: int, tmp_path: Path) -> None:
-    process = subprocess.run(
-        [
-            sys.executable,
-            str(EXAMPLES / f"{name}.py"),
-            "--accelerator=cpu",
-            f"--steps={steps}",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
+    def example() -> None:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+    process = run_program(example, tmp_path, "--accelerator=cpu", f"--steps={steps}")
     assert process.returncode == 0, process.stderr
     losses = re.search(r"^loss: (\S+) -> (\S+)$", process.stdout, flags=re.MULTILINE)
     assert losses is not None, process.stdout

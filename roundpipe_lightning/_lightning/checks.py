@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -62,13 +63,12 @@ def check_trainer_flags(
         )
 
 
-def check_module(module: LightningModule, *, splits_batches: bool, computes_on_host: bool) -> None:
+def check_module(module: LightningModule, *, num_microbatches: int | str) -> None:
     """Refuse ways of training that cannot be cut into microbatches.
 
     Args:
         module: The user's module, after its `setup` and `configure_model`.
-        splits_batches: Whether there may be more than one microbatch.
-        computes_on_host: Whether the workers are CPU workers.
+        num_microbatches: What was asked for: a number, or `"auto"`.
 
     Raises:
         ConfigurationError: The module trains in such a way.
@@ -78,19 +78,13 @@ def check_module(module: LightningModule, *, splits_batches: bool, computes_on_h
             f"{type(module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
             "so they cannot be split into microbatches. Write training_step(batch, batch_idx)."
         )
-    if module.automatic_optimization:
-        return
-    if splits_batches:
+    if not module.automatic_optimization and num_microbatches not in ("auto", 1):
         raise ConfigurationError(
-            f"{type(module).__name__} sets automatic_optimization=False: its training_step steps "
-            "one or several optimizers itself, which several microbatches cannot do at once. Set "
-            "RoundPipeStrategy(num_microbatches=1), or use automatic optimization (one optimizer; "
-            "gradient clipping and accumulation are flags of the Trainer)."
-        )
-    if not computes_on_host:
-        raise ConfigurationError(
-            f"{type(module).__name__} sets automatic_optimization=False, which this version runs "
-            "on CPU workers only. Set Trainer(accelerator='cpu'), or use automatic optimization."
+            f"{type(module).__name__} sets automatic_optimization=False and "
+            f"num_microbatches={num_microbatches}: its training_step steps one or several "
+            "optimizers itself, which several microbatches cannot do at once. Set "
+            "RoundPipeStrategy(num_microbatches=1) or leave it out, or use automatic optimization "
+            "(one optimizer; gradient clipping and accumulation are flags of the Trainer)."
         )
 
 
@@ -109,8 +103,8 @@ def several_optimizers_explained(module: LightningModule) -> Iterator[None]:
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returned several optimizers. Return "
             "one, with a parameter group for each part of the model, or set "
-            "automatic_optimization=False and RoundPipeStrategy(num_microbatches=1) and step them "
-            "in training_step."
+            "automatic_optimization=False and step them in training_step, which then runs with one "
+            "microbatch."
         ) from error
 
 
@@ -128,5 +122,21 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 f"{type(optimizer).__name__} evaluates the loss several times within a step, while "
                 "a roundpipe step is one pass over the batch whose gradients are handed out once. "
                 "Return an optimizer whose step needs no closure (AdamW, SGD, ...) from "
-                "configure_optimizers, or use another strategy."
+                "configure_optimizers, or set automatic_optimization=False and call its "
+                "step(closure) in training_step."
             )
+
+
+def refuse_fabric(**_: Any) -> NoReturn:
+    """Say why Fabric cannot use the strategy.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(
+        "Fabric(strategy='roundpipe'): with Fabric your own loop calls the model and then "
+        "backward(), but a roundpipe step computes losses and gradients in one go, from the "
+        "training_step of a LightningModule, which it runs once per microbatch. Put the loop's "
+        "body into a training_step and use lightning.pytorch.Trainer(strategy='roundpipe'), or "
+        "give Fabric another strategy."
+    )

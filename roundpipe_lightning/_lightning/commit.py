@@ -14,7 +14,8 @@ parameters ──────────► [commit] ──► loss ──► /
 ```
 
 Accumulation into `.grad`, parameter hooks, `on_after_backward`, gradient scaling and clipping thus
-see exactly what they see on one device.
+see exactly what they see on one device. Where nobody looks before the next batch, the gradients may
+come later than `backward()`: `LaterGradients` notes what arrives and hands them out then.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+_TWICE = (
+    "The loss of a roundpipe step was run backward a second time; its gradients were "
+    "computed once, inside the step, and are gone. Call backward() once per "
+    "training_step."
+)
 
 
 def loss_with_gradients(
@@ -49,6 +56,53 @@ def loss_with_gradients(
     return result
 
 
+class LaterGradients:
+    """The gradients of a step that has not ended when its loss is run backward.
+
+    Args:
+        loss: The value of the loss, a scalar without a graph.
+        backward_scale: As for `loss_with_gradients`.
+
+    Attributes:
+        loss: A scalar that requires a gradient.
+    """
+
+    def __init__(self, loss: Tensor, *, backward_scale: float) -> None:
+        self._value = loss
+        self._backward_scale = backward_scale
+        self._noted = _NotedArrival()
+        anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
+        self.loss: Tensor = _Commit.apply(self._noted, loss, anchor)  # type: ignore[no-untyped-call]
+
+    def hand_out(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Do what `backward()` would have done, if it was called.
+
+        Args:
+            gradients: As for `loss_with_gradients`.
+        """
+        if self._noted.arriving is None:
+            return
+        with torch.inference_mode(mode=False), torch.enable_grad():  # an evaluation may be begun
+            loss = loss_with_gradients(
+                self._value.clone(), gradients=gradients, backward_scale=self._backward_scale
+            )
+            loss.backward(self._noted.arriving)
+
+
+class _NotedArrival:
+    """What arrives at a loss whose gradients are to come."""
+
+    def __init__(self) -> None:
+        self.arriving: Tensor | None = None
+
+    def take(self, arriving: Tensor) -> tuple[Tensor, ...]:
+        """Note it; no parameter gets a gradient now."""
+        if self.arriving is not None:
+            raise RuntimeError(_TWICE)
+        self.arriving = arriving.detach().clone()
+        return ()
+
+
 class _HeldGradients:
     """Gradients between the step that made them and the backward that asks for them, once."""
 
@@ -64,11 +118,7 @@ class _HeldGradients:
             arriving: Gradient with respect to the loss that `training_step` returned, a scalar.
         """
         if self._gradients is None:
-            raise RuntimeError(
-                "The loss of a roundpipe step was run backward a second time; its gradients were "
-                "computed once, inside the step, and are gone. Call backward() once per "
-                "training_step."
-            )
+            raise RuntimeError(_TWICE)
         gradients, self._gradients = self._gradients, None
         ratio = arriving / torch.full_like(arriving, self._backward_scale)
         if ratio.item() == 1.0:
@@ -82,7 +132,7 @@ class _Commit(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        held: _HeldGradients,
+        held: _HeldGradients | _NotedArrival,
         loss: Tensor,
         anchor: Tensor,  # noqa: ARG004 - an input because it requires a gradient
         *parameters: Tensor,  # noqa: ARG004 - inputs because they are given gradients

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.device import AcceleratorDevice, Device
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.errors import PlanError
@@ -24,6 +25,11 @@ def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
         with contextlib.suppress(PlanError):  # the plan is checked against the chain
             return Chain.named(given_plan.block_names, stacks)
     return Chain.of(stacks)
+
+
+def accelerators(devices: Sequence[Device]) -> tuple[torch.device, ...]:
+    """Return the accelerators that workers compute on, each once."""
+    return tuple(dict.fromkeys(d.torch_device for d in devices if isinstance(d, AcceleratorDevice)))
 
 
 def without_training(work: WorkProfile) -> WorkProfile:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.probe import probe_hardware
+from roundpipe_lightning.engine.layouts import gradient_dtype
+from roundpipe_lightning.engine.optim import HostAdamW
+from roundpipe_lightning.engine.optim.float32_step import rounds_itself
+from roundpipe_lightning.engine.probe import available_bytes, probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
@@ -28,6 +32,7 @@ def find_machine(
     num_workers: int,
     workers_per_device: int,
     computes_on_host: bool,
+    accelerators: Sequence[torch.device] = (),
 ) -> HardwareSpec:
     """Return the machine, every worker a device.
 
@@ -38,6 +43,7 @@ def find_machine(
         num_workers: Workers.
         workers_per_device: Workers that share each device.
         computes_on_host: Whether they are CPU workers.
+        accelerators: The devices; empty: the first ones of the machine.
 
     Raises:
         HardwareError: The machine is not known, or a figure in its file is wrong.
@@ -47,7 +53,7 @@ def find_machine(
     if source == "auto":
         if computes_on_host:
             return cpu_workers(num_workers)
-        spec = _probed(num_devices)
+        spec = _probed(num_devices, accelerators)
     else:
         spec = source if isinstance(source, HardwareSpec) else load_hardware(source)
     if spec.num_devices != num_devices:
@@ -84,31 +90,37 @@ def host_bytes() -> int | None:
     return total if total > 0 else None
 
 
-def _probed(num_devices: int) -> HardwareSpec:
-    """Measure the accelerators, or take what was measured before."""
+def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareSpec:
+    """Measure the accelerators, or take what was measured before; memory is what there is now."""
     try:
-        return probe_hardware(num_workers=num_devices)
+        spec = probe_hardware(num_workers=num_devices)
+        return replace(spec, device_bytes=_least_available(spec, num_devices, accelerators))
     except (RuntimeError, HardwareError) as error:
         spec = load_hardware("rtx4090x1")
         rank_zero_info(
             f"roundpipe: the accelerators could not be measured ({error}); plans assume the rates "
             f"of an {spec.device_name}. Name the machine with RoundPipeStrategy(hardware=...)."
         )
-    sizes = [
-        torch.get_device_module(kind).get_device_properties(index).total_memory
-        for kind in (torch.accelerator.current_accelerator(),)
-        if kind is not None
-        for index in range(num_devices)
-    ]
     size = host_bytes() or _UNKNOWN_BYTES
     return replace(
         spec,
         name="auto",
         num_devices=num_devices,
         devices_per_root=num_devices,
-        device_bytes=min(sizes, default=spec.device_bytes),
+        device_bytes=_least_available(spec, num_devices, accelerators),
         host_bytes=size,
     )
+
+
+def _least_available(
+    spec: HardwareSpec, num_devices: int, accelerators: Sequence[torch.device]
+) -> int:
+    """What a plan may take of the accelerator with the least memory; a machine's where none is."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return spec.device_bytes
+    devices = accelerators or [torch.device(kind.type, index) for index in range(num_devices)]
+    return max(1, min(available_bytes(device) for device in devices))
 
 
 def rate_name(machine: HardwareSpec, dtype: torch.dtype) -> str:
@@ -121,8 +133,23 @@ def rate_name(machine: HardwareSpec, dtype: torch.dtype) -> str:
     return name
 
 
-def storage_of(optimizers: Sequence[Optimizer]) -> ParameterStorage:
-    """Return what is kept for each parameter beside itself, which is what is uploaded."""
+def storage_of(
+    optimizers: Sequence[Optimizer],
+    *,
+    steps_in_float32: bool = False,
+    keeps_previous: bool = False,
+    masters: Collection[nn.Parameter] = (),
+) -> ParameterStorage:
+    """Return what is kept for each parameter beside what is uploaded.
+
+    Args:
+        optimizers: Those of a training, or none.
+        steps_in_float32: Whether bfloat16 parameters and gradients are float32 during the step, and
+            the optimizer's state always.
+        keeps_previous: Whether steps compute with a copy from before the last update; it counts
+            as state.
+        masters: Parameters that are uploaded from copies.
+    """
     trained = {
         parameter
         for optimizer in optimizers
@@ -131,26 +158,60 @@ def storage_of(optimizers: Sequence[Optimizer]) -> ParameterStorage:
         if parameter.requires_grad
     }
     num = sum(parameter.numel() for parameter in trained)
-    gradients = sum(parameter.nbytes for parameter in trained)
-    state = sum(_state_bytes(optimizer) for optimizer in optimizers)
+    gradients = sum(p.numel() * gradient_dtype(p).itemsize for p in trained)
+    widened = [o for o in optimizers if steps_in_float32 and not rounds_itself(o)]
+    state = sum(
+        _state_bytes(optimizer, in_float32=optimizer in widened) for optimizer in optimizers
+    )
+    state += sum(8 * _num_narrow(optimizer) for optimizer in widened)
+    if keeps_previous:
+        state += sum(parameter.nbytes for parameter in trained)
+    on_disk = sum(_num_trained(o) * o.state_place.disk_bytes for o in _hosted(optimizers))
     return ParameterStorage(
-        master_bytes=0,
+        master_bytes=sum(p.nbytes for p in masters) / num if num else 0.0,
         gradient_bytes=gradients / num if num else 0.0,
         optimizer_bytes=state / num if num else 0.0,
+        disk_bytes=on_disk / num if num else 0.0,
     )
 
 
-def _state_bytes(optimizer: Optimizer) -> float:
+def _num_narrow(optimizer: Optimizer) -> int:
+    """Numbers in the bfloat16 parameters that an optimizer trains."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return sum(p.numel() for p in parameters if p.requires_grad and p.dtype is torch.bfloat16)
+
+
+def _hosted(optimizers: Sequence[Optimizer]) -> Iterator[HostAdamW]:
+    """Yield the optimizers that say themselves what their state takes."""
+    yield from (optimizer for optimizer in optimizers if isinstance(optimizer, HostAdamW))
+
+
+def _num_trained(optimizer: Optimizer) -> int:
+    """Numbers in the parameters that an optimizer trains."""
+    return sum(
+        parameter.numel()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
     """Bytes of an optimizer's state: one small matrix per group is stepped by one of its kind.
 
     Nothing is known of an optimizer that cannot be made from its own settings.
     """
+    if isinstance(optimizer, HostAdamW):
+        return _num_trained(optimizer) * optimizer.state_place.memory_bytes
     total = 0.0
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
         if not trained:
             continue
-        sample = torch.nn.Parameter(torch.zeros(64, 64, dtype=trained[0].dtype))
+        dtype = trained[0].dtype
+        if in_float32 and dtype is torch.bfloat16:
+            dtype = torch.float32
+        sample = torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype))
         sample.grad = torch.zeros_like(sample)
         accepted = inspect.signature(type(optimizer)).parameters
         settings = {key: value for key, value in group.items() if key in accepted}

@@ -10,8 +10,8 @@ once, and it lives in host memory, while its arguments may be on a device. So
   state, and the state is brought back afterwards. On CPU workers it is lent the metric itself.
 
 Only states that can be merged without loss are: sums, extrema and concatenations. A metric with
-other states, or one whose update looks at what it has seen so far (`full_state_update`), is refused
-when it is used by several microbatches.
+other states, one whose update looks at what it has seen so far (`full_state_update`) and one that
+is given mere numbers is called again with the arguments of all microbatches (metric_calls.py).
 """
 
 # torchmetrics has no public face for a metric's states.
@@ -19,8 +19,9 @@ when it is used by several microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from typing import Any
 
@@ -34,8 +35,10 @@ from torchmetrics.utilities.data import (
     dim_zero_min,
     dim_zero_sum,
 )
+from torchmetrics.wrappers import MetricTracker
 
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning._lightning.metric_calls import CallRecorder, replay_calls
+from roundpipe_lightning._lightning.metric_places import UnseenMetrics, bring_home
 
 _EXACT_REDUCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
@@ -57,7 +60,11 @@ class MetricStandIns:
             if not any(metric is known for _, known in self._roots):
                 self._roots.append((name, metric))
         self._copies: list[list[nn.Module]] = []
+        self._recorders: list[list[CallRecorder]] = []
         self._lent: list[nn.Module] | None = None
+        self._unseen = UnseenMetrics(module)
+        for name, metric in self._roots:
+            bring_home(name, metric)
 
     @contextmanager
     def lent(self) -> Iterator[Mapping[nn.Module, nn.Module]]:
@@ -72,41 +79,71 @@ class MetricStandIns:
             return
         if self._lent is None:
             self._lent = [self._copy(metric) for metric in originals]
+        for place, metric in enumerate(originals):
+            if _has_grown(metric, self._lent[place]):
+                self._lent[place] = self._copy(metric)
         for metric, copy in zip(originals, self._lent, strict=True):
             _hand_over(metric, copy)
-        yield dict(zip(originals, self._lent, strict=True))
+        with self._unseen.explained():
+            yield dict(zip(originals, self._lent, strict=True))
         for metric, copy in zip(originals, self._lent, strict=True):
             _hand_over(copy, metric)
 
     @contextmanager
     def for_microbatches(
-        self, num_microbatches: int
+        self, shares: Sequence[float]
     ) -> Iterator[Callable[[int], Mapping[nn.Module, nn.Module]]]:
         """Provide the microbatches of a step with metrics, and gather what they have seen.
+
+        Args:
+            shares: The microbatches' shares of the loss.
 
         Yields:
             What stands in for each metric, by the index of the microbatch.
 
         Raises:
-            ConfigurationError: A metric was used that cannot be merged.
+            ConfigurationError: A metric was used in a way that has no meaning for a part of a
+                batch.
         """
-        if num_microbatches == 1:
+        if len(shares) == 1:
             with self.lent() as lent:
                 yield lambda _: lent
             return
-        self._prepare(num_microbatches)
-        yield self._of
-        self._merge(num_microbatches)
+        self._prepare(len(shares))
+        open_now = [r for recorders in self._recorders[: len(shares)] for r in recorders]
+        for recorder in open_now:
+            recorder.open()
+        try:
+            with self._unseen.explained(), self._unseen.guarded(self._roots):
+                yield self._of
+        finally:
+            for recorder in open_now:
+                recorder.close()
+        self._merge(shares)
 
     def _prepare(self, num_microbatches: int) -> None:
         """Have that many sets of copies ready, with nothing in them."""
         while len(self._copies) < num_microbatches:
-            self._copies.append([self._copy(metric) for _, metric in self._roots])
-        for copies in self._copies[:num_microbatches]:
-            for copy in copies:
-                copy.reset()  # type: ignore[operator]  # both kinds of metric have it
-                for part in _parts(copy):
+            self._copies.append([])
+            self._recorders.append([])
+            for place in range(len(self._roots)):
+                self._copies[-1].append(nn.Module())
+                self._recorders[-1].append(self._renew(self._copies[-1], place))
+        for copies, recorders in zip(
+            self._copies[:num_microbatches], self._recorders, strict=False
+        ):
+            for place, (_, metric) in enumerate(self._roots):
+                if _has_grown(metric, copies[place]):
+                    recorders[place] = self._renew(copies, place)
+                for part in _parts(copies[place]):
+                    part.reset()
                     part._forward_cache = None
+
+    def _renew(self, copies: list[nn.Module], place: int) -> CallRecorder:
+        """Make the copy of a metric for one microbatch, and what watches over it."""
+        name, metric = self._roots[place]
+        copy = copies[place] = self._copy(metric)
+        return CallRecorder(name, copy, is_mergeable=_is_mergeable(metric))
 
     def _of(self, microbatch: int) -> dict[nn.Module, nn.Module]:
         """Copies for one microbatch, by the metric they stand in for.
@@ -125,21 +162,18 @@ class MetricStandIns:
                         return original
         return copy
 
-    def _merge(self, num_microbatches: int) -> None:
+    def _merge(self, shares: Sequence[float]) -> None:
         """Bring what the copies have seen into the metrics."""
         for place, (name, metric) in enumerate(self._roots):
-            copies = [self._copies[index][place] for index in range(num_microbatches)]
-            used = [copy for copy in copies if any(p._update_count for p in _parts(copy))]
-            if not used:
+            copies = [self._copies[index][place] for index in range(len(shares))]
+            recorders = [self._recorders[index][place] for index in range(len(shares))]
+            if any(recorder.calls for recorder in recorders):
+                replay_calls(name, metric, recorders, shares=shares)
                 continue
-            for part in _parts(metric):
-                reason = _why_not_mergeable(part)
-                if reason is not None:
-                    raise ConfigurationError(
-                        _REFUSAL.format(name=name, kind=type(part).__name__, reason=reason)
-                    )
-            for part, *part_copies in zip(_parts(metric), *map(_parts, used), strict=True):
-                _merge(part, part_copies)
+            used = [copy for copy in copies if any(p._update_count for p in _parts(copy))]
+            if used:
+                for part, *part_copies in zip(_parts(metric), *map(_parts, used), strict=True):
+                    _merge(part, part_copies)
 
     def _copy(self, metric: nn.Module) -> nn.Module:
         copy = _copy(metric)
@@ -149,17 +183,10 @@ class MetricStandIns:
         return copy
 
 
-_REFUSAL = (
-    "The metric {name!r} ({kind}) was updated in training_step, but its states cannot be merged "
-    "over microbatches: {reason}. Update it in on_train_batch_end from what training_step returns, "
-    "use it in validation only, or set num_microbatches=1."
-)
-
-
 def _metric_roots(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Metrics and collections of metrics with their names, the outermost ones only."""
     for name, child in module.named_children():
-        if isinstance(child, (Metric, MetricCollection)):
+        if isinstance(child, (Metric, MetricCollection, MetricTracker)):
             yield path + name, child
         else:
             yield from _metric_roots(child, f"{path}{name}.")
@@ -170,13 +197,18 @@ def _parts(metric: nn.Module) -> list[Metric]:
     return [part for part in metric.modules() if isinstance(part, Metric)]
 
 
+def _has_grown(metric: nn.Module, copy: nn.Module) -> bool:
+    """Say whether a metric has other parts than its copy: a tracker has one more every epoch."""
+    return len(_parts(metric)) != len(_parts(copy))
+
+
 def _copy(metric: nn.Module) -> nn.Module:
     """Copy a metric, without cached results (they may hang on a graph, which cannot be copied)."""
     caches = [(part, part._forward_cache, part._computed) for part in _parts(metric)]
     try:
         for part, _, _ in caches:
             part._forward_cache = part._computed = None
-        copy: nn.Module = metric.clone()  # type: ignore[operator]  # both kinds of metric have it
+        copy = deepcopy(metric)
     finally:
         for part, forward_cache, computed in caches:
             part._forward_cache, part._computed = forward_cache, computed
@@ -189,18 +221,15 @@ def _copy(metric: nn.Module) -> nn.Module:
     return copy
 
 
-def _why_not_mergeable(metric: Metric) -> str | None:
-    if metric.full_state_update is not False:
-        return f"full_state_update={metric.full_state_update}: an update may look at earlier ones"
-    if metric.dist_sync_on_step:
-        return "dist_sync_on_step=True"
-    if not metric._defaults:
-        return "it keeps no state of its own (a wrapper)"
-    for state, reduction in metric._reductions.items():
-        if reduction not in _EXACT_REDUCTIONS:
-            how = getattr(reduction, "__name__", reduction)
-            return f"its state {state!r} is reduced by {how}, not by sum, min, max or cat"
-    return None
+def _is_mergeable(metric: nn.Module) -> bool:
+    """Say whether all states of a metric follow from those of parts of a batch."""
+    return all(
+        part.full_state_update is False
+        and not part.dist_sync_on_step
+        and part._defaults  # else it is a wrapper
+        and all(reduction in _EXACT_REDUCTIONS for reduction in part._reductions.values())
+        for part in _parts(metric)
+    )
 
 
 @torch.no_grad()

@@ -26,7 +26,15 @@ HardwareSource: TypeAlias = HardwareSpec | str | os.PathLike[str]
 HintSource: TypeAlias = PartitionHints | Mapping[str, Any] | None
 """Hints, or a mapping with the keys of `conf/partition` (`forward`, `limits`, `team_size`, ...)."""
 
-_HINTS = ("forward", "backward", "limits", "team_size", "round_size")
+_HINTS = (
+    "forward",
+    "backward",
+    "limits",
+    "team_size",
+    "round_size",
+    "weight_slots",
+    "resident",
+)
 _LIMITS = ("forward", "fused", "backward")
 
 
@@ -41,6 +49,7 @@ class Options:
     num_microbatches: int | Literal["auto"]
     plan: PlanSource
     update: str
+    check_gradients: bool
     recompute: str
     blocks: str | Sequence[str] | None
     microbatch_weight: MicrobatchWeight
@@ -51,6 +60,9 @@ class Options:
     hints: HintSource = None
     replan: bool = True
     trial_run: bool = True
+    compile: bool = False
+    upload_dtype: str | None = None
+    gradient_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check every value by itself."""
@@ -82,20 +94,26 @@ class Options:
 
     def _check_names(self) -> None:
         """Check the values that are words, and say which are for a later version."""
-        if self.update == "async":
+        if self.update not in ("exact", "async"):
+            raise ConfigurationError(f"update={self.update!r}: set 'exact' or 'async'.")
+        if self.upload_dtype not in (None, "bf16", "fp16"):
             raise ConfigurationError(
-                "update='async' is not part of this version, whose optimizer step is always that "
-                "of synchronous training. Leave it out, or set update='exact'."
+                f"upload_dtype={self.upload_dtype!r}: set 'bf16', 'fp16' or None."
             )
-        if self.update != "exact":
-            raise ConfigurationError(f"update={self.update!r}: set update='exact'.")
-        if self.recompute == "selective":
+        if self.gradient_dtype not in (None, "fp32", "bf16"):
             raise ConfigurationError(
-                "recompute='selective' is not part of this version: BACKWARD stages recompute "
-                "their blocks in full. Leave it out, or set recompute='full'."
+                f"gradient_dtype={self.gradient_dtype!r}: set 'fp32', 'bf16' or None."
             )
-        if self.recompute not in ("auto", "full", "none"):
-            raise ConfigurationError(f"recompute={self.recompute!r}: set 'auto', 'full' or 'none'.")
+        if self.recompute not in ("auto", *(policy.value for policy in RecomputePolicy)):
+            raise ConfigurationError(
+                f"recompute={self.recompute!r}: set 'auto', 'full', 'selective' or 'none'."
+            )
+        if self.compile and self.recompute == RecomputePolicy.SELECTIVE.value:
+            raise ConfigurationError(
+                "compile=True with recompute='selective': compiled code has no single operations "
+                "whose outputs could be kept. Set recompute='full', 'none' or 'auto', or leave "
+                "compile out."
+            )
         if not isinstance(self.hardware, (HardwareSpec, str, os.PathLike)):
             raise ConfigurationError(
                 f"hardware={self.hardware!r}: give a HardwareSpec, the name of a machine, the path "
@@ -159,6 +177,8 @@ class Options:
             most_backward=_whole("limits.backward", limits.get("backward")),
             team_size=_whole("team_size", given.get("team_size")),
             round_size=_whole("round_size", given.get("round_size")),
+            weight_slots=_whole("weight_slots", given.get("weight_slots")),
+            resident=_whole("resident", given.get("resident")),
         )
 
     def load_plan(self) -> Plan | None:

@@ -22,59 +22,43 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning._lightning import facts
 from roundpipe_lightning._lightning.machine import find_machine, rate_name, storage_of
+from roundpipe_lightning._lightning.number_formats import TravelSizes, upload_dtype_of
 from roundpipe_lightning._lightning.options import Options
+from roundpipe_lightning._lightning.planned import Planned, make_planned, timed_profile
+from roundpipe_lightning._lightning.refusals import Shortage, length_advice, refusal
 from roundpipe_lightning._lightning.trial import TrialFailedError, try_step
 from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.profile import parameter_work, profile_module
-from roundpipe_lightning.planning.fit import FitAnswer, Search, TrainingJob, fit_training
+from roundpipe_lightning.planning.fit import (
+    Search,
+    TrainingJob,
+    fit_training,
+    memory_shortage,
+)
 from roundpipe_lightning.planning.hints import PartitionHints
 from roundpipe_lightning.planning.improve import improved_plan
 from roundpipe_lightning.planning.layout import PipelineLayout
-from roundpipe_lightning.planning.measured import MeasuredProfile
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search import Effort
 from roundpipe_lightning.planning.timeline import Timeline
-from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile, time_model
+from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile
 from roundpipe_lightning.precision import RoundPipePrecision
 
 _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
 """A fraction of a second: the first step waits for it."""
-
-_FIRST_LOOK = 5
-"""Steps after which measured times are looked at; then after twice as many, and so on."""
 
 _SMALLEST_SHARE = 0.6
 """How much smaller a microbatch may be than the one that its plan was made for."""
 
 _SHAPE = MicrobatchShape(sequences=1, seq_len=1)
 """All amounts of a measured step are fixed: its shape is the one it was measured with."""
-
-
-@dataclass(kw_only=True)
-class Planned:
-    """A plan and what it was made for.
-
-    Attributes:
-        plan: The plan in use for batches like this one.
-        job: What was planned.
-        size: Values in the largest microbatch's tensors; 0: before the first batch.
-        measured: How long its blocks take, as far as that has been measured.
-        planning_seconds: How long the search took.
-        next_look: Steps after which a better plan is looked for.
-    """
-
-    plan: Plan
-    job: TrainingJob
-    size: int
-    measured: MeasuredProfile
-    planning_seconds: float = 0.0
-    next_look: int = _FIRST_LOOK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +84,8 @@ class StepPlanner:
     Args:
         module: The user's module, attached to its trainer.
         stacks: Its stacks of blocks.
-        num_workers: Workers.
-        computes_on_host: Whether they are CPU workers.
+        devices: One per worker.
+        computes_on_host: Whether the Trainer's are CPU workers.
         precision: The precision plugin.
         options: The strategy's settings.
         given_plan: The user's own plan, or None: it is never changed.
@@ -123,7 +107,7 @@ class StepPlanner:
         module: LightningModule,
         *,
         stacks: Sequence[BlockStack],
-        num_workers: int,
+        devices: Sequence[Device],
         computes_on_host: bool,
         precision: RoundPipePrecision,
         options: Options,
@@ -132,7 +116,7 @@ class StepPlanner:
     ) -> None:
         self._module = module
         self._stack = stacks[0] if stacks else None
-        self._num_workers = num_workers
+        self._num_workers = len(devices)
         self._options = options
         self._given_plan = given_plan
         self._autocast_dtype = precision.autocast_dtype
@@ -140,11 +124,21 @@ class StepPlanner:
         self._keeps_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
         self.machine = find_machine(
             options.hardware,
-            num_workers=num_workers,
+            num_workers=len(devices),
             workers_per_device=options.workers_per_device,
             computes_on_host=computes_on_host,
+            accelerators=facts.accelerators(devices),
         )
-        self._storage, self._trains = storage_of(optimizers), bool(optimizers)
+        rounds = precision.stochastic_rounding
+        moves = optimizers and not computes_on_host
+        self._travel = TravelSizes(stacks, upload_dtype_of(options, precision) if moves else None)
+        self._storage = storage_of(
+            optimizers,
+            steps_in_float32=rounds,
+            keeps_previous=options.update == "async",
+            masters=self._travel.narrow,
+        )
+        self._trains = bool(optimizers)
         self._first_chain = self.chain = facts.first_chain(stacks, given_plan)
         self.profile: ModelProfile = profile_module(module, self.chain)
         self._parameter_work = parameter_work(module, self.chain)
@@ -154,7 +148,7 @@ class StepPlanner:
             self._check_given(given_plan)
             self.num_microbatches = given_plan.num_microbatches
         elif options.num_microbatches == "auto":
-            self.num_microbatches = 2 * num_workers
+            self.num_microbatches = 2 * len(devices)
         else:
             self.num_microbatches = options.num_microbatches
         self._rounds: dict[int, tuple[int, int]] = {}
@@ -221,6 +215,7 @@ class StepPlanner:
             count,
             what="training step",
             alternatives=lambda: self._alternatives(microbatches, arguments),
+            longest=lambda shortage: self._longest(microbatches, arguments, shortage),
         )
         found.size = size
         found.planning_seconds = time.perf_counter() - began
@@ -228,7 +223,7 @@ class StepPlanner:
         self._planned.append(found)
         self._rounds.setdefault(count, (found.plan.team_size, found.plan.round_size))
         if len(self._planned) == 1 or count == self.num_microbatches:
-            self.profile = _timed(found.job)
+            self.profile = timed_profile(found.job)
         rank_zero_info(
             f"roundpipe: planned {count} microbatches on {self.machine.name} in "
             f"{found.planning_seconds:.2f} s: {found.plan.partition}, teams of "
@@ -255,14 +250,7 @@ class StepPlanner:
         if self._trial_failed or not plain:
             return self._from_parameters()
         try:
-            step = try_step(
-                self._module,
-                self._stack,
-                microbatch=microbatch,
-                arguments=arguments,
-                compute_dtype=self._autocast_dtype,
-                loss=self._options.loss,
-            )
+            return self._tried(microbatch, arguments)
         except TrialFailedError as error:
             self._trial_failed = True
             rank_zero_info(
@@ -270,6 +258,21 @@ class StepPlanner:
                 f"be run without values ({error})"
             )
             return self._from_parameters()
+
+    def _tried(self, microbatch: Any, arguments: Sequence[Any]) -> _Seen:
+        """Run the step without values.
+
+        Raises:
+            TrialFailedError: It cannot be run so.
+        """
+        step = try_step(
+            self._module,
+            self._stack,
+            microbatch=microbatch,
+            arguments=arguments,
+            compute_dtype=self._autocast_dtype,
+            loss=self._options.loss,
+        )
         writes = step.writes_buffers or self._keeps_statistics
         return _Seen(
             work=step.work,
@@ -362,7 +365,7 @@ class StepPlanner:
         """What is to be planned for batches of so many microbatches."""
         hints = self._wanted_hints(count)
         return TrainingJob(
-            work=seen.work,
+            work=self._travel.of(seen.work, self.chain),
             hardware=self.machine,
             dtype=rate_name(self.machine, self._autocast_dtype or facts.widest_dtype(self._module)),
             storage=self._storage,
@@ -387,11 +390,14 @@ class StepPlanner:
 
         Running statistics are written in the order of the microbatches, so in one round without
         teams. Accelerators sum gradients up per round and team: those stay as they are, so that
-        results do not depend on which shapes came first. The engine holds the weights of one stage
-        at a time. A stage has no more than a part of the blocks on CPU workers, and wherever
-        nothing is known about activations.
+        results do not depend on which shapes came first. A stage has no more than a part of the
+        blocks on CPU workers, and wherever nothing is known about activations; no block stays
+        there, because what room they leave is not known.
         """
-        hints = replace(hints, weight_slots=1, resident=0)
+        if self._options.compile and hints.recompute is None:  # it has no operations to keep
+            hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
+        if hints.resident is None and not seen.knows_activations:
+            hints = replace(hints, resident=0)
         if seen.writes_buffers and (
             hints.team_size not in (None, 1) or hints.round_size not in (None, count)
         ):
@@ -432,6 +438,7 @@ class StepPlanner:
         what: str,
         search: Search = Search.FULL,
         alternatives: Callable[[], Alternatives] = Alternatives,
+        longest: Callable[[Shortage], str] = lambda _: "",
     ) -> Planned:
         """Take the user's plan if it is for so many microbatches, else find the best one.
 
@@ -441,28 +448,34 @@ class StepPlanner:
         job = self._job(seen, count, search=search)
         given = self._given_plan
         if given is not None and given.num_microbatches == count:
-            memory = job.report(PipelineLayout.of(given))
+            layout = PipelineLayout.of(given)
+            memory = job.report(layout)
             if not memory.fits:
+                shorter = longest(lambda job: job.report(layout).missing_share)
                 raise FitError(
-                    f"The given plan does not fit {self.machine.name}: {memory.reason} Set "
-                    "plan='auto', or see with roundpipe-plan what would fit."
+                    f"The given plan does not fit {self.machine.name}: {memory.reason} {shorter}"
+                    "Set plan='auto', or see with roundpipe-plan what would fit."
                 )
-            return _planned(given, job)
+            return make_planned(given, job, knows_activations=seen.knows_activations)
         answer = fit_training(job)
         if answer.planned is None or not answer.fits:
             free = self._completed(PartitionHints(), seen, count)
-            raise self._refusal(answer, remedies(job, alternatives(), free_hints=free), what=what)
-        return _planned(answer.planned.plan, job)
+            found = remedies(job, alternatives(), free_hints=free)
+            shorter = longest(memory_shortage) if seen.knows_activations else ""
+            raise refusal(answer, found, what=what, shorter=shorter, is_first=not self._planned)
+        return make_planned(answer.planned.plan, job, knows_activations=seen.knows_activations)
 
     # --- what does not fit -----------------------------------------------------------------------
 
-    def _refusal(self, answer: FitAnswer, found: Sequence[str], *, what: str) -> FitError:
-        listed = "; ".join(f"({number}) {text}" for number, text in enumerate(found, start=1))
-        remedy = f"What makes it fit: {listed}." if found else "No single change makes it fit."
-        return FitError(
-            f"The {what} does not fit {self.machine.name}: {answer.memory.reason} {remedy} No "
-            "training step has run; roundpipe-plan tries more changes."
-        )
+    def _longest(
+        self, microbatches: Sequence[Any], arguments: Sequence[Any], shortage: Shortage
+    ) -> str:
+        """Say how long the sequences of such a batch may be; nothing where that is not known."""
+
+        def job(microbatch: Any) -> TrainingJob:
+            return self._job(self._tried(microbatch, arguments), len(microbatches))
+
+        return length_advice(microbatches[0], job=job, shortage=shortage)
 
     def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:
         """What could be changed about a batch."""
@@ -485,11 +498,3 @@ class StepPlanner:
             with_microbatches=smaller,
             narrower_precision="bf16-true" if wide else None,
         )
-
-
-def _planned(plan: Plan, job: TrainingJob) -> Planned:
-    return Planned(plan=plan, job=job, size=0, measured=MeasuredProfile(_timed(job)))
-
-
-def _timed(job: TrainingJob) -> ModelProfile:
-    return time_model(job.work, hardware=job.hardware, shape=job.shape, dtype=job.dtype)

@@ -5,28 +5,65 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roundpipe_lightning._lightning import facts, readers
+from roundpipe_lightning._lightning.number_formats import upload_dtype_of
 from roundpipe_lightning._lightning.options import Options
-from roundpipe_lightning._lightning.planning import Planned, StepPlanner
-from roundpipe_lightning._lightning.training import MicrobatchedStep
+from roundpipe_lightning._lightning.planned import Planned
+from roundpipe_lightning._lightning.planning import StepPlanner
+from roundpipe_lightning._lightning.training import MicrobatchedStep, WaitingStep
+from roundpipe_lightning._lightning.watching import (
+    PlanWatch,
+    PlanWatcher,
+    rates_are_assumed,
+    record_of,
+)
+from roundpipe_lightning.engine.compiled import BlockCompiler
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.updates import UpdateAborted, Updater, update_units
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.deferred_logits import FusedLosses
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.step_record import StepRecord
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
+
+_MOST_DRAINED = 16
+"""Windows in a row whose last batch is not waited for: between batches memory is made anew."""
 
 
 class NoBlocksWarning(UserWarning):
     """No stack of blocks was found in the module, so it runs as one stage."""
+
+
+class ServedLast:
+    """What the next step of a training that has ended would compute with.
+
+    Held as long as the parameters are those that the training has made.
+
+    Args:
+        served: By parameter.
+    """
+
+    def __init__(self, served: Mapping[nn.Parameter, Tensor]) -> None:
+        self._served = dict(served)
+        self._versions = [parameter._version for parameter in served]
+
+    def values(self) -> Mapping[nn.Parameter, Tensor]:
+        """Return the values; none once a parameter has been written to."""
+        if [parameter._version for parameter in self._served] != self._versions:
+            self._served, self._versions = {}, []
+        return self._served
 
 
 class Session:
@@ -42,19 +79,23 @@ class Session:
         given_plan: The user's own plan, or None.
         computes_on_host: Whether the Trainer's devices are CPU workers.
         optimizers: The optimizers of a training; none for an evaluation.
+        overlaps_on_host: Whether the optimizer's steps are made while other things go on where
+            workers and optimizer share the processor; elsewhere they are.
+        watchers: Told of plans that are about to be run.
 
     Attributes:
         plan: The plan in use, that of the largest batch so far; before the first batch, one for the
             number of microbatches that was asked for.
         last_plan: The plan of the last training step.
         last_timeline: When every action of the last training step ran.
+        overlaps_updates: Whether the optimizer's steps are made while other things go on.
 
     Raises:
         PlanError: The given plan is for another model or another number of workers, a hint cannot
             be kept, or the machine cannot hold the model. Nothing has been allocated then.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but one keyword-only
         self,
         module: LightningModule,
         *,
@@ -64,10 +105,15 @@ class Session:
         given_plan: Plan | None,
         computes_on_host: bool,
         optimizers: Sequence[Optimizer] = (),
+        overlaps_on_host: bool = False,
+        watchers: Sequence[PlanWatcher] = (),
     ) -> None:
         self._module = module
         self._devices = tuple(devices)
         self._timeout_seconds = options.timeout_seconds
+        self._compiler = BlockCompiler() if options.compile else None
+        self._optimizers = tuple(optimizers)
+        self._upload_dtype = upload_dtype_of(options, precision)
         self._stacks = find_stacks(module, options.block_names)
         if not self._stacks:
             warnings.warn(
@@ -80,7 +126,7 @@ class Session:
         self._planner = StepPlanner(
             module,
             stacks=self._stacks,
-            num_workers=len(devices),
+            devices=devices,
             computes_on_host=computes_on_host,
             precision=precision,
             options=options,
@@ -92,17 +138,38 @@ class Session:
         self.last_timeline: Timeline | None = None
         self._peak_device_bytes = 0
         self._engine: Engine | None = None
-        self._running: Planned | None = None
+        self._moves = not any(device.shares_host_memory for device in devices)
+        on_host = all(device.shares_host_memory for device in devices)
+        self._stale = options.update == "async"
+        self.overlaps_updates = (
+            bool(optimizers)
+            and module.automatic_optimization
+            and (self._stale or overlaps_on_host or not on_host)
+        )
+        self._updater: Updater | None = None
+        self._previous: dict[nn.Parameter, Tensor] = {}  # from a checkpoint
+        self._left = ServedLast({})
+        self._running: tuple[Planned, int] | None = None  # with the number of the batch's values
+        self._draining: tuple[Planned, int] | None = None
+        self._num_drained = 0  # windows in a row
+        #: Whether the optimizer's step that comes after the present batch may wait for its end.
+        self.defers_update = False
+        self._ran: tuple[Planned, int] | None = None
+        self._workers_per_device = options.workers_per_device
+        self._assumed_rates = rates_are_assumed(options, computes_on_host=computes_on_host)
+        self._watch = PlanWatch(watchers, assumed_rates=self._assumed_rates)
         self._step = MicrobatchedStep(
             module,
             engine=self._open_engine,
-            on_host=all(device.shares_host_memory for device in devices),
+            on_host=on_host,
             precision=precision,
             plan_for=self._plan_for,
             num_microbatches=self._planner.num_microbatches,
             shrinks=options.num_microbatches == "auto",
             weight=options.microbatch_weight,
             loss=options.loss,
+            may_drain=self._may_drain,
+            ended=self._drained,
         )
 
     def _open_engine(self) -> Engine:
@@ -115,13 +182,37 @@ class Session:
                 plan=self.plan,
                 chain=self._planner.chain,
                 timeout_seconds=self._timeout_seconds,
+                compiler=self._compiler,
+                upload_dtype=self._upload_dtype,
             )
             with torch.inference_mode(mode=False):  # else the parameters could not be trained
                 self._engine = engine.__enter__()
+            if self.overlaps_updates:
+                units = update_units(self._module, self.blocks, shared=engine.store.shared)
+                self._updater = Updater(engine.store, units, stale=self._stale)
+                if engine.store.copies is not None and not self._stale:
+                    engine.store.copies.written_by(self._optimizers)
+                self._updater.restore(self._previous)
+                self._previous = {}
         return self._engine
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """The blocks by name."""
+        return {n: b for s in self._stacks for n, b in zip(s.names, s.blocks, strict=True)}
+
+    @property
+    def updater(self) -> Updater | None:
+        """Steps the optimizer beside everything else; None before the first batch, or without."""
+        return self._updater
 
     def close(self) -> None:
         """Join the workers and free what they held. Closing twice is allowed."""
+        updater, self._updater = self._updater, None
+        if updater is not None:
+            with suppress(Exception):  # of an update that nobody joined for
+                self._left = ServedLast(updater.served())
+            updater.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             self._peak_device_bytes = _peak_bytes(engine)
@@ -133,9 +224,31 @@ class Session:
         return self._planner.profile
 
     @property
+    def last_step(self) -> StepRecord | None:
+        """The last training step, when all of it is known; None before the first."""
+        self.settle()
+        if self._ran is None or self.last_plan is None or self.last_timeline is None:
+            return None
+        running, num_values = self._ran
+        return record_of(
+            running,
+            plan=self.last_plan,
+            timeline=self.last_timeline,
+            num_values=num_values,
+            counters=self._step.counters,
+            workers_per_device=self._workers_per_device,
+            assumed_rates=self._assumed_rates,
+        )
+
+    @property
     def peak_device_bytes(self) -> int:
         """The most memory in use on one worker."""
         return _peak_bytes(self._engine) if self._engine else self._peak_device_bytes
+
+    @property
+    def compiler(self) -> BlockCompiler | None:
+        """What compiles the blocks; None where they run as they are."""
+        return self._compiler
 
     @property
     def fused_losses(self) -> FusedLosses | None:
@@ -143,21 +256,108 @@ class Session:
         return self._step.fused_losses
 
     def training_step(self, *arguments: Any) -> STEP_OUTPUT:
-        """Run a training batch; see `MicrobatchedStep.run`."""
-        output = self._step.run(*arguments)
+        """Run a training batch; see `MicrobatchedStep.run` and `run_manual`."""
+        if not self._module.automatic_optimization:
+            return self._step.run_manual(*arguments)
+        output = self._run_updated(*arguments)
+        if self._step.is_draining:
+            self._draining = self._running
+            return output
+        self._ran = self._running
         self.last_plan, self.last_timeline = self._step.plan, self._step.timeline
         if output is not None and not self._module.trainer.fit_loop._skip_backward:  # noqa: SLF001
             self._learn()
         return output
 
+    def _may_drain(self) -> bool:
+        """Say whether nobody looks at the present batch's gradients before the next batch's."""
+        trainer = self._module.trainer
+        accumulates = trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        defers = self.defers_update and self._moves and self._num_drained < _MOST_DRAINED
+        drains = accumulates or defers
+        if not drains or readers.sees_every_gradient(trainer):
+            self._num_drained = 0
+            return False
+        self._num_drained += not accumulates
+        return True
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the gradients of the last batch are still to come."""
+        return self._step.is_draining
+
+    def before_gradients(self, step: WaitingStep) -> None:
+        """Have an optimizer's step made when the gradients of the batch that drains are there."""
+        self._step.before_gradients(step)
+
+    def settle(self) -> None:
+        """Wait for the gradients of a batch that drains, if one does, and hand them out.
+
+        Raises:
+            Exception: Whatever its backward pass has raised.
+        """
+        self._step.settle()
+
+    def settled(self) -> Session:
+        """Return itself, when the last batch has ended."""
+        self.settle()
+        return self
+
+    def _drained(self) -> None:
+        """Note the batch whose gradients have come after the next batch had begun."""
+        self._ran, self._draining = self._draining, None
+        self.last_plan, self.last_timeline = self._step.plan, self._step.timeline
+        self._learn()
+
+    def _run_updated(self, *arguments: Any) -> STEP_OUTPUT:
+        """Run a training batch while the optimizer still steps, and wait for it to end."""
+        trains = not self._module.trainer.fit_loop._skip_backward  # noqa: SLF001
+        output: STEP_OUTPUT = None
+        self._cast_again()
+        with nullcontext() if trains else self._newest(), suppress(UpdateAborted):
+            output = self._step.run(*arguments)
+        if self._updater is not None:
+            self._updater.join()  # raises what an update was given up for
+        return output
+
     def evaluate(self, step_name: str, *arguments: Any) -> Any:
-        """Run an evaluation batch; see `MicrobatchedStep.evaluate`."""
-        return self._step.evaluate(step_name, *arguments)
+        """Run an evaluation batch, on the newest parameters; see `MicrobatchedStep.evaluate`."""
+        with self._newest():
+            self._cast_again()
+            return self._step.evaluate(step_name, *arguments)
+
+    def _cast_again(self) -> None:
+        """Have weights rounded again for the upload where a hook may have written to them.
+
+        PyTorch counts writes, but for those through `parameter.data` and of compiled kernels.
+        """
+        copies = None if self._engine is None else self._engine.store.copies
+        steps_itself = self._updater is None
+        if copies is not None and (steps_itself or readers.may_write(self._module.trainer)):
+            copies.forget()
+
+    def _newest(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._updater is None else self._updater.latest()
+
+    def previous_parameters(self) -> dict[str, Tensor]:
+        """Return what the next step computes with where that is not what the module has."""
+        served = self._left.values() if self._updater is None else self._updater.served()
+        return {n: served[p] for n, p in self._module.named_parameters() if p in served}
+
+    def load_previous_parameters(self, state: Mapping[str, Tensor]) -> None:
+        """Let the next step compute with what `previous_parameters` returned."""
+        if self.overlaps_updates and self._stale:
+            known = dict(self._module.named_parameters())
+            self._previous = {known[name]: values for name, values in state.items()}
+            if self._updater is not None:
+                self._updater.restore(self._previous)
 
     def _plan_for(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Plan:
         """Return the plan for a batch and show it if the batch is the largest so far."""
-        self._running = self._planner.planned(microbatches, arguments)
-        plan = self._running.plan
+        planned = self._planner.planned(microbatches, arguments)
+        self._running = planned, sum(facts.num_values(microbatch) for microbatch in microbatches)
+        self._watch.running(planned)
+        plan = planned.plan
         if self._engine is not None and self._engine.chain is not self._planner.chain:
             self._engine.plan_for(self._planner.chain, plan)
             self.plan = plan
@@ -167,8 +367,8 @@ class Session:
 
     def _learn(self) -> None:
         """Let the planner know how long the step took; it may change the plan."""
-        running, timeline, chain = self._running, self.last_timeline, self._step.chain
-        assert running is not None
+        assert self._ran is not None
+        (running, _), timeline, chain = self._ran, self.last_timeline, self._step.chain
         assert timeline is not None
         assert chain is not None
         if self._planner.take_chain(chain):
@@ -179,12 +379,17 @@ class Session:
             self.plan = running.plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plans of a resumed training follow from."""
-        return self._planner.state_dict()
+        """Return what the plans and the compiled blocks of a resumed training follow from."""
+        state = self._planner.state_dict()
+        if self._compiler is not None:
+            state["compiler"] = self._compiler.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned."""
         self._planner.load_state_dict(state)
+        if self._compiler is not None and "compiler" in state:
+            self._compiler.load_state_dict(state["compiler"])
 
 
 def _remaining_batches(trainer: Trainer) -> int | None:

@@ -9,10 +9,12 @@ batch ─ split ─► microbatches ─► engine.step ─► losses, gradients 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,18 +22,63 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from roundpipe_lightning._lightning.commit import loss_with_gradients
+from roundpipe_lightning._lightning.commit import LaterGradients, loss_with_gradients
 from roundpipe_lightning._lightning.logs import LogRecorder, replay_logs, weighted_mean
 from roundpipe_lightning._lightning.metrics import MetricStandIns
+from roundpipe_lightning._lightning.watching import counters_of
 from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.manual import ManualStep
+from roundpipe_lightning.engine.pending import PendingStep
 from roundpipe_lightning.engine.randomness import mix
-from roundpipe_lightning.models.batches import batch_size_of, merge_outputs, split_batch
+from roundpipe_lightning.engine.result import StepResult
+from roundpipe_lightning.engine.trees import children_of
+from roundpipe_lightning.errors import BatchError
+from roundpipe_lightning.models.batches import (
+    batch_size_of,
+    merge_outputs,
+    rows_of_parts,
+    split_batch,
+    split_parts,
+)
 from roundpipe_lightning.models.deferred_logits import FusedLosses, LossFusion, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight, microbatch_weights
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.step_record import EngineCounters
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
+
+
+class WaitingStep(Protocol):
+    """An optimizer's step that waits for the gradients of a batch."""
+
+    def expect(self) -> None:
+        """Hear that they are about to be added to `.grad`."""
+
+    def submit(self, *, has_next: bool) -> None:
+        """Hear that they have been.
+
+        Args:
+            has_next: Whether the next batch has begun.
+        """
+
+
+@dataclass(kw_only=True)
+class _Draining:
+    """A batch whose gradients are to come.
+
+    Attributes:
+        step: The engine's step.
+        plan: Its plan.
+        gradients: Where they go.
+        waiting: The optimizer's step, if that comes next.
+    """
+
+    step: PendingStep
+    plan: Plan
+    gradients: LaterGradients
+    waiting: WaitingStep | None = None
 
 
 class MicrobatchedStep:
@@ -47,11 +94,15 @@ class MicrobatchedStep:
         shrinks: Whether a small batch is run with fewer microbatches instead of being refused.
         weight: How much a microbatch counts in the loss.
         loss: Which losses are computed without whole logits.
+        may_drain: Says whether the gradients of the present batch may come when the next batch has
+            begun.
+        ended: Called when all of a batch is known, its gradients included.
 
     Attributes:
         plan: The plan of the last step.
         timeline: When every action of the last step ran.
         chain: The calls of blocks that the last step made.
+        counters: What the engine has counted in the last step.
     """
 
     def __init__(  # noqa: PLR0913 - all keyword-only
@@ -66,19 +117,26 @@ class MicrobatchedStep:
         shrinks: bool,
         weight: MicrobatchWeight,
         loss: LossMode,
+        may_drain: Callable[[], bool],
+        ended: Callable[[], None],
     ) -> None:
         self._module = module
         self._engine = engine
+        self._on_host = on_host
         self._precision = precision
         self._plan_for = plan_for
         self._num_microbatches = num_microbatches
         self._shrinks = shrinks
         self._weight = weight
+        self._may_drain = may_drain
+        self._ended = ended
+        self._draining: _Draining | None = None
         self._fusion = None if loss == "own" else LossFusion(loss)
         self._metrics = MetricStandIns(module, in_place=on_host)
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
         self.chain: Chain | None = None
+        self.counters = EngineCounters()
 
     def run(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
         """Run one batch; the gradients wait in the returned loss until its backward.
@@ -92,25 +150,25 @@ class MicrobatchedStep:
 
         Raises:
             BatchError: The batch cannot be split.
-            ConfigurationError: A metric was used that cannot be merged.
+            ConfigurationError: A metric was used in a way that has no meaning for microbatches.
         """
         trainer = self._module.trainer
         microbatches = self._split(batch)
-        count = len(microbatches)
-        shares = microbatch_weights(microbatches, self._weight) if count > 1 else (1.0,)
+        shares = self._shares(batch, microbatches)
         backward = not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
         recorders = [LogRecorder() for _ in microbatches]
-        self.plan = self._plan_for(microbatches, arguments)
+        plan = self._plan_for(microbatches, arguments)
         engine = self._engine()
+        drains = backward and self._may_drain()
         with (
-            self._metrics.for_microbatches(count) as stand_ins,
-            _host_generator_seeded(trainer.fit_loop.epoch_loop.batch_progress.total.ready),
+            self._metrics.for_microbatches(shares) as stand_ins,
+            _host_generator_seeded(self._batch_number),
         ):
-            result = engine.step(
+            step = engine.begin_step(
                 microbatches,
                 partial(_call_training_step, arguments=arguments, fusion=self._fusion),
-                plan=self.plan,
+                plan=plan,
                 loss_scales=[share * backward_scale for share in shares],
                 backward=backward,
                 thread_context=self._precision.thread_context,
@@ -118,20 +176,126 @@ class MicrobatchedStep:
                 stand_ins=stand_ins,
                 outside=self._fusion,
             )
-        self.timeline, self.chain = result.timeline, result.chain
+            self._settle_before(step)
+            known = step.outputs() if drains else step.result()
         replay_logs(
             recorders,
             shares=shares,
-            losses=result.losses,
+            losses=known.losses,
             log=self._module.log,
             metric_of=self._metrics.original,
         )
-        loss = _reported_loss(result.losses, shares)
-        if loss is not None and backward:
-            loss = loss_with_gradients(
-                loss, gradients=result.gradients, backward_scale=backward_scale
+        loss = _reported_loss(known.losses, shares)
+        if step.is_over or loss is None:
+            result = step.result()
+            self._note(result, plan)
+            if loss is not None and backward:
+                loss = loss_with_gradients(
+                    loss, gradients=result.gradients, backward_scale=backward_scale
+                )
+        else:
+            later = LaterGradients(loss, backward_scale=backward_scale)
+            self._draining = _Draining(step=step, plan=plan, gradients=later)
+            loss = later.loss
+        return _output(loss, known.outputs, microbatches=microbatches, shares=shares)
+
+    def _settle_before(self, step: PendingStep) -> None:
+        """Settle the batch before one that has begun; let that end if it fails."""
+        try:
+            self.settle(has_next=True)
+        except BaseException:
+            with suppress(Exception):
+                step.result()
+            raise
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the gradients of the last batch are still to come."""
+        return self._draining is not None
+
+    def before_gradients(self, step: WaitingStep) -> None:
+        """Have an optimizer's step made when the gradients of the batch that drains are there."""
+        assert self._draining is not None, "a batch drains"
+        self._draining.waiting = step
+
+    def settle(self, *, has_next: bool = False) -> None:
+        """Wait for the end of the batch that drains, if one does, and hand its gradients out.
+
+        Args:
+            has_next: Whether the next batch has begun.
+
+        Raises:
+            Exception: Whatever its backward pass has raised.
+        """
+        draining, self._draining = self._draining, None
+        if draining is None or draining.step.was_given_up:
+            return
+        result = draining.step.result()
+        if draining.waiting is not None:
+            draining.waiting.expect()
+        draining.gradients.hand_out(result.gradients)
+        if draining.waiting is not None:
+            draining.waiting.submit(has_next=has_next)
+        self._note(result, draining.plan)
+        self._ended()
+
+    def _note(self, result: StepResult, plan: Plan) -> None:
+        self.plan, self.timeline, self.chain = plan, result.timeline, result.chain
+        self.counters = counters_of(result)
+
+    def run_manual(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
+        """Run a `training_step` that steps its optimizers itself, on the full batch.
+
+        Args:
+            batch: What it is called with, on the host.
+            *arguments: Its other arguments (`batch_idx`).
+        """
+        if self._on_host:
+            return self._module.training_step(batch, *arguments)
+        recorder, engine = LogRecorder(), self._engine()
+        device = engine.workers[0].device
+        blocks = [block for stack in engine.stacks for block in stack.blocks]
+        with self._metrics.lent() as stand_ins, self._device_generators_seeded(device):
+            output: STEP_OUTPUT = ManualStep(self._module, blocks=blocks, device=device).run(
+                lambda view, here: view.training_step(here, *arguments),
+                batch,
+                overrides={"log": recorder},
+                stand_ins=stand_ins,
             )
-        return _output(loss, result.outputs, microbatches=microbatches, shares=shares)
+        self._replay(recorder)
+        return output
+
+    @contextmanager
+    def _device_generators_seeded(self, device: Device) -> Iterator[None]:
+        """Seed a device's own generators for one step: from the run's seed and the batch's number.
+
+        Checkpoints have the host's generators only; so a resumed run draws the same numbers.
+        """
+        host, number = torch.default_generator, self._batch_number
+        own = [generator for generator in device.generators() if generator is not host]
+        states = [generator.get_state() for generator in own]
+        for generator in own:
+            generator.manual_seed(mix(host.initial_seed(), number))
+        try:
+            yield
+        finally:
+            for generator, state in zip(own, states, strict=True):
+                generator.set_state(state)
+
+    @property
+    def _batch_number(self) -> int:
+        """Number of the training batch that runs, over all epochs."""
+        return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    def _replay(self, recorder: LogRecorder) -> None:
+        """Log what one step on the full batch has logged."""
+        replay_logs(
+            [recorder],
+            shares=[1.0],
+            losses=[None],
+            log=self._module.log,
+            metric_of=self._metrics.original,
+        )
 
     @property
     def fused_losses(self) -> FusedLosses | None:
@@ -146,6 +310,7 @@ class MicrobatchedStep:
             batch: What it is called with, on the host.
             *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
         """
+        self.settle()
         recorder, engine = LogRecorder(), self._engine()
         with self._metrics.lent() as stand_ins:
             output = engine.evaluate(
@@ -160,20 +325,43 @@ class MicrobatchedStep:
                 stand_ins=stand_ins,
                 outside=self._fusion,
             )
-        replay_logs(
-            [recorder],
-            shares=[1.0],
-            losses=[None],
-            log=self._module.log,
-            metric_of=self._metrics.original,
-        )
+        self._replay(recorder)
         return output
 
     def _split(self, batch: Any) -> Sequence[Any]:
         count = self._num_microbatches
+        if count > 1 and self._has_uneven_parts(batch):
+            if self._shrinks:
+                common = math.gcd(*rows_of_parts(batch).values())
+                count = max(n for n in range(1, count + 1) if common % n == 0)
+            return split_parts(batch, count) if count > 1 else [batch]
         if self._shrinks and count > 1:
             count = min(count, max(1, batch_size_of(batch)))
         return split_batch(batch, count) if count > 1 else [batch]
+
+    def _has_uneven_parts(self, batch: Any) -> bool:
+        """Whether several loaders have given a part each, with rows of different numbers."""
+        loader = self._module.trainer.fit_loop._combined_loader  # noqa: SLF001
+        num_loaders = 1 if loader is None else len(loader.flattened)
+        if num_loaders < 2 or len(list(children_of(batch))) != num_loaders:
+            return False
+        return len(set(rows_of_parts(batch).values())) > 1
+
+    def _shares(self, batch: Any, microbatches: Sequence[Any]) -> Sequence[float]:
+        """Return every microbatch's share in the loss."""
+        count = len(microbatches)
+        even = not callable(self._weight) and count > 1 and self._has_uneven_parts(batch)
+        if count == 1 or even:
+            return (1.0 / count,) * count
+        return microbatch_weights(microbatches, self._weight)
+
+
+def _rows(microbatch: Any) -> int:
+    """Count the samples; parts of several loaders have no number in common, so it is 0 then."""
+    try:
+        return batch_size_of(microbatch)
+    except BatchError:
+        return 0
 
 
 def _call_training_step(
@@ -270,6 +458,6 @@ def _merge_key(
         return outputs[0][key]
     return merge_outputs(
         [outputs[index][key] for index in having],
-        sizes=[batch_size_of(microbatches[index]) for index in having],
+        sizes=[_rows(microbatches[index]) for index in having],
         weights=[shares[index] for index in having],
     )

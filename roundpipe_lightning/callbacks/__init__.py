@@ -1,6 +1,8 @@
 """Callbacks that look into the pipeline, and the one that hands the model on."""
 
 from roundpipe_lightning.callbacks.export import ExportPretrained
+from roundpipe_lightning.callbacks.monitor import PipelineMonitor
+from roundpipe_lightning.callbacks.plan_report import PlanReport
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
 
-__all__ = ["ExportPretrained", "PipelineTimeline"]
+__all__ = ["ExportPretrained", "PipelineMonitor", "PipelineTimeline", "PlanReport"]

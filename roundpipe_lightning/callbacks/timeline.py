@@ -11,10 +11,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts
+from roundpipe_lightning.planning.idle import idle_seconds
 from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.render import render_svg, render_trace
+from roundpipe_lightning.planning.render import render_trace
 from roundpipe_lightning.planning.simulate import simulate
 from roundpipe_lightning.planning.stages import Stage
+from roundpipe_lightning.planning.svg import render_svg
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.strategy import RoundPipeStrategy
 
@@ -31,7 +33,8 @@ class PipelineTimeline(Callback):
     At the end of training (also of one that was interrupted) it writes into `dirpath`
 
     - `timeline.json`: the prediction and every recorded step, for ui.perfetto.dev;
-    - `timeline.svg`: the prediction above the recorded step of median duration, a row per worker.
+    - `timeline.svg`: the prediction above the recorded step of median duration, a row per worker,
+      with the idle share of both and its parts.
 
     Args:
         dirpath: Where to; None is the logger's folder, or the Trainer's default folder.
@@ -169,9 +172,17 @@ class PipelineTimeline(Callback):
             render_trace({"predicted": predicted, **titles}), encoding="utf-8"
         )
         title = f"measured, batch {typical}"
-        (folder / "timeline.svg").write_text(
-            render_svg({"predicted": predicted, title: titles[title]}), encoding="utf-8"
-        )
+        drawn = {"predicted": predicted, title: titles[title]}
+        notes = {name: self._idle_note(timeline) for name, timeline in drawn.items()}
+        (folder / "timeline.svg").write_text(render_svg(drawn, notes=notes), encoding="utf-8")
+
+    def _idle_note(self, timeline: Timeline) -> str:
+        """The parts of a timeline's idle share."""
+        assert self._plan is not None
+        parts = idle_seconds(timeline, partition=self._plan.partition)
+        available = timeline.num_workers * timeline.makespan_seconds
+        shares = {cause.value: seconds / available for cause, seconds in parts.items()}
+        return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share > 5e-4)
 
 
 def _measured_cost(stage: Stage, timelines: Sequence[Timeline]) -> ActionCost:

@@ -9,7 +9,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 
+from roundpipe_lightning.callbacks.monitor import PipelineMonitor
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
+from roundpipe_lightning.planning.idle import IdleCause
 from roundpipe_lightning.strategy import RoundPipeStrategy
 
 
@@ -58,6 +60,24 @@ def pipeline_figures(trainer: Trainer, callbacks: Iterable[Callback]) -> Pipelin
         num_workers=strategy.num_workers,
         num_microbatches=strategy.num_microbatches,
     )
+
+
+def monitored_rows(callbacks: Iterable[Callback]) -> list[tuple[str, str]]:
+    """Rows of the summary's table that a `PipelineMonitor` has measured over the whole run."""
+    monitors = [callback for callback in callbacks if isinstance(callback, PipelineMonitor)]
+    figures = monitors[0].figures if monitors else {}
+    rows = []
+    if "tflop_per_second" in figures:
+        peak = figures.get("share_of_peak")
+        of_peak = "" if peak is None else f", {peak:.1%} of the devices' peak"
+        rows.append(("Arithmetic", f"{figures['tflop_per_second']:.3g} TFLOP/s{of_peak}"))
+    if "idle_share" in figures:
+        parts = {cause.value: figures[f"idle_{cause.value}_share"] for cause in IdleCause}
+        longest = sorted(parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{name} {share:.0%}" for name, share in longest if share >= 0.005)
+        idle = f"{figures['idle_share']:.0%} of the time: {named}"
+        rows.append(("Idle altogether", idle))
+    return rows
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.planning.fit import FitAnswer
 from roundpipe_lightning.planning.planner import plan_of_one_batch
-from roundpipe_lightning.planning.render import render_svg, render_trace
+from roundpipe_lightning.planning.render import render_trace
+from roundpipe_lightning.planning.svg import render_svg
 
 log = logging.getLogger(__name__)
 

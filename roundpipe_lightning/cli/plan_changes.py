@@ -33,10 +33,7 @@ _HINT_KEYS = {
     "weight_slots": "weight_slots",
     "resident": "resident",
 }
-_ADAPTERS = Adapters(
-    method="lora",
-    settings={"rank": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
-)
+_LORA = {"rank": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
 class Price(IntEnum):
@@ -165,7 +162,8 @@ def _changes(settings: PlanSettings, maker: JobMaker) -> Iterator[Change]:
     if 0 < longest < settings.seq_len:
         yield _changed(settings, Price.CONTEXT, f"data.seq_len={longest}", seq_len=longest)
     if settings.adapters is None:
-        yield _changed(settings, Price.TRAINABLE, "peft=lora", adapters=_ADAPTERS)
+        adapters = Adapters(method="lora", settings=_LORA)
+        yield _changed(settings, Price.TRAINABLE, "peft=lora", adapters=adapters)
     yield from _machines(settings, maker)
 
 

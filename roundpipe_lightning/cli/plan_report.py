@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from roundpipe_lightning.cli.plan_changes import VerifiedChange
 from roundpipe_lightning.cli.plan_settings import PlanSettings
+from roundpipe_lightning.planning.description import (
+    PlanDescription,
+    machine_line,
+    memory_lines,
+    model_line,
+    size_text,
+)
 from roundpipe_lightning.planning.fit import FitAnswer
 from roundpipe_lightning.planning.memory import MemoryNeed
-from roundpipe_lightning.planning.moves import stage_bytes
-from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.stages import StageKind
-
-_GIB = 2**30
-_MOVED = ("weights", "gradients", "boundaries_up", "boundaries_down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,19 @@ class PlanReport:
     changes: list[VerifiedChange] = field(default_factory=list)
     longest_seq_len: int | None = None
     files: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _described(self) -> PlanDescription | None:
+        """The plan in words; None where there is none."""
+        answer = self.answer
+        if answer.planned is None or answer.prediction is None:
+            return None
+        return PlanDescription(
+            job=answer.job,
+            plan=answer.planned.plan,
+            memory=answer.memory,
+            prediction=answer.prediction,
+        )
 
     # --- for programs -----------------------------------------------------------------------------
 
@@ -68,7 +84,8 @@ class PlanReport:
             },
             "plan": self._plan(),
             "memory": {"device": _need(memory.device), "host": _need(memory.host)},
-            "moved": self._moved(),
+            "optimizer_disk_bytes": round(self.answer.optimizer_disk_bytes),
+            "moved": self._described.moved if self._described else None,
             "predicted": self._predicted(),
             "bottleneck": {"resource": next(iter(self.gains), None), "gains": self.gains},
             "missing": self.missing or None,
@@ -92,17 +109,8 @@ class PlanReport:
             "weight_slots": layout.weight_slots,
             "recompute": self.answer.planned.plan.recompute.value,
             "resident": [list(blocks) for blocks in layout.resident],
-            "resident_bytes": self._resident_bytes(),
+            "resident_bytes": self._described.resident_bytes if self._described else [],
         }
-
-    def _resident_bytes(self) -> list[int]:
-        """Bytes that stay on each device."""
-        job = self.answer.job
-        blocks = job.memory.footprint(job.shape).profile.blocks
-        return [
-            sum(blocks[index].parameter_bytes for index in resident)
-            for resident in self.answer.layout.resident
-        ]
 
     def _predicted(self) -> dict[str, float] | None:
         prediction, planned = self.answer.prediction, self.answer.planned
@@ -118,39 +126,12 @@ class PlanReport:
             "pipeline_idle_share": max(0.0, planned.timeline.idle_share),
         }
 
-    def _moved(self) -> dict[str, float] | None:
-        """Bytes of a step, all devices together."""
-        answer, job = self.answer, self.answer.job
-        prediction = answer.prediction
-        if prediction is None:
-            return None
-        if job.hardware.shares_host_memory:
-            return dict.fromkeys((*_MOVED, "weights_saved"), 0.0)
-        layout = answer.layout
-        profile = job.memory.footprint(job.shape).profile
-        moved = [
-            stage_bytes(
-                profile, stage=stage, partition=layout.partition, recompute=layout.recompute
-            )
-            for stage in layout.partition.stages()
-        ]
-        count = job.step_microbatches
-        sizes = (
-            prediction.uploaded_bytes,
-            prediction.downloaded_bytes,
-            float(count * sum(each.input_bytes for each in moved)),
-            float(count * sum(each.output_bytes for each in moved)),
-        )
-        without = job.predict(replace(layout, resident=())) if layout.resident else prediction
-        saved = without.uploaded_bytes - prediction.uploaded_bytes
-        return {**dict(zip(_MOVED, sizes, strict=True)), "weights_saved": saved}
-
     @property
     def missing(self) -> str:
         """What is missing; empty where it fits."""
         memory = self.answer.memory
         lacks = " ".join(
-            f"{_size(need.missing_bytes)} of {need.place} memory are missing."
+            f"{size_text(need.missing_bytes)} of {need.place} memory are missing."
             for need in (memory.device, memory.host)
             if need.missing_bytes
         )
@@ -174,8 +155,8 @@ class PlanReport:
             what = f"even one block: the largest, {part.name},"
         return (
             f"{machine} cannot hold {what}{' which' * (part is work.tail)} has "
-            f"{_size(part.parameter_bytes)} of weights and needs {_size(need.total_bytes)} of a "
-            f"device, of {_size(need.available_bytes)}."
+            f"{size_text(part.parameter_bytes)} of weights and needs "
+            f"{size_text(need.total_bytes)} of a device, of {size_text(need.available_bytes)}."
         )
 
     # --- for people -------------------------------------------------------------------------------
@@ -183,9 +164,12 @@ class PlanReport:
     def to_text(self) -> str:
         """One page."""
         lines = [*self._job_lines(), *self._plan_lines()]
-        memory = self.answer.memory
-        lines += ["", "Memory", *_need_lines("device", memory.device)]
-        lines += _need_lines("host", memory.host)
+        lines += ["", "Memory", *memory_lines(self.answer.memory)]
+        if self.answer.optimizer_disk_bytes:
+            lines.append(
+                f"  disk: {size_text(self.answer.optimizer_disk_bytes)} of optimizer state; the "
+                "time to read and write it is not predicted"
+            )
         lines += self._step_lines()
         if self.longest_seq_len is not None:
             lines += ["", *self._longest_lines()]
@@ -199,18 +183,10 @@ class PlanReport:
 
     def _job_lines(self) -> list[str]:
         settings, job = self.settings, self.answer.job
-        hardware, work = settings.hardware, job.work
-        trained = work.num_trainable / max(work.num_parameters, 1)
         batches = f" x {job.num_batches} batches" if job.num_batches > 1 else ""
         return [
-            (
-                f"{hardware.name}: {hardware.num_devices} x {hardware.device_name}, "
-                f"{_size(hardware.device_bytes)} each, {_size(hardware.host_bytes)} of host memory"
-            ),
-            (
-                f"Model: {work.num_parameters:,} parameters in {len(work.blocks)} blocks, "
-                f"{trained:.3%} of them trained, {settings.precision.name}"
-            ),
+            machine_line(settings.hardware),
+            model_line(job.work, precision=settings.precision.name),
             (
                 f"Step: {settings.batch_size} sequences of {job.shape.seq_len:,} tokens{batches}, "
                 f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
@@ -218,61 +194,16 @@ class PlanReport:
         ]
 
     def _plan_lines(self) -> list[str]:
-        layout = self.answer.layout
-        if self.answer.planned is None:
-            return []
-        partition = layout.partition
-        kinds = ", ".join(
-            f"{count} {kind.name.lower()}"
-            for kind in StageKind
-            if (count := sum(stage.kind is kind for stage in partition.stages()))
-        )
-        rounds = layout.num_rounds
-        return [
-            "",
-            f"Stages: {kinds}",
-            f"  forward  {_runs(partition.forward)}",
-            f"  backward {_runs(partition.backward)} (the fused stage first)",
-            (
-                f"Teams of {layout.team_size}, {rounds} round{'s' * (rounds > 1)} of "
-                f"{layout.round_size} microbatches"
-            ),
-            *self._memory_choice_lines(),
-        ]
-
-    def _memory_choice_lines(self) -> list[str]:
-        """What is held on the devices, and what is computed twice instead."""
-        layout, planned, moved = self.answer.layout, self.answer.planned, self._moved()
-        assert planned is not None
-        policy = planned.plan.recompute
-        lines = [f"Recompute: {policy.value} ({_POLICIES[policy]})"]
-        if self.answer.job.hardware.shares_host_memory:
-            return lines
-        ahead = "the next stage's weights come while one computes"
-        alone = "the next stage's weights come when one has ended: two do not fit"
-        slots = ("2", ahead) if layout.weight_slots == 2 else ("1", alone)
-        lines.append(f"Slots for weights: {slots[0]} ({slots[1]})")
-        if layout.resident and moved is not None:
-            counts = sorted({len(blocks) for blocks in layout.resident})
-            number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-            most = max(self._resident_bytes())
-            lines.append(
-                f"Resident: {number} blocks on each device, up to {_size(most)}; "
-                f"{_size(moved['weights_saved'])} less to upload in a step"
-            )
-        return lines
+        return ["", *self._described.plan_lines()] if self._described else []
 
     def _step_lines(self) -> list[str]:
-        prediction, moved, predicted = self.answer.prediction, self._moved(), self._predicted()
-        if prediction is None or moved is None or predicted is None:
+        described, predicted = self._described, self._predicted()
+        if described is None or predicted is None:
             return []
-        names = ("weights up", "gradients down", "boundaries up", "boundaries down")
-        sizes = ", ".join(
-            f"{_size(moved[key])} of {name}" for key, name in zip(_MOVED, names, strict=True)
-        )
+        prediction = described.prediction
         lines = [
             "",
-            f"Moved per step: {sizes}",
+            described.moved_line(),
             (
                 f"Predicted step: {prediction.step_seconds:.4g} s, of which the optimizer "
                 f"{prediction.optimizer_seconds:.3g} s; "
@@ -314,13 +245,6 @@ class PlanReport:
         return lines
 
 
-_POLICIES = {
-    RecomputePolicy.FULL: "backward stages run their blocks again",
-    RecomputePolicy.SELECTIVE: "backward stages run their blocks again, but for attention",
-    RecomputePolicy.NONE: "every block runs forward once",
-}
-
-
 def _need(need: MemoryNeed) -> dict[str, Any]:
     return {
         "stage": need.stage or None,
@@ -329,13 +253,6 @@ def _need(need: MemoryNeed) -> dict[str, Any]:
         "available_bytes": need.available_bytes,
         "missing_bytes": need.missing_bytes,
     }
-
-
-def _need_lines(name: str, need: MemoryNeed) -> list[str]:
-    at = f" at stage {need.stage}" if need.stage else ""
-    lines = [f"  {name}{at}: {_size(need.total_bytes)} of {_size(need.available_bytes)}"]
-    lines += [f"    {kind.value:16} {_size(size):>12}" for kind, size in need.num_bytes]
-    return lines
 
 
 def _change(change: VerifiedChange) -> dict[str, Any]:
@@ -349,22 +266,3 @@ def _change(change: VerifiedChange) -> dict[str, Any]:
         "device_bytes": answer.memory.device.total_bytes,
         "host_bytes": answer.memory.host.total_bytes,
     }
-
-
-def _runs(counts: tuple[int, ...]) -> str:
-    """Stage sizes, equal neighbours together: `3 x 2, 1`."""
-    if not counts:
-        return "none"
-    runs: list[list[int]] = []
-    for count in counts:
-        if runs and runs[-1][1] == count:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, count])
-    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for times, count in runs)
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes >= _GIB / 10 or not num_bytes:
-        return f"{num_bytes / _GIB:,.2f} GiB"
-    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.cli.build import build
 from roundpipe_lightning.cli.peft import read_adapters
+from roundpipe_lightning.engine.optim.state import StatePlace
 from roundpipe_lightning.engine.probe import probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.models.blocks import find_blocks
@@ -153,7 +154,7 @@ class JobMaker:
 
     def __init__(self) -> None:
         self._measured: dict[tuple[Any, ...], WorkProfile] = {}
-        self._state_bytes: dict[torch.dtype, float] = {}
+        self._state_places: dict[torch.dtype, StatePlace] = {}
 
     @functools.cached_property
     def machines(self) -> tuple[HardwareSpec, ...]:
@@ -182,13 +183,14 @@ class JobMaker:
         """Return the job of settings with a number of microbatches."""
         precision = settings.precision
         dtype = precision.state_dtype
-        if dtype not in self._state_bytes:
-            self._state_bytes[dtype] = _state_bytes(settings.optimizer, dtype)
+        if dtype not in self._state_places:
+            self._state_places[dtype] = _state_place(settings.optimizer, dtype)
         storage = ParameterStorage(
             weights=settings.weights,
             master_bytes=precision.master_bytes,
             gradient_bytes=precision.gradient_bytes,
-            optimizer_bytes=self._state_bytes[dtype],
+            optimizer_bytes=self._state_places[dtype].memory_bytes,
+            disk_bytes=self._state_places[dtype].disk_bytes,
             frozen_bits=settings.frozen_bits,
         )
         sequences = -(-settings.batch_size // num_microbatches)
@@ -250,8 +252,12 @@ def _own_loss(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
     return loss
 
 
-def _state_bytes(optimizer: functools.partial[Any], dtype: torch.dtype) -> float:
-    """Bytes of optimizer state per parameter: one small matrix is stepped once."""
+def _state_place(optimizer: functools.partial[Any], dtype: torch.dtype) -> StatePlace:
+    """Bytes of optimizer state per parameter: what its class says, or a small matrix is stepped."""
+    says = getattr(optimizer.func, "planned_state_place", None)
+    if says is not None:
+        place: StatePlace = says(**optimizer.keywords)
+        return place
     rows = 256
     parameter = nn.Parameter(torch.zeros(rows, rows, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
@@ -259,7 +265,8 @@ def _state_bytes(optimizer: functools.partial[Any], dtype: torch.dtype) -> float
     stepped.step()
     states: Iterable[Mapping[str, Any]] = stepped.state.values()
     tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    return sum(t.nbytes for t in tensors if t.numel() > 1) / parameter.numel()
+    size = sum(t.nbytes for t in tensors if t.numel() > 1) / parameter.numel()
+    return StatePlace(memory_bytes=size, disk_bytes=0.0)
 
 
 # --- from a configuration ---------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The figures of a run: `summary.json` for programs, a table for people."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,9 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from roundpipe_lightning._lightning.host_memory import peak_host_bytes
 from roundpipe_lightning.cli.build import Run
 from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.pipeline import pipeline_figures
+from roundpipe_lightning.planning.description import count_text, size_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class RunSummary:
     bubble_predicted: float | None
     bubble_measured: float | None
     peak_device_bytes: int | None
-    peak_host_bytes: int
+    peak_host_bytes: int | None
     num_workers: int
     num_microbatches: int
     num_steps: int
@@ -53,6 +54,7 @@ class RunSummary:
         folder: Path,
         *,
         rows: Sequence[tuple[str, str]] = (),
+        last_rows: Sequence[tuple[str, str]] = (),
         console: Console | None = None,
     ) -> None:
         """Print the figures in words.
@@ -60,12 +62,13 @@ class RunSummary:
         Args:
             folder: Folder of the run, named below the table.
             rows: Further rows, for the top of the table.
+            last_rows: Further rows, for its end.
             console: Where to print; None: standard output.
         """
         table = Table(title="This run", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column()
-        for name, text in [*rows, *self.lines()]:
+        for name, text in [*rows, *self.lines(), *last_rows]:
             table.add_row(name, text)
         console = Console() if console is None else console
         console.print(table)
@@ -73,8 +76,9 @@ class RunSummary:
 
     def lines(self) -> list[tuple[str, str]]:
         """The rows of the table: what it is, and how it came out."""
-        size = f"{_count(self.num_steps, 'step')} of {_count(self.num_microbatches, 'microbatch')}"
-        rows = [("Training", f"{size} on {_count(self.num_workers, 'worker')}")]
+        steps, workers = count_text(self.num_steps, "step"), count_text(self.num_workers, "worker")
+        size = f"{steps} of {count_text(self.num_microbatches, 'microbatch')}"
+        rows = [("Training", f"{size} on {workers}")]
         if self.loss_first is not None and self.loss_last is not None:
             fall = f"from {self.loss_first:.2f} to {self.loss_last:.2f} nats per token"
             rows.append(("Training loss", fall))
@@ -86,8 +90,9 @@ class RunSummary:
             idle = f"{self.bubble_measured:.0%} of the time ({self.bubble_predicted:.0%} expected)"
             rows.append(("Workers waited", idle))
         if self.peak_device_bytes is not None:
-            rows.append(("Most memory on a device", _size(self.peak_device_bytes)))
-        rows.append(("Most memory of the process", _size(self.peak_host_bytes)))
+            rows.append(("Most memory on a device", size_text(self.peak_device_bytes)))
+        if self.peak_host_bytes is not None:
+            rows.append(("Most memory of the process", size_text(self.peak_host_bytes)))
         return rows
 
 
@@ -108,22 +113,3 @@ def summarize(run: Run, *, val_loss: float | None) -> RunSummary:
         num_microbatches=pipeline.num_microbatches,
         num_steps=statistics.num_steps,
     )
-
-
-def peak_host_bytes() -> int:
-    """Most memory that this process has had resident, in bytes."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number:,} {noun if number == 1 else plural}"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"

@@ -15,7 +15,7 @@ from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.last_checkpoint import LastCheckpoint
 from roundpipe_lightning.cli.peft import trained_row
-from roundpipe_lightning.cli.pipeline import save_plan, uncrowded_threads
+from roundpipe_lightning.cli.pipeline import monitored_rows, save_plan, uncrowded_threads
 from roundpipe_lightning.cli.summary import summarize
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 
@@ -91,7 +91,11 @@ def train(config: DictConfig) -> float | None:
     summary = summarize(run, val_loss=metrics.get("val_loss"))
     log.info("Finished: %s", summary)
     summary.save(folder / "summary.json")
-    summary.print(folder, rows=trained_row(run.module, run.config.peft))
+    summary.print(
+        folder,
+        rows=trained_row(run.module, run.config.peft),
+        last_rows=monitored_rows(run.callbacks),
+    )
     return _choose_metric(run.config.optimized_metric, metrics)
 
 

@@ -87,7 +87,51 @@ class FileOptions:
         return TooLong(self.too_long)
 
 
-class FileDataModule(LightningDataModule):
+class TokenDataModule(LightningDataModule):
+    """What a model and a person may ask of tokenised data.
+
+    Args:
+        options: How samples are split, cut and batched.
+    """
+
+    def __init__(self, options: FileOptions) -> None:
+        super().__init__()
+        self.options = options
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The tokenizer, loaded when it is first asked for."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Size that a model's vocabulary must have at least."""
+        return len(self.tokenizer)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row at most."""
+        return self.options.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch."""
+        return self.options.batch_size
+
+    @abstractmethod
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Batches of validation rows, always the same."""
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """The validation rows: this data has no third part."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The validation rows."""
+        return self.val_dataloader()
+
+
+class FileDataModule(TokenDataModule):
     """Samples of files, tokenised in `setup` and held in memory.
 
     The kinds of data differ in how a record becomes rows: see `encode` and `arrange`. The order of
@@ -101,10 +145,9 @@ class FileDataModule(LightningDataModule):
     """
 
     def __init__(self, files: Files, *, tokenizer: TokenizerMaker, options: FileOptions) -> None:
-        super().__init__()
+        super().__init__(options)
         self.files = as_source(files)
         self.tokenizer_source = tokenizer
-        self.options = options
         self.skipped: Counter[str] = Counter()
         self._tokenizer: Any = None
         self._train: Rows | None = None
@@ -123,6 +166,7 @@ class FileDataModule(LightningDataModule):
         """Make rows of samples."""
 
     @property
+    @override
     def tokenizer(self) -> Any:
         """The tokenizer, loaded when it is first asked for."""
         if self._tokenizer is None:
@@ -133,21 +177,6 @@ class FileDataModule(LightningDataModule):
     def tokenizer_name(self) -> str:
         """What the tokenizer is called in messages."""
         return repr(self.tokenizer_source.name or "bytes")
-
-    @property
-    def num_tokens(self) -> int:
-        """Size that a model's vocabulary must have at least."""
-        return len(self.tokenizer)
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a row at most."""
-        return self.options.seq_len
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a batch."""
-        return self.options.batch_size
 
     @property
     def pad_token_id(self) -> int:
@@ -197,6 +226,7 @@ class FileDataModule(LightningDataModule):
             collate=self.collate(),
         )
 
+    @override
     def val_dataloader(self) -> DataLoader[Any]:
         """Batches of validation rows, always the same; the last one may be smaller."""
         assert self._validation is not None, "Lightning calls setup first"
@@ -211,14 +241,6 @@ class FileDataModule(LightningDataModule):
             collate_fn=self.collate(),
             persistent_workers=self.options.num_workers > 0,
         )
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """The validation rows: this data has no third part."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """The validation rows."""
-        return self.val_dataloader()
 
     def collate(self) -> Callable[[list[Row]], Any]:
         """What makes a batch of rows."""

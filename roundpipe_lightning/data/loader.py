@@ -94,7 +94,11 @@ class ResumableLoader(DataLoader[Any]):
         batch_size = self.batch_size
         assert batch_size is not None
         self.order.start = self.num_yielded * batch_size
-        for batch in super().__iter__():
+        # made at once: a seed for processes is drawn here, before the random state is restored
+        return self._counted(super().__iter__())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
             self.num_yielded += 1
             yield batch
 

@@ -8,12 +8,17 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from roundpipe_lightning.data.files import FileOptions, Files, TokenizerMaker, as_source
+from roundpipe_lightning.data.files import (
+    FileOptions,
+    Files,
+    TokenDataModule,
+    TokenizerMaker,
+    as_source,
+)
 from roundpipe_lightning.data.records import Record, RecordSource
 from roundpipe_lightning.data.samples import Padding, Rows, Sample
 from roundpipe_lightning.data.text import TextDataModule, WindowCutter, text_sample
@@ -200,7 +205,7 @@ class StreamLoader(DataLoader[Any]):
         self._loaded = state or None
 
 
-class TextStreamDataModule(LightningDataModule):
+class TextStreamDataModule(TokenDataModule):
     """Texts of files of any size, tokenised while training goes on; every token is predicted.
 
     Like `TextDataModule`, but nothing is held in memory beside a run of records. The order is drawn
@@ -232,10 +237,9 @@ class TextStreamDataModule(LightningDataModule):
         run_records: int = 10_000,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(FileOptions(**options))
         if run_records < 1:
             raise ConfigurationError(f"data.run_records={run_records} must be at least 1.")
-        self.options = FileOptions(**options)
         self.field = field
         self.keep_apart = keep_apart
         self.run_records = run_records
@@ -257,24 +261,10 @@ class TextStreamDataModule(LightningDataModule):
         return self.keep_apart
 
     @property
+    @override
     def tokenizer(self) -> Any:
         """The tokenizer, loaded when it is first asked for."""
         return self._validation.tokenizer
-
-    @property
-    def num_tokens(self) -> int:
-        """Size that a model's vocabulary must have at least."""
-        return self._validation.num_tokens
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a window."""
-        return self.options.seq_len
-
-    @property
-    def batch_size(self) -> int:
-        """Windows of a batch."""
-        return self.options.batch_size
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -297,15 +287,8 @@ class TextStreamDataModule(LightningDataModule):
         )
         return StreamLoader(stream, num_workers=self.options.num_workers)
 
+    @override
     def val_dataloader(self) -> DataLoader[Any]:
         """Batches of validation windows, always the same."""
         assert self._validation_rows is not None, "Lightning calls setup first"
         return self._validation.batches(self._validation_rows)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """The validation windows."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """The validation windows."""
-        return self.val_dataloader()

@@ -44,6 +44,10 @@ _OPAQUE = (
 )  # fmt: skip
 
 
+_SWAPPED = (Tensor, Reference)
+_PLAIN = (dict, list)
+
+
 class _Missing(enum.Enum):
     MISSING = "missing"
 
@@ -97,16 +101,19 @@ class Copies:
 
     def of(self, node: Any, *, in_object: bool = False) -> Any:
         """Return the copy of anything; what cannot hold a tensor is returned as it is."""
-        if id(node) in self._known:
-            return self._known[id(node)]
-        if id(node) in self._memo:
-            return self._memo[id(node)][1]
-        if isinstance(node, Tensor | Reference):
+        key = id(node)
+        if key in self._known:
+            return self._known[key]
+        if key in self._memo:
+            return self._memo[key][1]
+        if isinstance(node, _SWAPPED):
             return self._note(node, self._swap(node, in_object))
         if isinstance(node, _OPAQUE):
             return node
-        if isinstance(node, tuple | frozenset):
+        if isinstance(node, (tuple, frozenset)):
             return self._tuple(node, in_object=in_object)
+        if type(node) in _PLAIN:  # without a look at the abstract ones, which is dear
+            return self._filled(node, in_object=in_object)
         if isinstance(node, MutableSequence | MutableMapping):
             return self._filled(node, in_object=in_object)
         if self._objects and _has_state(node):
@@ -147,6 +154,10 @@ class Copies:
         return self._note(node, made)
 
     def _filled(self, node: Any, *, in_object: bool) -> Any:
+        if type(node) in _PLAIN and not node:
+            twin = self._note(node, type(node)())
+            self._pairs.append(_Pair(node, twin, {}, in_object))
+            return twin
         twin = self._note(node, copy.copy(node))
         children = {
             key: self.of(child, in_object=in_object) for key, child in _children(node).items()
@@ -162,6 +173,8 @@ def _has_state(node: Any) -> bool:
 
 
 def _children(node: Any) -> dict[Any, Any]:
+    if type(node) is dict:
+        return node
     if isinstance(node, MutableSequence):
         return dict(enumerate(node))
     if isinstance(node, MutableMapping):
@@ -178,7 +191,9 @@ def _slots(node: Any) -> list[str]:
 
 
 def _put(node: Any, key: Any, child: Any) -> None:
-    if isinstance(node, MutableSequence) and key == len(node):
+    if type(node) is dict:
+        node[key] = child
+    elif isinstance(node, MutableSequence) and key == len(node):
         node.append(child)
     elif isinstance(node, MutableSequence | MutableMapping):
         node[key] = child

@@ -23,24 +23,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.torch_functions import METADATA, attribute_or_name
 from roundpipe_lightning.engine.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.errors import CaptureError, GlueError
-
-#: What may be asked of a tensor without its values.
-METADATA = frozenset(
-    """
-    __hash__ __len__ dim dtype element_size is_complex is_contiguous is_floating_point ndimension
-    nelement numel size stride
-    """.split()
-)
-_METADATA_ATTRIBUTES = frozenset(
-    """
-    device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize
-    layout name names nbytes ndim requires_grad shape
-    """.split()
-)
-
 
 _WRITTEN = (
     "`{}` writes into an output of block {!r} after the block, whose values later blocks and its "
@@ -105,11 +91,8 @@ class Phantom(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name, allowed = getattr(func, "__name__", str(func)), METADATA
-        if name == "__get__":
-            getter: Any = func
-            name, allowed = getter.__self__.__name__, _METADATA_ATTRIBUTES
-        if name in allowed:
+        name = attribute_or_name(func)
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         written = args[0] if args and writes_first(name) else (kwargs or {}).get("out")
@@ -196,13 +179,19 @@ def make_proxies(
         classes: The classes of views.
         called: What the proxies call.
     """
-    proxies: dict[nn.Module, nn.Module] = {}
-    for block in blocks:
-        proxy: Any = object.__new__(classes.of(type(block), BlockProxy))
-        maker.fill(proxy, block)
-        proxy.__dict__.update(_called=called)
-        proxies[block] = proxy
-    return proxies
+    return {
+        block: make_proxy(block, maker=maker, classes=classes, called=called) for block in blocks
+    }
+
+
+def make_proxy(
+    block: nn.Module, *, maker: ViewMaker, classes: ViewClasses, called: Called
+) -> nn.Module:
+    """Make a proxy for a block; see `make_proxies`."""
+    proxy: Any = object.__new__(classes.of(type(block), BlockProxy))
+    maker.fill(proxy, block)
+    proxy.__dict__.update(_called=called)
+    return proxy  # type: ignore[no-any-return]
 
 
 def writes_first(name: str) -> bool:

@@ -93,7 +93,7 @@ class BackwardRun:
             tensor = self._root(source, number)
             if tensor is not None:
                 gradient = self._gradients.pop(source)
-                roots.append((tensor, run.user.owner_of(tensor).upload(gradient)))
+                roots.append((tensor, gradient.on(run.user.worker_of(tensor))))
         if roots:
             self._backward([t for t, _ in roots], [g for _, g in roots], below=number)
             run.sources.fetch_gradients(segment.leaves)
@@ -150,8 +150,26 @@ class BackwardRun:
         """Wait for the turn of the BACKWARD stage that has a position."""
         taker = self._run.taker
         while not (taker.stage.kind is StageKind.BACKWARD and position in taker.stage.blocks):
+            self._send_ahead(position)
             taker.next_turn()
         return taker.stage
+
+    def _send_ahead(self, position: int) -> None:
+        """Send what the next turn takes to its worker: gradients, and the values it begins with.
+
+        Args:
+            position: Of the call that is to run next, if the next turn has it.
+        """
+        run = self._run
+        gradients = list(self._gradients.values())
+        inputs = [
+            value.host
+            for call in run.calls
+            if call.place.position == position
+            for value in call.inputs
+            if value.host is not None
+        ]
+        run.sources.send_ahead([*gradients, *inputs])
 
     def _recompute(self, group: Sequence[BlockCall], resident: ResidentBlocks) -> None:
         """Run a group's blocks once more, then their backward."""
@@ -169,7 +187,7 @@ class BackwardRun:
                 value.here = None
         with torch.enable_grad():
             for call in group:
-                outcome = self._run.run_block(call, resident, take=take, given=None)
+                outcome = self._run.runner.run(call, resident, take=take, given=None)
                 made.update(zip(call.values, (t for t, _ in outcome.tensors), strict=True))
         worker = self._run.taker.worker
         worker.count_bytes(self._run.boundary_bytes())
@@ -180,11 +198,11 @@ class BackwardRun:
             if source in self._gradients and tensor.requires_grad
         ]
         found = user.side_outputs.take_found()
-        roots += [(tensor, user.owner_of(g).download(g)) for tensor, g in found]
+        roots += [(tensor, sources.pack(g)) for tensor, g in found]
         if roots:
             with user.in_backward():
                 torch.autograd.backward(
-                    [tensor for tensor, _ in roots], [worker.device.upload(g) for _, g in roots]
+                    [tensor for tensor, _ in roots], [g.on(worker) for _, g in roots]
                 )
         sources.fetch_gradients(leaves)
         for call in group:

@@ -21,18 +21,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.block_runs import BlockRunner
 from roundpipe_lightning.engine.capture import Phantom
 from roundpipe_lightning.engine.chain import Chain, Link, following_blocks
 from roundpipe_lightning.engine.gradients import Gradients
 from roundpipe_lightning.engine.resident import ResidentBlocks
 from roundpipe_lightning.engine.segments import Segments, Source, reachable_leaves
-from roundpipe_lightning.engine.side_outputs import Watch
-from roundpipe_lightning.engine.sources import Sources
+from roundpipe_lightning.engine.sources import Sources, Turn
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.user_code import UserCode
 from roundpipe_lightning.engine.values import BlockCall, CallPlace, Outcome, Value
-from roundpipe_lightning.engine.view import put
-from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
 
@@ -42,16 +40,12 @@ _OTHERS = (
 )
 
 
-class TurnTaker(Protocol):
+class TurnTaker(Turn, Protocol):
     """Who owns a worker's turn and can pass it on."""
 
     @property
     def stage(self) -> Stage:
         """The stage whose turn it is."""
-
-    @property
-    def worker(self) -> Worker:
-        """The worker whose turn it is."""
 
     def next_turn(self) -> None:
         """End this turn and wait for the next."""
@@ -73,6 +67,7 @@ class ChainRun:
         chain: The calls that are planned.
         partition: Their stages.
         backward: Whether a backward pass will follow.
+        runner: Runs the blocks.
 
     Attributes:
         calls: The calls so far.
@@ -89,12 +84,14 @@ class ChainRun:
         chain: Chain,
         partition: Partition,
         backward: bool,
+        runner: BlockRunner,
     ) -> None:
         self.taker = taker
         self.user = user
+        self.runner = runner
         self.calls: list[BlockCall] = []
         self.segments = Segments()
-        self.sources = Sources(user, lambda: taker.worker)
+        self.sources = Sources(user, taker)
         self._names: Mapping[nn.Module, str] = {
             b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)
         }
@@ -124,6 +121,7 @@ class ChainRun:
         self._drop_unheld()
         call = BlockCall(place, args, kwargs, self.user.writes.within(block))
         call.begins_group = self._begins_group(call)
+        self.runner.prepare(call)
         if call.begins_group:
             self._keep_values()
         self.calls.append(call)
@@ -231,6 +229,8 @@ class ChainRun:
         self._running.clear()
         if self.user.write_buffers_back():
             self.taker.buffers_written()
+        last = self.calls[-1].values if self.calls else ()
+        self.sources.send_ahead([value.host for value in last if value.host is not None])
         self.taker.next_turn()
 
     def _end_forward(self) -> None:
@@ -271,11 +271,10 @@ class ChainRun:
         )
 
     def _keep_values(self) -> None:
-        """Bring to the host what later turns, a recompute or the user's code may take."""
-        device = self.taker.worker.device
+        """Put on its way what later turns, a recompute or the user's code may take."""
         for value in self._live:
             if value.here is not None and value.host is None and value.is_held:
-                value.host = device.download(value.here)
+                value.host = self.sources.pack(value.here)
 
     def _drop_unheld(self) -> None:
         """Free what nobody can take any more in the present turn."""
@@ -312,6 +311,16 @@ class ChainRun:
                 self._open_segment()
         with self.user.suspended():
             return self._for_user(value)
+
+    def side_output_used(self, call: int) -> None:
+        """Let the code that uses a side output be a segment after the call that has left it.
+
+        That segment then runs backward before the call is recomputed, as for an output.
+        """
+        self._glue = True
+        if self.calls[call].place.segment is None and call >= self.segments.last.start:
+            with self.user.suspended():
+                self._open_segment()
 
     def detached(self, value: Value) -> Tensor:
         """Return a value without a graph.
@@ -409,7 +418,10 @@ class ChainRun:
             return leaves[value]
 
         with self._blocks_of(place) as resident:
-            return self.run_block(call, resident, take=take, given=given)
+            outcome = self.runner.run(call, resident, take=take, given=given)
+            if place.position is None:
+                self._end_streamed(call, resident)
+        return outcome
 
     def _is_of_segment(self, tensor: Tensor) -> bool:
         """Say whether a tensor is part of the graph of the FUSED stage."""
@@ -422,57 +434,18 @@ class ChainRun:
         links = self._chain.links[stage.blocks.start : stage.blocks.stop]
         return nullcontext(worker.resident(stage, [link.block for link in links]))
 
-    def run_block(
-        self,
-        call: BlockCall,
-        resident: ResidentBlocks,
-        *,
-        take: Any,
-        given: tuple[Any, Any] | None,
-    ) -> Outcome:
-        """Run a block on what the user's code has given it, or None: once more on the same."""
-        place = call.place
-        block = resident.block(place.block)
-
-        def watched(taken: Sequence[Tensor]) -> AbstractContextManager[None]:
-            watch = self._watch(call, again=given is None)
-            return self.user.side_outputs.block(place.number, watch, taken, name=place.name)
-
-        with (
-            self.user.in_block(place.number, resident, gathers=not place.gradient),
-            resident.written(call.writes),
-        ):
-            if given is None:
-                outcome = call.run_again(block, take, watched=watched)
-            else:
-                outcome = call.run(block, take, given=given, watched=watched)
-        for module, attribute, value in resident.take_writes():
-            # This microbatch's user code reads the attributes that its block has written.
-            put(self.user.maker.view_of(module), attribute, value)
-            self.user.writes.renew(module, attribute, value)
-        if place.position is None and given is not None:
-            self._end_streamed(call, resident)
-        return outcome
-
     def _end_streamed(self, call: BlockCall, resident: ResidentBlocks) -> None:
         if resident.end_forward():
             self._buffers_written()
         if call.wanted:
             self.user.note_streamed(call.place.block)
 
-    @staticmethod
-    def _watch(call: BlockCall, *, again: bool) -> Watch:
-        if not call.place.gradient:
-            return Watch.UNWATCHED
-        if call.place.segment is not None:
-            return Watch.NOTHING
-        return Watch.FIND if again else Watch.MARK
-
     # -------------------------------------------------------------------------------- the whole
 
     def boundary_bytes(self) -> int:
-        """Bytes of the values on the host."""
-        return sum(value.host_bytes for call in self.calls for value in call.values)
+        """Bytes of the values on the host, and of what recomputes do not run again."""
+        kept = sum(call.kept.num_bytes for call in self.calls if call.kept is not None)
+        return kept + sum(value.host_bytes for call in self.calls for value in call.values)
 
     def links(self) -> list[Link]:
         """Return the calls as links of a chain."""
@@ -489,9 +462,11 @@ class ChainRun:
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
+        self.runner.note_side_outputs(self.calls)
         for call in self.calls:
             for value in call.values:
                 value.drop()
             call.values.clear()
+            call.kept = None
         for thing in (self.calls, self._here, self._live, self.segments, self.sources):
             thing.clear()

@@ -23,6 +23,8 @@ class EmulatedDevice(Device):
         index: Number of the device; workers with the same number share it.
     """
 
+    can_compile = False
+
     def __init__(self, index: int) -> None:
         self.name = f"emulated:{index}"
         self.torch_device = device_of(self.name)

@@ -4,63 +4,50 @@
 Trainer's thread   step(microbatches) ─── waits, watches ───────────────▶ StepResult
 microbatch threads    user code and stages, turn by turn ──┘ gradients, losses, outputs
 ```
+
+`begin_step` is the same in two parts: what the user's step has returned is known before the
+gradients are, and the next step can begin meanwhile (`engine/under_way.py`).
 """
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.device import Device, divided_intra_op_threads
+from roundpipe_lightning.engine.compiled import BlockCompiler
+from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.evaluation import Evaluation
 from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.logistics import Logistics, plan_visits
 from roundpipe_lightning.engine.microbatch import Microbatch, StepContext, UserStep
-from roundpipe_lightning.engine.randomness import RandomLock
+from roundpipe_lightning.engine.notes import raise_noted
+from roundpipe_lightning.engine.pending import PendingStep
+from roundpipe_lightning.engine.randomness import RandomLock, StepDraws
+from roundpipe_lightning.engine.result import StepResult
+from roundpipe_lightning.engine.running import RunningStep, grace_seconds
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.threads import Failure, Run, ThreadTeam
+from roundpipe_lightning.engine.threads import Countdown, divided_intra_op_threads
+from roundpipe_lightning.engine.traffic import StepVisits
 from roundpipe_lightning.engine.turns import StepAborted, TurnGraph, Turns
+from roundpipe_lightning.engine.under_way import StepsUnderWay
 from roundpipe_lightning.engine.user_code import Outside
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
-from roundpipe_lightning.errors import BatchError, PlanError, WatchdogError
+from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
 from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
 
-_POLL_SECONDS = 0.2  # how often the Trainer's thread looks at progress; also its response to Ctrl-C
+__all__ = ["Engine", "UnusedStackWarning"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What a step gives.
-
-    Attributes:
-        outputs: What the user's step returned for every microbatch; its tensors detached, on the
-            host.
-        losses: Every microbatch's loss, before scaling; None where it returned none.
-        gradients: Sum over the microbatches of the gradients of their scaled losses, on the host. A
-            parameter that no loss depends on is missing.
-        timeline: When every action ran.
-        chain: The calls of blocks that the first microbatch made.
-        num_streamed: How many calls, of all microbatches, were not planned.
-    """
-
-    outputs: tuple[Any, ...]
-    losses: tuple[Tensor | None, ...]
-    gradients: dict[nn.Parameter, Tensor]
-    timeline: Timeline
-    chain: Chain
-    num_streamed: int
+_PLANS_REMEMBERED = 8
 
 
 class UnusedStackWarning(UserWarning):
@@ -79,9 +66,13 @@ class Engine:
         plan: The stages and the schedule; further plans can be given per step.
         chain: The calls of blocks that the plan is for; None: each stack once.
         timeout_seconds: A step in which no action begins or ends for so long is given up.
+        compiler: Compiles blocks from the second step on; None: they run as they are.
+        upload_dtype: What trained matrices of blocks are cast to on the host before they are
+            uploaded (`engine/narrow.py`), where anything is; None: they are not.
 
     Raises:
         PlanError: If the plan does not fit the stack or the number of devices.
+        ConfigurationError: If blocks cannot be compiled for a device.
     """
 
     def __init__(
@@ -93,22 +84,34 @@ class Engine:
         plan: Plan,
         chain: Chain | None = None,
         timeout_seconds: float = 600.0,
+        compiler: BlockCompiler | None = None,
+        upload_dtype: torch.dtype | None = None,
     ) -> None:
         self._module = module
+        moves = any(not device.shares_host_memory for device in devices)
+        self._upload_dtype = upload_dtype if moves else None
+        self._compiler = compiler
         self._stacks = _as_stacks(stack)
         self._blocks = tuple(block for s in self._stacks for block in s.blocks)
         self._chain = Chain.of(self._stacks) if chain is None else chain
         self._devices = tuple(devices)
+        if compiler is not None and not all(device.can_compile for device in devices):
+            raise ConfigurationError(
+                f"compile=True: blocks cannot be compiled for {devices[0].name}. Leave it out."
+            )
         self._plan = plan
         self._timeout_seconds = timeout_seconds
         self._check_plan(plan)
         self._random_lock = RandomLock()
         self._classes = ViewClasses()
-        self._graphs: dict[int, tuple[Plan, TurnGraph]] = {}
-        self._team: ThreadTeam | None = None
+        self._graphs: list[tuple[Plan, TurnGraph]] = []
+        self._steps: StepsUnderWay | None = None
+        self._num_steps = 0
         self._warned_of_unused_stack = False
         self._resources = ExitStack()
         self._store: HostStore | None = None
+        self._logistics: Logistics | None = None
+        self._visits: list[tuple[Plan, bool, tuple[StepVisits, ...]]] = []
         self._workers: tuple[Worker, ...] = ()
 
     def _check_plan(self, plan: Plan) -> None:
@@ -126,17 +129,35 @@ class Engine:
     # ------------------------------------------------------------------------------- life cycle
 
     def __enter__(self) -> Engine:
-        self._store = HostStore(self._module, self._blocks)
+        self._store = HostStore(self._module, self._blocks, upload_dtype=self._upload_dtype)
         self._resources.callback(self._store.close)
         for device in self._devices:
             device.reset_peak_bytes()
         accelerator = next((d for d in self._devices if not d.shares_host_memory), None)
         if accelerator is not None:
             self._store.pin(accelerator)
-        self._num_threads = self._resources.enter_context(divided_intra_op_threads(self._devices))
+        on_host = sum(device.shares_host_memory for device in self._devices)
+        self._num_threads = self._resources.enter_context(
+            divided_intra_op_threads(num_workers=on_host)
+        )
+        self._logistics = Logistics(self._store, devices=self._devices, stacks=self._stacks)
+        self._resources.callback(self._logistics.close)
+        pairs = zip(self._devices, self._logistics.transfers, strict=True)
         self._workers = tuple(
-            Worker(index, device=device, store=self._store, classes=self._classes)
-            for index, device in enumerate(self._devices)
+            Worker(
+                index,
+                device=device,
+                store=self._store,
+                classes=self._classes,
+                transfers=transfers,
+            )
+            for index, (device, transfers) in enumerate(pairs)
+        )
+        self._steps = StepsUnderWay(
+            workers=self._workers,
+            logistics=self._logistics,
+            timeout_seconds=self._timeout_seconds,
+            prepare_thread=self._prepare_thread,
         )
         return self
 
@@ -150,24 +171,12 @@ class Engine:
 
     def close(self) -> None:
         """Join the threads and give page-locked memory back. The parameters stay where they are."""
-        self._dismiss_team()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
         for worker in self._workers:
             worker.clear()
         self._resources.close()
-
-    def _dismiss_team(self) -> None:
-        if self._team is not None:
-            self._team.close(timeout_seconds=self._timeout_seconds)
-            self._team = None
-
-    def _team_of(self, num_threads: int) -> ThreadTeam:
-        if self._team is not None and len(self._team) < num_threads:
-            self._dismiss_team()
-        if self._team is None:
-            self._team = ThreadTeam(
-                num_threads, name="roundpipe-microbatch", prepare=self._prepare_thread
-            )
-        return self._team
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(self._num_threads)
@@ -176,6 +185,16 @@ class Engine:
     def workers(self) -> tuple[Worker, ...]:
         """The workers; none before the engine is entered."""
         return self._workers
+
+    @property
+    def store(self) -> HostStore:
+        """The parameters; there is none before the engine is entered."""
+        return self._open_store
+
+    @property
+    def staging_bytes(self) -> int:
+        """Page-locked host memory beside that of the parameters."""
+        return self._open_logistics.host_bytes
 
     @property
     def stacks(self) -> tuple[BlockStack, ...]:
@@ -197,6 +216,7 @@ class Engine:
         Raises:
             PlanError: If the plan is not for the chain.
         """
+        self._open_steps.finish_all()
         before = self._chain
         self._chain = chain
         try:
@@ -206,10 +226,22 @@ class Engine:
             raise
         self._plan = plan
         self._graphs.clear()
+        self._visits.clear()
 
     # ------------------------------------------------------------------------------------- steps
 
-    def step(  # noqa: PLR0913 - all but two keyword-only
+    def step(
+        self,
+        microbatches: Sequence[Any],
+        call: UserStep,
+        *,
+        loss_scales: Sequence[float],
+        **options: Any,
+    ) -> StepResult:
+        """Run forward and backward of all microbatches; as `begin_step`, and to its end."""
+        return self.begin_step(microbatches, call, loss_scales=loss_scales, **options).result()
+
+    def begin_step(  # noqa: PLR0913 - all but two keyword-only
         self,
         microbatches: Sequence[Any],
         call: UserStep,
@@ -221,8 +253,11 @@ class Engine:
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
         stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]] = lambda index: {},
         outside: Outside | None = None,
-    ) -> StepResult:
-        """Run forward and backward of all microbatches.
+    ) -> PendingStep:
+        """Begin forward and backward of all microbatches.
+
+        The step before may be under way; parameters have been as they are since that began. Ask
+        for the step's `outputs()` or its `result()` next.
 
         Args:
             microbatches: The batch's parts, on the host.
@@ -250,8 +285,12 @@ class Engine:
                 f"of {plan.num_microbatches} microbatches."
             )
         self._open_store.check_blocks()
+        steps, visits = self._open_steps, self._visits_of(plan, backward=backward)
+        steps.make_way(visits)
+        told = Countdown(plan.num_microbatches)
         context = self._context(
             plan,
+            told=told.tell,
             call=call,
             backward=backward,
             thread_context=thread_context,
@@ -263,27 +302,26 @@ class Engine:
             Microbatch(context, index=index, batch=batch, loss_scale=scale)
             for index, (batch, scale) in enumerate(zip(microbatches, loss_scales, strict=True))
         ]
-        with self._preserved_generators():
-            for device in self._devices:
-                device.start_clock()
-            try:
-                self._run_all(runs, context)
-            finally:
-                for run in runs:
-                    run.tell_writes()
-            for device in self._devices:
-                device.synchronize()
-        trained = backward and any(run.loss is not None for run in runs)
-        if trained and not any(run.links for run in runs):
-            self._warn_of_unused_stack()
-        return StepResult(
-            outputs=tuple(run.output for run in runs),
-            losses=tuple(run.loss for run in runs),
-            gradients=context.ledger.sums(),
-            timeline=self._timeline(context),
-            chain=Chain.recorded(runs[0].links, blocks=self._blocks),
-            num_streamed=sum(run.num_streamed for run in runs),
+        pending = PendingStep(
+            RunningStep(runs, context, timeout_seconds=self._timeout_seconds),
+            steps=steps,
+            told=told,
+            devices=self._devices,
+            blocks=self._blocks,
+            logistics=self._open_logistics,
+            is_watched=not self._num_steps,
+            ended=self._step_ended,
         )
+        pending.begin(visits)
+        return pending
+
+    def _step_ended(self, result: StepResult, *, backward: bool) -> None:
+        self._num_steps += 1
+        trained = backward and any(loss is not None for loss in result.losses)
+        if trained and self._compiler is not None:
+            self._compiler.end_step()
+        if trained and not result.num_calls:
+            self._warn_of_unused_stack()
 
     def evaluate(
         self,
@@ -306,6 +344,7 @@ class Engine:
         Returns:
             What `call` returned, on the host.
         """
+        self._open_steps.finish_all()
         self._open_store.check_blocks()
         evaluation = Evaluation(
             module=self._module,
@@ -316,7 +355,25 @@ class Engine:
             classes=self._classes,
             outside=outside,
         )
-        return evaluation.run(call, batch, overrides=overrides or {}, stand_ins=stand_ins or {})
+        logistics = self._open_logistics
+        succeeded, failed = False, None
+        try:
+            logistics.begin(self._visits_of(self._plan, backward=False), is_planned=False)
+            result = evaluation.run(
+                call, batch, overrides=overrides or {}, stand_ins=stand_ins or {}
+            )
+            succeeded = True
+        except StepAborted:
+            failed = logistics.take_error()
+            assert failed is not None, "a copy has failed"
+        finally:
+            logistics.end(failed=not succeeded, grace_seconds=grace_seconds(self._timeout_seconds))
+        if failed is not None:  # raised here: `StepAborted` would be shown before it
+            try:
+                raise_noted(*failed)
+            finally:  # see `raise_noted`
+                del failed
+        return result
 
     def _warn_of_unused_stack(self) -> None:
         if self._stacks and not self._warned_of_unused_stack:
@@ -333,115 +390,61 @@ class Engine:
         if plan is not self._plan:
             self._check_plan(plan)
         graph = self._graph_of(plan)
+        repeated = _repeated_parameters(self._chain)
         return StepContext(
             module=self._module,
             stacks=self._stacks,
             chain=self._chain,
-            repeated=_repeated_parameters(self._chain),
+            repeated=repeated,
             plan=plan,
             graph=graph,
-            turns=Turns(graph),
+            turns=Turns(graph, before=self._open_steps.turns),
             workers=self._workers,
             classes=self._classes,
             ledger=GradientLedger(
-                num_microbatches=plan.num_microbatches, num_stages=len(plan.partition.backward)
+                num_microbatches=plan.num_microbatches,
+                num_stages=len(plan.partition.backward),
+                take=self._open_store.take_gradients,
+                shared=(*self._open_store.shared, *repeated),
             ),
-            random_lock=self._random_lock,
+            draws=StepDraws(self._random_lock),
+            compiler=self._compiler,
             step_seed=int(torch.randint(0, 2**62, (), device="cpu")),
             **given,
         )
 
     def _graph_of(self, plan: Plan) -> TurnGraph:
-        """Return the gates of a plan, made once per number of microbatches."""
-        known = self._graphs.get(plan.num_microbatches)
-        if known is None or known[0] is not plan:
-            known = self._graphs[plan.num_microbatches] = (plan, TurnGraph.of(plan))
-        return known[1]
+        """Return the gates of a plan, made once for each of the last plans."""
+        for known, graph in self._graphs:
+            if known is plan:
+                return graph
+        graph = TurnGraph.of(plan)
+        self._graphs = [(plan, graph), *self._graphs][:_PLANS_REMEMBERED]
+        return graph
+
+    def _visits_of(self, plan: Plan, *, backward: bool) -> tuple[StepVisits, ...]:
+        """Return what each worker runs of a plan, made once for each of the last plans."""
+        for known, is_trained, visits in self._visits:
+            if known is plan and is_trained == backward:
+                return visits
+        visits = plan_visits(plan, self._chain, backward=backward)
+        self._visits = [(plan, backward, visits), *self._visits][:_PLANS_REMEMBERED]
+        return visits
+
+    @property
+    def _open_steps(self) -> StepsUnderWay:
+        assert self._steps is not None, "the engine is entered"
+        return self._steps
+
+    @property
+    def _open_logistics(self) -> Logistics:
+        assert self._logistics is not None, "the engine is entered"
+        return self._logistics
 
     @property
     def _open_store(self) -> HostStore:
         assert self._store is not None, "the engine is entered"
         return self._store
-
-    @contextmanager
-    def _preserved_generators(self) -> Iterator[None]:
-        """Put the devices' generators back after a step, as if it had not drawn."""
-        generators = {g for device in self._devices for g in device.generators()}
-        states = [(generator, generator.get_state()) for generator in generators]
-        try:
-            yield
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
-
-    # ------------------------------------------------------------------------- waiting, watching
-
-    def _run_all(self, runs: Sequence[Microbatch], context: StepContext) -> None:
-        failures: list[Failure] = []
-
-        def on_failure(failure: Failure) -> None:
-            if not isinstance(failure.error, StepAborted):
-                failures.append(failure)
-            context.turns.abort()
-
-        team, run = self._team_of(len(runs)), None
-        try:
-            run = team.start([r.run for r in runs], on_failure=on_failure)
-            self._watch(run, runs, context)
-        except BaseException as error:
-            # Ctrl-C, or the watchdog: release every waiter and let running code come to its end.
-            context.turns.abort()
-            ended = run is not None and run.wait(_grace_seconds(self._timeout_seconds))
-            if not ended and self._team is not None:
-                self._team.close(timeout_seconds=0.0)  # stuck in user code: end when that ends
-                self._team = None
-            self._clear_workers()
-            if isinstance(error, WatchdogError) and failures:
-                self._raise_first(failures, runs)  # the cause, rather than the wait for the others
-            raise
-        self._clear_workers()
-        if failures:
-            self._raise_first(failures, runs)
-
-    def _raise_first(self, failures: list[Failure], runs: Sequence[Microbatch]) -> NoReturn:
-        failure = failures[0]
-        add_note(failure.error, f"This happened in {runs[failure.index].place}.")
-        try:
-            raise failure.error
-        finally:  # its traceback refers to this frame: no circle that holds the step's tensors
-            failures.clear()
-            del failure
-
-    def _clear_workers(self) -> None:
-        for worker in self._workers:
-            worker.clear()
-
-    def _watch(self, run: Run, runs: Sequence[Microbatch], context: StepContext) -> None:
-        num_events, since = -1, time.monotonic()
-        while not run.wait(_POLL_SECONDS):
-            if context.turns.num_events != num_events:
-                num_events, since = context.turns.num_events, time.monotonic()
-            elif time.monotonic() - since > self._timeout_seconds:
-                standing = "\n".join(f"  {r.place}" for r in runs)
-                raise WatchdogError(
-                    f"No action began or ended for {self._timeout_seconds:g} s (timeout_seconds). "
-                    f"The schedule, running actions in > <:\n{context.turns.report(context.plan)}\n"
-                    f"Every microbatch stands at, or waits for:\n{standing}\n"
-                    "Raise RoundPipeStrategy(timeout_seconds=...) if a stage may take so long."
-                )
-
-    def _timeline(self, context: StepContext) -> Timeline:
-        entries = []
-        for action, (begin, end) in context.marks.items():
-            device = self._devices[action.worker]
-            entries.append(
-                TimelineEntry(
-                    action=action,
-                    start_seconds=device.seconds(begin),
-                    end_seconds=device.seconds(end),
-                )
-            )
-        return Timeline(num_workers=len(self._devices), entries=tuple(entries))
 
 
 def _as_stacks(stack: BlockStack | Sequence[BlockStack] | None) -> tuple[BlockStack, ...]:
@@ -454,13 +457,3 @@ def _repeated_parameters(chain: Chain) -> frozenset[nn.Parameter]:
     """Parameters of blocks that stand in the chain more than once."""
     counts = Counter(link.block for link in chain.links)
     return frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Attach a note to an exception, also in Python 3.10, which keeps but does not print it."""
-    noted: Any = error
-    noted.__notes__ = [*getattr(error, "__notes__", []), note]
-
-
-def _grace_seconds(timeout_seconds: float) -> float:
-    return min(timeout_seconds, 60.0)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture import RUN_HERE
 from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.notes import add_note
+from roundpipe_lightning.engine.out_of_memory import Shortage, memory_explained, shortage_on
 from roundpipe_lightning.engine.resident import ResidentBlocks
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
@@ -60,6 +62,7 @@ class Evaluation:
         self._classes = classes
         self._stages = [s for s in plan.partition.stages() if s.kind is not StageKind.BACKWARD]
         self._position = 0
+        self._block: str | None = None  # the one that runs
         self._activation: AbstractContextManager[Any] | None = None
         self._user = UserCode(
             module=module,
@@ -82,6 +85,13 @@ class Evaluation:
         """The worker that runs it."""
         key = ActionKey(self.stage.kind, self.stage.index, 0)
         return self._workers[self._plan.schedule.worker_of(key)]
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for people."""
+        code = "code outside the blocks" if self._block is None else f"block {self._block}"
+        stage = self.stage
+        return f"{code}, {stage.kind.name} stage {stage.index} of an evaluation, {self.worker}"
 
     def _go_to(self, position: int) -> None:
         self._deactivate()
@@ -119,7 +129,7 @@ class Evaluation:
         user = self._user
         try:
             self._go_to(0)
-            with self.worker.device.thread_context(), user:
+            with self.worker.device.thread_context(), user, memory_explained(self._shortage):
                 view = user.open_view(
                     self._names,
                     called=self._block_called,
@@ -132,6 +142,9 @@ class Evaluation:
                 self.worker.end_forward(self.stage)
                 user.write_buffers_back()
                 return map_tensors(self._to_host, output)
+        except Exception as error:
+            add_note(error, f"This happened in {self.place}.")
+            raise
         finally:
             self._deactivate()
             self._here.clear()
@@ -139,6 +152,17 @@ class Evaluation:
             user.close()
             for worker in self._workers:
                 worker.clear()
+
+    def _shortage(self) -> Shortage:
+        kind, worker = self.stage.kind.name, self.worker
+        return shortage_on(
+            worker,
+            among=self._workers,
+            place=f"{kind} stage {self.stage.index} of an evaluation, {worker}",
+            stage=self.stage,
+            plan=self._plan,
+            boundaries=sum(tensor.nbytes for tensor in self._here.values()),
+        )
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         return self._user.owner_of(tensor).download(tensor)
@@ -171,6 +195,7 @@ class Evaluation:
         return nullcontext(self.worker.resident(stage, [link.block for link in links]))
 
     def _run(self, block: nn.Module, resident: ResidentBlocks, given: tuple[Any, Any]) -> Any:
+        self._block = self._names[block]
         with (
             # Tensors that it keeps in a cache are where it ran the last time.
             self._user.in_block(0, resident, gathers=True),
@@ -180,13 +205,14 @@ class Evaluation:
                 resident.block(block),
                 self._take,
                 given=given,
-                watched=lambda taken: nullcontext(),
+                watched=lambda taken: self._user.resumed(),
                 name=self._names[block],
                 repeats=False,
             )
         for module, attribute, value in resident.take_writes():
             put(self._user.maker.view_of(module), attribute, value)
             self._user.writes.renew(module, attribute, value)
+        self._block = None
         tensors = [tensor for tensor, _ in outcome.tensors]
         return outcome.handed_out(lambda slot, in_object: tensors[slot])
 

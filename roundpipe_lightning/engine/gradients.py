@@ -5,17 +5,22 @@ the result depend on the number of workers. Contributions that arrive early wait
 
     arrives   m=0   m=2 (waits)   m=1          sum  ((g0 + g1) + g2)
 
-This is the order, to the bit, in which a plain loop over the same microbatches accumulates.
+This is the order, to the bit, in which a plain loop over the same microbatches accumulates. Sums
+are of the parameter's `grad_dtype`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from roundpipe_lightning.engine.layouts import FlatLayout, gradient_dtype
+from roundpipe_lightning.engine.store import TakeGradients
+from roundpipe_lightning.engine.threads import Countdown
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 
@@ -39,6 +44,45 @@ def fold(sums: dict[T, Tensor], contribution: dict[T, Tensor]) -> None:
         torch._foreach_add_(old, new)
 
 
+class FlatGradients:
+    """Gradients in one flat host buffer: they are added up without looking at each.
+
+    Args:
+        flat: The bytes.
+        layout: What lies where.
+        present: Which of the layout's parameters have a gradient.
+    """
+
+    def __init__(self, flat: Tensor, *, layout: FlatLayout, present: tuple[int, ...]) -> None:
+        self.flat = flat
+        self._layout = layout
+        self._present = present
+
+    def take(self, wanted: Collection[nn.Parameter]) -> Gradients:
+        """Return copies of the gradients of some parameters, and leave these out from now on."""
+        parameters = self._layout.parameters
+        taken = [index for index in self._present if parameters[index] in wanted]
+        if not taken:
+            return {}
+        self._present = tuple(index for index in self._present if index not in set(taken))
+        return {parameters[index]: self._at(index).clone() for index in taken}
+
+    def _at(self, index: int) -> Tensor:
+        return self._layout.places[index].within(self.flat, offset=0)
+
+    def expanded(self) -> Gradients:
+        """Return the gradients by parameter: views of the buffer."""
+        return {self._layout.parameters[index]: self._at(index) for index in self._present}
+
+    def add(self, other: FlatGradients) -> bool:
+        """Add others, if they are of the same parameters; say whether that was so."""
+        if self._layout is not other._layout or self._present != other._present:
+            return False
+        for dtype, start, stop in self._layout.spans:
+            self.flat[start:stop].view(dtype).add_(other.flat[start:stop].view(dtype))
+        return True
+
+
 class Account:
     """The sums of one stage, or of all that is used outside the blocks.
 
@@ -49,11 +93,15 @@ class Account:
     def __init__(self, num_microbatches: int) -> None:
         self._lock = threading.Lock()
         self._missing = list(range(num_microbatches))
-        self._held: dict[int, tuple[Sequence[int], Gradients]] = {}
-        self.sums: Gradients = {}
+        self._held: dict[int, tuple[Sequence[int], Gradients | FlatGradients]] = {}
+        self._sums: Gradients = {}
+        self._flat: FlatGradients | None = None  # sums, as long as all contributions are such
 
-    def add(self, microbatches: Sequence[int], gradients: Gradients) -> None:
+    def add(self, microbatches: Sequence[int], gradients: Gradients | FlatGradients) -> bool:
         """Add what some microbatches contribute together.
+
+        Returns:
+            Whether these were the last that were missing.
 
         Args:
             microbatches: Their indices, ascending; a device that sums over a round gives several.
@@ -63,8 +111,43 @@ class Account:
             self._held[microbatches[0]] = (microbatches, gradients)
             while self._missing and self._missing[0] in self._held:
                 done, contribution = self._held.pop(self._missing[0])
-                fold(self.sums, contribution)
+                self._fold(contribution)
                 self._missing = [m for m in self._missing if m not in done]
+            return not self._missing
+
+    def _fold(self, contribution: Gradients | FlatGradients) -> None:
+        if isinstance(contribution, FlatGradients):
+            if self._flat is None and not self._sums:
+                self._flat = contribution
+                return
+            if self._flat is not None and self._flat.add(contribution):
+                return
+            contribution = contribution.expanded()
+        if contribution:
+            fold(self.sums, contribution)
+
+    @property
+    def sums(self) -> Gradients:
+        """Return the sums by parameter."""
+        if self._flat is not None:
+            self._sums, self._flat = self._flat.expanded(), None
+        return self._sums
+
+
+class _Pending:
+    """What a microbatch contributes to parameters with several uses."""
+
+    def __init__(self) -> None:
+        self.sums: Gradients = {}
+        self.come: dict[int, Gradients] = {}
+        self.num_promised = self.num_folded = 0
+        self.is_closed = False
+
+    def fold(self) -> None:
+        """Add up what has come, as far as all before it has."""
+        while self.num_folded in self.come:
+            fold(self.sums, self.come.pop(self.num_folded))
+            self.num_folded += 1
 
 
 class GradientLedger:
@@ -73,14 +156,32 @@ class GradientLedger:
     Args:
         num_microbatches: Number of microbatches.
         num_stages: Number of FUSED and BACKWARD stages.
+        take: Given the sums of a stage's parameters that only this stage uses, as soon as they are
+            there, in the thread that brought the last part; returns those it wants to keep, which
+            `sums` leaves out.
+        shared: Parameters that are known to have uses elsewhere.
     """
 
-    def __init__(self, *, num_microbatches: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_microbatches: int,
+        num_stages: int,
+        take: TakeGradients | None = None,
+        shared: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self._take = take
+        self._taken: set[nn.Parameter] = set()
+        self._elsewhere = set(shared)
         self._stages = tuple(Account(num_microbatches) for _ in range(num_stages))
         self._shared = Account(num_microbatches)
-        self._pending: tuple[Gradients, ...] = tuple({} for _ in range(num_microbatches))
+        self._open = Countdown(num_stages + 1)
+        self._lock = threading.Lock()
+        self._pending = tuple(_Pending() for _ in range(num_microbatches))
 
-    def add_stage(self, stage: int, microbatches: Sequence[int], gradients: Gradients) -> None:
+    def add_stage(
+        self, stage: int, microbatches: Sequence[int], gradients: Gradients | FlatGradients
+    ) -> None:
         """Add gradients of parameters that only this stage uses.
 
         Args:
@@ -88,15 +189,70 @@ class GradientLedger:
             microbatches: Which microbatches they are of, ascending.
             gradients: Host tensors, taken over.
         """
-        self._stages[stage].add(microbatches, gradients)
+        if not isinstance(gradients, FlatGradients):  # those have it already
+            gradients = _in_their_dtype(gradients)
+        account = self._stages[stage]
+        is_complete = account.add(microbatches, gradients)
+        if is_complete and self._take is not None:
+            with self._lock:
+                alone = {p: g for p, g in account.sums.items() if p not in self._elsewhere}
+            for parameter in self._take(alone) if alone else ():
+                self._taken.add(parameter)
+                del account.sums[parameter]
+        if is_complete:
+            self._open.tell()
+
+    def await_all(self, seconds: float) -> bool:
+        """Wait until all has been added, but not longer than this; say whether it has."""
+        return self._open.wait(seconds)
+
+    def note_elsewhere(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Say that a microbatch has used parameters outside their stage.
+
+        Before it adds gradients of that stage: so nothing comes after these that belongs to them.
+        """
+        if self._take is not None:
+            with self._lock:
+                self._elsewhere.update(parameters)
 
     def add_shared(self, microbatch: int, gradients: Gradients) -> None:
         """Add gradients of parameters with several uses; they are summed per microbatch first."""
-        fold(self._pending[microbatch], gradients)
+        self.promise_shared(microbatch)(gradients)
+
+    def promise_shared(self, microbatch: int) -> Callable[[Gradients], None]:
+        """Say that such gradients will come, to be added in the order of the promises.
+
+        Returns:
+            Takes the gradients, in any thread.
+        """
+        pending = self._pending[microbatch]
+        with self._lock:
+            number = pending.num_promised
+            pending.num_promised += 1
+
+        def keep(gradients: Gradients) -> None:
+            gradients = _in_their_dtype(gradients)
+            assert self._taken.isdisjoint(gradients), "who has uses elsewhere is not taken"
+            with self._lock:
+                pending.come[number] = gradients
+                pending.fold()
+            self._close(microbatch)
+
+        return keep
 
     def close_microbatch(self, microbatch: int) -> None:
-        """Say that a microbatch contributes nothing more."""
-        self._shared.add([microbatch], self._pending[microbatch])
+        """Say that a microbatch promises nothing more."""
+        self._pending[microbatch].is_closed = True
+        self._close(microbatch)
+
+    def _close(self, microbatch: int) -> None:
+        pending = self._pending[microbatch]
+        with self._lock:
+            if not pending.is_closed or pending.num_folded < pending.num_promised:
+                return
+            pending.is_closed = False  # once
+        if self._shared.add([microbatch], pending.sums):
+            self._open.tell()
 
     def sums(self) -> Gradients:
         """Return the sums, after all microbatches are closed. Call it once."""
@@ -104,3 +260,7 @@ class GradientLedger:
         for account in (*self._stages, self._shared):
             fold(total, account.sums)
         return total
+
+
+def _in_their_dtype(gradients: Gradients) -> Gradients:
+    return {parameter: g.to(gradient_dtype(parameter)) for parameter, g in gradients.items()}

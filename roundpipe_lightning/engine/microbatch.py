@@ -21,12 +21,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.block_runs import BlockRunner
 from roundpipe_lightning.engine.capture import without_phantoms
 from roundpipe_lightning.engine.chain import Chain, Link
 from roundpipe_lightning.engine.chain_backward import BackwardRun
 from roundpipe_lightning.engine.chain_run import ChainRun
-from roundpipe_lightning.engine.gradients import GradientLedger, Gradients
-from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
+from roundpipe_lightning.engine.compiled import BlockCompiler
+from roundpipe_lightning.engine.events import Event
+from roundpipe_lightning.engine.gradients import GradientLedger, Gradients, fold
+from roundpipe_lightning.engine.notes import noted
+from roundpipe_lightning.engine.out_of_memory import Shortage, memory_explained, shortage_on
+from roundpipe_lightning.engine.parcels import send_to_host
+from roundpipe_lightning.engine.randomness import RandomStream, StepDraws
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.turns import TurnGraph, Turns
@@ -35,6 +41,7 @@ from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.recompute import operations_kept
 from roundpipe_lightning.planning.schedule import Action
 from roundpipe_lightning.planning.stages import Stage, StageKind
 
@@ -57,7 +64,7 @@ class StepContext:
         workers: The workers.
         classes: The classes of views.
         ledger: Where gradients are summed.
-        random_lock: Guards the process-wide generators.
+        draws: The step's random draws.
         step_seed: The step's random number.
         call: The user's step.
         backward: Whether gradients are wanted.
@@ -65,6 +72,8 @@ class StepContext:
         overrides: Attributes of the root view, per microbatch.
         stand_ins: Modules that are something else in the view, per microbatch.
         outside: Asked before every torch function outside the blocks, or None.
+        compiler: Compiles blocks; None: they run as they are.
+        told: Called when the user's step of a microbatch has returned.
         marks: When each action began and ended, in the workers' devices' time.
     """
 
@@ -78,14 +87,16 @@ class StepContext:
     workers: Sequence[Worker]
     classes: ViewClasses
     ledger: GradientLedger
-    random_lock: RandomLock
+    draws: StepDraws
     step_seed: int
     call: UserStep
     backward: bool
     thread_context: Callable[[], AbstractContextManager[Any]]
     overrides: Callable[[int], Mapping[str, Any]]
     stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
+    told: Callable[[], None] = lambda: None
     outside: Outside | None = None
+    compiler: BlockCompiler | None = None
     marks: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -103,6 +114,7 @@ class Microbatch:
         self.index = index
         self.output: Any = None
         self.loss: Tensor | None = None
+        self._homecomings: list[Event] = []
         self._context = context
         self._batch = batch
         self._loss_scale = loss_scale
@@ -110,6 +122,7 @@ class Microbatch:
         self._position = 0
         self._activation: AbstractContextManager[Any] | None = None
         self._begin_mark: Any = None
+        self._left: dict[Worker, Event] = {}
         self._run: ChainRun | None = None
         #: The calls of blocks that it made, and how many of them were not planned.
         self.links: list[Link] = []
@@ -119,7 +132,7 @@ class Microbatch:
             worker=lambda: self.worker,
             workers=context.workers,
             stream=RandomStream(
-                context.random_lock,
+                context.draws,
                 step_seed=context.step_seed,
                 microbatch=index,
                 generators=self._generators,
@@ -143,6 +156,24 @@ class Microbatch:
     def worker(self) -> Worker:
         """The worker that runs it."""
         return self._context.workers[self._action.worker]
+
+    @property
+    def next_worker(self) -> Worker | None:
+        """The worker of the next turn; None if there is none."""
+        following = self._path[self._position + 1 : self._position + 2]
+        return self._context.workers[following[0].worker] if following else None
+
+    @property
+    def stays_here(self) -> bool:
+        """Whether all turns that are left reach this worker, and it has room for what they take."""
+        rest = {action.worker for action in self._path[self._position + 1 :]}
+        followers = (self._context.workers[index].device for index in rest)
+        here = self.worker.device
+        return self.worker.has_room and all(device.reaches(here) for device in followers)
+
+    def left(self, worker: Worker) -> Event | None:
+        """Return the end of its last turn on another worker."""
+        return self._left.get(worker)
 
     @property
     def place(self) -> str:
@@ -170,15 +201,22 @@ class Microbatch:
     def _end(self) -> None:
         """End the turn; where it is the last of a round, the stage's gradients go home before."""
         stage, ledger = self.stage, self._context.ledger
+        is_last = self._action.key in self._context.graph.ends_run
         if stage.kind is not StageKind.FORWARD:
             self.worker.end_backward(
                 stage,
                 microbatch=self.index,
                 ledger=ledger,
-                is_last=self._action.key in self._context.graph.ends_run,
+                is_last=is_last,
                 outside=self._user.used_parameters | self._context.repeated,
             )
+        if is_last:
+            self.worker.end_visit()
         self._context.marks[self._action] = (self._begin_mark, self.worker.device.mark())
+        if self._context.graph.last[self._action.worker] == self._action.key:
+            self.worker.leave_step(self._context.turns)
+        if self.worker.transfers is not None:
+            self._left[self.worker] = self.worker.device.mark_event(f"end of {self._action}")
         self._deactivate()
         self._context.turns.end(self._action)
 
@@ -195,6 +233,11 @@ class Microbatch:
 
     # -------------------------------------------------------------------------------------- run
 
+    @property
+    def has_written(self) -> bool:
+        """Whether its code or a block has written attributes or buffers of modules."""
+        return self._user.writes.were_any
+
     def tell_writes(self) -> None:
         """Let the modules have the attributes that the user's code has written."""
         self._user.writes.tell()
@@ -204,7 +247,12 @@ class Microbatch:
         device = self.worker.device
         try:
             self._begin()
-            with self._context.thread_context(), device.thread_context(), self._user:
+            with (
+                self._context.thread_context(),
+                device.thread_context(),
+                self._user,
+                memory_explained(self._shortage),
+            ):
                 self._run_step()
         finally:
             self._deactivate()
@@ -213,20 +261,30 @@ class Microbatch:
                 self._run = None
             self._user.close()
 
+    def _shortage(self) -> Shortage:
+        boundaries = 0 if self._run is None else self._run.boundary_bytes()
+        return shortage_on(
+            self.worker,
+            among=self._context.workers,
+            place=self.place,
+            stage=self.stage,
+            plan=self._context.plan,
+            boundaries=boundaries,
+        )
+
     def _run_step(self) -> None:
-        context, user = self._context, self._user
+        context = self._context
         with torch.set_grad_enabled(context.backward):
             output = self._run_user_code()
             while self.stage.kind is StageKind.FORWARD:  # no block was called
                 self.next_turn()
             loss = loss_of(output)
+            self._send_home(output, loss)
+            context.told()
             # A scale of 0 means a microbatch with nothing to average over, whose mean is not a
             # number.
             if loss is not None and context.backward and self._loss_scale:
                 self._run_backward(loss)
-            with user.suspended():
-                self.output = map_tensors(self._to_host, output)
-                self.loss = None if loss is None else self._to_host(loss)
         del output, loss
         while self._position + 1 < len(self._path):  # nothing left to compute
             self.next_turn()
@@ -268,6 +326,7 @@ class Microbatch:
         Raises:
             ConfigurationError: If the plan has several rounds or teams, or for such a block.
         """
+        self._user.writes.were_any = True
         plan = self._context.plan
         if plan.team_size > 1 or plan.round_size < plan.num_microbatches:
             raise ConfigurationError(
@@ -301,9 +360,17 @@ class Microbatch:
                     chain=context.chain,
                     partition=context.plan.partition,
                     backward=context.backward,
+                    runner=BlockRunner(
+                        self._user,
+                        worker=lambda: self.worker,
+                        keeps=operations_kept(context.plan.recompute),
+                        stays=lambda: self.stays_here,
+                        compiler=context.compiler,
+                    ),
                 )
                 self._user.cut = self._run.cut
                 self._user.check_gradient = self._run.check_gradient
+                self._user.side_outputs.on_use = self._run.side_output_used
             return self._run.call(block, args, kwargs)
 
     def _run_backward(self, loss: Tensor) -> None:
@@ -322,10 +389,53 @@ class Microbatch:
             self._collect()
 
     def _collect(self) -> None:
-        self._context.ledger.add_shared(self.index, self._user.take_gradients())
+        """Send home the gradients of what user code has used outside the blocks."""
+        context, found = self._context, self._user.take_gradients()
+        if sum(map(len, found.values())) == len({p for some in found.values() for p in some}):
+            for worker, gradients in found.items():
+                promise = context.ledger.promise_shared(self.index)
+                context.workers[worker].send_outside(gradients, landed=promise)
+            return
+        total: Gradients = {}  # the same parameter on several workers: one sum of all
+        for worker, gradients in found.items():
+            device = context.workers[worker].device
+            with noted(f"gradients of microbatch {self.index} on {device.name}"):
+                fold(total, {p: device.download(g) for p, g in gradients.items()})
+        context.ledger.add_shared(self.index, total)
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        return self._user.owner_of(tensor).download(tensor)
+    def _send_home(self, output: Any, loss: Tensor | None) -> None:
+        """Send what the user's step has returned to the host, while the backward pass runs."""
+        sent: dict[int, Tensor] = {}
+
+        def send(tensor: Tensor) -> Tensor:
+            if id(tensor) not in sent:
+                sent[id(tensor)] = self._sent_home(tensor)
+            return sent[id(tensor)]
+
+        with self._user.suspended():
+            self.output = map_tensors(send, output)
+            self.loss = None if loss is None else send(loss)
+
+    def _sent_home(self, tensor: Tensor) -> Tensor:
+        """Return a host tensor that has a tensor's values when `await_output` returns."""
+        worker = self._user.worker_of(tensor)
+        transfers = None if worker is None else worker.transfers
+        if worker is None or transfers is None or tensor.layout is not torch.strided:
+            device = self._user.owner_of(tensor)  # perhaps not that of the last action
+            with noted(f"the outcome of microbatch {self.index} on {device.name}"):
+                return device.download(tensor)
+        made = None if worker is self.worker else self.left(worker)
+        host, landed = send_to_host(
+            tensor.detach(), transfers, after=made or worker.device.mark_event("an output is made")
+        )
+        self._homecomings.append(landed)
+        return host
+
+    def await_output(self) -> None:
+        """Wait until what the user's step has returned is on the host."""
+        for landed in self._homecomings:
+            landed.wait()
+        self._homecomings.clear()
 
 
 def loss_of(output: Any) -> Tensor | None:

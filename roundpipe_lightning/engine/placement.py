@@ -6,6 +6,7 @@ or None for the host. The rules are those of CUDA, so that what passes here pass
 
 # ruff: noqa: SLF001 - operations whose name begins with an underscore are PyTorch's too
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def server_of(device_name: str) -> str:
     return _parse(device_name)[0]
 
 
+@functools.cache
 def device_of(device_name: str) -> torch.device:
     """What `.device` reports for a device: `cpu:3` for `"worker:3"`."""
     return torch.device("cpu", _parse(device_name)[1])
@@ -92,7 +94,7 @@ def _parse(device_name: str) -> tuple[str, int]:
 # --- operations -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Operand:
     """A tensor argument of an operation and where it is."""
 
@@ -118,19 +120,29 @@ def operands_of(
     place_of: Callable[[torch.Tensor], str | None],
 ) -> Iterator[Operand]:
     """The tensors among an operation's arguments, lists of tensors taken apart."""
-    for i, argument in enumerate(func._schema.arguments):
-        value: Any = args[i] if i < len(args) else kwargs.get(argument.name)
+    for i, (name, written) in enumerate(_arguments(func)):
+        value: Any = args[i] if i < len(args) else kwargs.get(name)
+        if value is None:
+            continue
         listed = isinstance(value, list | tuple)
         values: Sequence[Any] = value if listed else [value]
         for column, tensor in enumerate(values):
             if isinstance(tensor, torch.Tensor):
                 yield Operand(
-                    name=argument.name,
+                    name=name,
                     tensor=tensor,
                     place=place_of(tensor),
                     column=column if listed else None,
-                    written=argument.alias_info is not None and argument.alias_info.is_write,
+                    written=written,
                 )
+
+
+@functools.cache
+def _arguments(func: torch._ops.OpOverload) -> tuple[tuple[str, bool], ...]:
+    """The names of an operation's arguments, and whether it writes to each."""
+    return tuple(
+        (a.name, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments
+    )
 
 
 def is_foreach(func: torch._ops.OpOverload) -> bool:

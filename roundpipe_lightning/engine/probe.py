@@ -36,6 +36,8 @@ _ATTENTION_SHARE = 0.7 / 0.9
 _HOST_SHARE = 0.55
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COPY_BYTES = 2**27
+_LITTLE_BYTES = 2**30  # of a device: what the runtime takes for this process, and a screen
+_LEFT_TO_ALLOCATOR = 0.04  # of what there is
 _SHORTEST_SECONDS = 0.1
 _MOST_REPEATS = 64
 
@@ -74,7 +76,11 @@ def probe_hardware(
     path = (folder or cache_folder()) / f"{machine.key}.json"
     if not fresh and (known := _read(path)) is not None:
         return known
-    spec = machine.measured()
+    try:
+        spec = machine.measured()
+    finally:
+        if not machine.is_cpu:
+            _give_back()
     _write(path, spec)
     return spec
 
@@ -83,6 +89,24 @@ def cache_folder() -> Path:
     """The folder with what was measured: `$XDG_CACHE_HOME` or `~/.cache`, then our name."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "roundpipe_lightning" / "hardware"
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return what a plan may take of an accelerator's memory.
+
+    That is all of it, or the share that this process may have, but for what is in use: by other
+    processes, if that is more than a runtime takes, and by tensors of this one. A part is left to
+    the allocator, which cannot use every gap.
+    """
+    backend = torch.get_device_module(device)
+    free, total = backend.mem_get_info(device)
+    allocated = backend.memory_allocated(device)
+    others = total - free - backend.memory_reserved(device)
+    there = total - allocated - (others if others > _LITTLE_BYTES else 0)
+    fraction = getattr(backend, "get_per_process_memory_fraction", None)
+    if fraction is not None:
+        there = min(there, total * fraction(device) - allocated)
+    return max(0, int((1 - _LEFT_TO_ALLOCATOR) * there))
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -221,6 +245,14 @@ def _wait(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+
+
+def _give_back() -> None:
+    """Return what was measured with, which PyTorch would keep: a training wants other sizes."""
+    torch.accelerator.empty_cache()
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # not in torch 2.11
+    if empty_host_cache is not None:
+        empty_host_cache()
 
 
 def _matrix_rates(device: torch.device) -> MatrixRates:

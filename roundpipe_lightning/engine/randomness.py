@@ -110,10 +110,46 @@ class RandomLock:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
 
+    def note(self) -> None:
+        """Hear of a draw from a generator of the user's own."""
+
     def states(self, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
         """Return the generators' states between draws."""
         with self._lock:
             return [generator.get_state() for generator in generators]
+
+
+class StepDraws(RandomLock):
+    """The draws of one step.
+
+    Args:
+        lock: Shared by all steps.
+
+    Attributes:
+        num_draws: How often the step has drawn.
+        is_watched: Whether the generators are looked at. Not while other code than the step's may
+            draw from them.
+    """
+
+    def __init__(self, lock: RandomLock) -> None:
+        self.num_draws = 0
+        self.is_watched = True
+        self._shared = lock
+
+    def draw(
+        self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
+    ) -> Any:
+        """Run `call` with every generator seeded, then put the generators back."""
+        self.note()
+        return self._shared.draw(seed, generators, call)
+
+    def note(self) -> None:
+        """Hear of a draw."""
+        self.num_draws += 1
+
+    def states(self, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+        """Return the generators' states between draws; nothing if they are not looked at."""
+        return self._shared.states(generators) if self.is_watched else []
 
 
 class RandomStream:
@@ -159,10 +195,22 @@ class RandomStream:
         self._draws += 1
         given = kwargs.get("generator")
         if given is not None:
+            self._lock.note()
             self._check_given(given)
             return func(*args, **kwargs)
         seed = mix(self._place, self._draws)
         return self._lock.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+
+    @property
+    def num_draws(self) -> int:
+        """How often the present block, or the code outside the blocks, has drawn."""
+        return self._draws
+
+    def draw_all(self, call: Callable[[], Any]) -> Any:
+        """Run code that draws as it likes, with one seed for all its draws."""
+        self._draws += 1
+        seed = mix(self._place, self._draws)
+        return self._lock.draw(seed, self._generators(), call)
 
     def _check_given(self, generator: torch.Generator) -> None:
         """Let a block draw from a generator of its own only if the recompute finds it as it was."""
@@ -215,5 +263,5 @@ class RandomStream:
         before = self._lock.states(generators)
         yield
         after = self._lock.states(generators)
-        if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        if after and not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             raise RandomnessError(refusal)

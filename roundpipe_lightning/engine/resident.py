@@ -16,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.events import Event
 from roundpipe_lightning.engine.gradients import Gradients
+from roundpipe_lightning.engine.layouts import BlockLayout, gradient_dtype, sum_wide
+from roundpipe_lightning.engine.slots import Region
 from roundpipe_lightning.engine.store import HostStore
 from roundpipe_lightning.engine.view import LazyTable, ViewClasses, ViewMaker, put, write_through
+from roundpipe_lightning.engine.visits import Visit
 from roundpipe_lightning.engine.writes import ModuleWrites
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.stages import StageKind
@@ -105,18 +109,31 @@ class ResidentBlocks:
         store: The parameters.
         device: Where to.
         classes: The classes of views.
+        visit: The visit that they belong to, whose uploads are under way; None: they are uploaded
+            here, where nothing is uploaded ahead.
+        await_upload: Lets compute wait for an upload.
     """
 
     def __init__(
-        self, kind: StageKind, *, store: HostStore, device: Device, classes: ViewClasses
+        self,
+        kind: StageKind,
+        *,
+        store: HostStore,
+        device: Device,
+        classes: ViewClasses,
+        visit: Visit | None = None,
+        await_upload: Callable[[Event], None] | None = None,
     ) -> None:
         self.kind = kind
+        self._visit = visit
+        self._await_upload = device.await_event if await_upload is None else await_upload
         self.num_bytes = 0
         self._store = store
         self._device = device
         self._blocks: set[nn.Module] = set()
         self._microbatches: list[int] = []
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
+        self._placed: dict[nn.Module, tuple[nn.Parameter, ...]] = {}  # in the order of the layout
         self._buffers = PlacedBuffers(device, keep_writes=kind is not StageKind.BACKWARD)
         self._writes: list[tuple[nn.Module, str, Any]] = []
         self._maker = ViewMaker(
@@ -135,16 +152,29 @@ class ResidentBlocks:
         for block in blocks:
             if block not in self._blocks:
                 self._blocks.add(block)
-                for parameter, value in self._store.upload_block(block, self._device).items():
-                    self._add_leaf(parameter, value)
+                if self._visit is None:
+                    for parameter, value in self._store.upload_block(block, self._device).items():
+                        self._add_leaf(parameter, value)
+                else:
+                    self._add_region(block, self._visit.regions[block])
                 for buffer in block.buffers():
                     self._buffers.place(buffer)
+
+    def _add_region(self, block: nn.Module, region: Region) -> None:
+        leaves = region.leaves()
+        if self._store.shared:  # another block here may have some of them, too
+            leaves = {p: self._leaves.get(p, leaf) for p, leaf in leaves.items()}
+        self._leaves.update(leaves)
+        self._placed[block] = tuple(leaves.values())
+        self.num_bytes += region.layout.form.num_bytes
 
     def _add_leaf(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter not in self._leaves:
             # In FORWARD stages, too, though no graph is kept: PyTorch folds other products where a
             # weight needs no gradient, and other products round differently.
             leaf = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            if parameter.requires_grad:
+                sum_wide(leaf, gradient_dtype(parameter))
             self._leaves[parameter] = leaf
             self.num_bytes += leaf.nbytes
 
@@ -159,6 +189,10 @@ class ResidentBlocks:
 
     def block(self, block: nn.Module) -> nn.Module:
         """Return the stand-in for a block: the same code, with parameters that are here."""
+        if self._visit is not None:
+            event = self._visit.events.pop(block, None)
+            if event is not None:
+                self._await_upload(event)
         return self._maker.view_of(block)
 
     @contextmanager
@@ -190,6 +224,16 @@ class ResidentBlocks:
         """Return what stands for a parameter here; None if no block here has it."""
         return self._leaves.get(parameter)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of what the leaves have accumulated."""
+        gradients = (leaf.grad for leaf in self._leaves.values())
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def buffer_of(self, buffer: Tensor) -> Tensor:
+        """Return what stands for a buffer here."""
+        return self._buffers.place(buffer)
+
     def end_forward(self) -> bool:
         """Bring back what a forward pass wrote into buffers; say whether it was anything."""
         return self._buffers.write_back(self._maker.made)
@@ -198,6 +242,20 @@ class ResidentBlocks:
         """Note that a microbatch's gradients have been added to the leaves."""
         self._microbatches.append(microbatch)
 
+    def take_microbatches(self) -> Sequence[int]:
+        """Return the microbatches whose gradients the leaves have accumulated, ascending."""
+        microbatches, self._microbatches = sorted(self._microbatches), []
+        return microbatches
+
+    def placed(self) -> list[tuple[BlockLayout, Sequence[nn.Parameter]]]:
+        """Return the layouts and leaves of the blocks of a visit, in the order of the stage."""
+        assert self._visit is not None, "it is a visit's"
+        return [
+            (region.layout, self._placed[block])
+            for block, region in self._visit.regions.items()
+            if block in self._placed
+        ]
+
     def take_gradients(self) -> tuple[Sequence[int], Gradients]:
         """Download what the leaves have accumulated, and for which microbatches."""
         found = [(p, leaf) for p, leaf in self._leaves.items() if leaf.grad is not None]
@@ -205,11 +263,14 @@ class ResidentBlocks:
         host = self._device.download_all(gradients)
         for _, leaf in found:
             leaf.grad = None
-        microbatches, self._microbatches = sorted(self._microbatches), []
-        return microbatches, {p: g for (p, _), g in zip(found, host, strict=True)}
+        return self.take_microbatches(), {p: g for (p, _), g in zip(found, host, strict=True)}
 
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""
         self._maker.close()
+        if self._visit is not None:  # its leaves live on
+            for leaf in self._leaves.values():
+                leaf.grad = None
         self._leaves.clear()
+        self._placed.clear()
         self._blocks.clear()

@@ -13,7 +13,7 @@ BACKWARD  block 3: the 17th function gives t'        backward([output, t'], [gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -71,6 +71,8 @@ class SideOutputs:
     """The side outputs of one microbatch."""
 
     def __init__(self) -> None:
+        #: Told the number of the call of which code after it uses a side output for the first time.
+        self.on_use: Callable[[int], None] = lambda call: None
         self._leaves: dict[Origin, Tensor] = {}
         self._leaks: dict[Origin, tuple[str, torch.Size, torch.dtype]] = {}
         self._found: dict[Origin, Tensor] = {}
@@ -167,8 +169,14 @@ class SideOutputs:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         if origin not in self._leaves:
+            self.on_use(origin.block)
             self._leaves[origin] = tensor.detach().requires_grad_()
         return self._leaves[origin]
+
+    @property
+    def calls_with_leaves(self) -> set[int]:
+        """Numbers of the calls whose side outputs the code after them has used."""
+        return {origin.block for origin in self._leaves}
 
     def used_of(self, calls: range) -> bool:
         """Say whether the loss depends on side outputs of some calls."""
@@ -186,6 +194,7 @@ class SideOutputs:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.on_use = lambda call: None
         self._leaves.clear()
         self._leaks.clear()
         self._found.clear()

@@ -38,8 +38,9 @@ What is not
 
 # ruff: noqa: SLF001 - the operations of PyTorch and the fields of a tensor subclass are private
 
+import functools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -59,7 +60,8 @@ from roundpipe_lightning.engine.placement import (
     server_of,
 )
 
-__all__ = ["DeviceMismatchError", "TaggedMode", "TaggedTensor", "move", "tag", "tag_of", "untag"]
+__all__ = ["DeviceMismatchError", "TaggedMode", "TaggedTensor", "move", "raw_of", "tag"]
+__all__ += ["tag_of", "untag"]
 
 _aten = torch.ops.aten
 _RESIZING = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
@@ -75,7 +77,8 @@ class TaggedTensor(torch.Tensor):
     def __new__(cls, raw: torch.Tensor, device_name: str) -> "TaggedTensor":
         """Wrap `raw`, without a copy, as a tensor on `device_name`."""
         # A view of a normal tensor made in inference mode is normal: follow the raw tensor.
-        with torch.inference_mode(raw.is_inference()):
+        same = raw.is_inference() == torch.is_inference_mode_enabled()
+        with nullcontext() if same else torch.inference_mode(raw.is_inference()):
             wrapper = torch.Tensor._make_wrapper_subclass(
                 cls,
                 raw.shape,
@@ -85,6 +88,7 @@ class TaggedTensor(torch.Tensor):
                 layout=raw.layout,
                 device=device_of(device_name),
             )
+        if raw.is_conj() or raw.is_neg():
             torch._C._set_conj(wrapper, raw.is_conj())
             torch._C._set_neg(wrapper, raw.is_neg())
         wrapper._raw = raw
@@ -184,6 +188,11 @@ def tag_of(tensor: torch.Tensor) -> str | None:
     return tensor._tag if isinstance(tensor, TaggedTensor) else None
 
 
+def raw_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tagged tensor, in the same memory; a host tensor itself."""
+    return tensor._raw if isinstance(tensor, TaggedTensor) else tensor
+
+
 def move(tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
     """Copy a tensor to a device, or to the host (None); its gradient comes back to where it was.
 
@@ -273,7 +282,10 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place = next((o.place for o in written or operands if o.place is not None), None)
     if place is None:  # values were written into a host tensor
         return written[0].tensor if func._schema.returns else None
-    wrapped = tree_map_only(torch.Tensor, lambda x: _tagged(x, place), out)
+    if isinstance(out, torch.Tensor):
+        wrapped: Any = TaggedTensor(out, place)
+    else:
+        wrapped = tree_map_only(torch.Tensor, lambda x: _tagged(x, place), out)
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
@@ -285,6 +297,7 @@ def _execute_to(place: str | None, func: Any, args: tuple[Any, ...], kwargs: dic
     return tree_map_only(torch.Tensor, lambda x: _tagged(x, place), out)
 
 
+@functools.cache
 def _composite(func: Any) -> bool:
     """Whether the CPU runs `func` as a composition of others (seen here in inference mode)."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -294,7 +307,14 @@ def _composite(func: Any) -> bool:
 
 
 def _raw(tree: Any) -> Any:
-    return tree_map_only(TaggedTensor, lambda tensor: tensor._raw, tree)
+    kind = type(tree)
+    if kind is TaggedTensor:
+        return tree._raw
+    if kind is tuple or kind is list:
+        return kind([_raw(item) for item in tree])
+    if kind is dict:
+        return {key: _raw(item) for key, item in tree.items()}
+    return tree
 
 
 def _tagged(tensor: torch.Tensor, place: str | None) -> torch.Tensor:

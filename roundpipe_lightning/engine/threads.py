@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
+
+import torch
 
 Task: TypeAlias = Callable[[], None]
 
@@ -27,6 +30,34 @@ class Failure:
 
     index: int
     error: BaseException
+
+
+class Countdown:
+    """Counts things that are to happen.
+
+    Args:
+        number: How many there are.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self._changed = threading.Condition()
+
+    def tell(self) -> None:
+        """Hear of one."""
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have happened."""
+        return not self._left
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for all of them, but not longer than this; say whether they have happened."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._left, timeout=seconds)
 
 
 class Run:
@@ -130,6 +161,33 @@ class ThreadTeam:
             thread.join(timeout_seconds)
         return not any(thread.is_alive() for thread in self._threads)
 
+    def dismiss(self) -> None:
+        """End the threads, but for the calling one; for an owner that is collected, anywhere."""
+        for tasks in self._queues:
+            tasks.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
 
 def _bound(run: Run, index: int, task: Task) -> Task:
     return lambda: run.execute(index, task)
+
+
+@contextmanager
+def divided_intra_op_threads(*, num_workers: int) -> Iterator[int]:
+    """Share the process's intra-op threads among CPU workers.
+
+    Args:
+        num_workers: Workers that compute on the host's cores.
+
+    Yields:
+        The number of intra-op threads per worker; a thread that computes for one sets it for
+        itself.
+    """
+    total = torch.get_num_threads()
+    try:
+        yield max(1, total // num_workers) if num_workers > 1 else total
+    finally:
+        if torch.get_num_threads() != total or num_workers > 1:
+            torch.set_num_threads(total)

@@ -10,16 +10,23 @@ thread of microbatch 1         begin(F0.1) waits ────────┘  (w
 ```
 
 One gate, one waiter: nobody is woken in vain. A gate is a lock that is held until it opens.
+
+A step may begin while the one before it still runs: each worker's first action then waits for the
+end of its last action there, too.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from roundpipe_lightning.planning.dependencies import dependencies
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.schedule import Action, ActionKey
+from roundpipe_lightning.planning.standing import Standing
 
 
 class StepAborted(BaseException):
@@ -39,6 +46,8 @@ class TurnGraph:
         opens: Which actions wait for the end of each.
         paths: Every microbatch's actions in the order in which it passes them.
         ends_run: Actions after which the worker goes on with another stage, or is done.
+        first: Every worker's first action, by its number.
+        last: Every worker's last action.
     """
 
     actions: dict[ActionKey, Action]
@@ -46,6 +55,8 @@ class TurnGraph:
     opens: dict[ActionKey, tuple[ActionKey, ...]]
     paths: tuple[tuple[Action, ...], ...]
     ends_run: frozenset[ActionKey]
+    first: dict[int, ActionKey]
+    last: dict[int, ActionKey]
 
     @classmethod
     def of(cls, plan: Plan) -> TurnGraph:
@@ -67,6 +78,7 @@ class TurnGraph:
                 opens[source].append(key)
         actions_by_key = {action.key: action for action in plan.schedule}
         stages = plan.partition.stages()
+        busy = [actions for actions in plan.schedule.workers if actions]
         return cls(
             actions=actions_by_key,
             num_waits={key: len(needed) for key, needed in waits.items()},
@@ -76,6 +88,8 @@ class TurnGraph:
                 for microbatch in range(plan.num_microbatches)
             ),
             ends_run=frozenset(ends_run),
+            first={actions[0].worker: actions[0].key for actions in busy},
+            last={actions[0].worker: actions[-1].key for actions in busy},
         )
 
 
@@ -84,19 +98,48 @@ class Turns:
 
     Args:
         graph: The plan's.
+        before: Those of the step before, if it may still run.
     """
 
-    def __init__(self, graph: TurnGraph) -> None:
+    def __init__(self, graph: TurnGraph, *, before: Turns | None = None) -> None:
         self._graph = graph
         self._left = dict(graph.num_waits)
+        earlier = {} if before is None else before.last
+        waits = [(earlier[worker], key) for worker, key in graph.first.items() if worker in earlier]
+        for _, key in waits:
+            self._left[key] += 1
         self._gates = {key: threading.Lock() for key in graph.actions}
         for key, gate in self._gates.items():
             if self._left[key]:
                 gate.acquire()
         self._mutex = threading.Lock()
         self._aborted = False
-        self._begun: set[ActionKey] = set()
+        self._begun: dict[ActionKey, float] = {}  # by time.monotonic()
         self._ended: set[ActionKey] = set()
+        self._followers: dict[ActionKey, list[Callable[[], None]]] = {}
+        for (turns, last), key in waits:
+            turns.tell_end(last, partial(self._came, key))
+        self._idle = {w: last for w, last in earlier.items() if w not in graph.last}
+
+    @property
+    def last(self) -> dict[int, tuple[Turns, ActionKey]]:
+        """The last action so far of every worker that has had one, with its gates."""
+        return self._idle | {worker: (self, key) for worker, key in self._graph.last.items()}
+
+    def _came(self, key: ActionKey) -> None:
+        """Hear that the step before has left an action's worker."""
+        with self._mutex:
+            self._left[key] -= 1
+            if not self._left[key] and not self._aborted:
+                self._gates[key].release()
+
+    def tell_end(self, key: ActionKey, follower: Callable[[], None]) -> None:
+        """Call back when an action has ended; at once if it has."""
+        with self._mutex:
+            if key not in self._ended:
+                self._followers.setdefault(key, []).append(follower)
+                return
+        follower()
 
     def begin(self, action: Action) -> None:
         """Wait until it is the action's turn.
@@ -108,7 +151,7 @@ class Turns:
         if self._aborted:
             raise StepAborted
         with self._mutex:
-            self._begun.add(action.key)
+            self._begun[action.key] = time.monotonic()
 
     def end(self, action: Action) -> None:
         """Give the worker to its next action and let the dependents know."""
@@ -120,6 +163,9 @@ class Turns:
                 self._left[key] -= 1
                 if not self._left[key]:
                     self._gates[key].release()
+            followers = self._followers.pop(action.key, ())
+        for follower in followers:
+            follower()
 
     def abort(self) -> None:
         """Release every waiter; each raises `StepAborted`."""
@@ -132,6 +178,11 @@ class Turns:
                     self._gates[key].release()
 
     @property
+    def is_aborted(self) -> bool:
+        """Whether all waiters have been released."""
+        return self._aborted
+
+    @property
     def num_events(self) -> int:
         """Counts begins and ends: it grows as long as the step makes progress."""
         return len(self._begun) + len(self._ended)
@@ -139,20 +190,17 @@ class Turns:
     def running(self) -> tuple[Action, ...]:
         """Actions that have begun and not ended."""
         with self._mutex:
-            return tuple(self._graph.actions[key] for key in self._begun - self._ended)
+            return tuple(self._graph.actions[key] for key in self._begun.keys() - self._ended)
 
     def report(self, plan: Plan) -> str:
-        """Return what is left of the schedule, a line per worker, running actions in > <."""
-        rows = []
+        """Return the schedule as a grid, and what every worker runs or waits for."""
+        now = time.monotonic()
         with self._mutex:
-            for worker, actions in enumerate(plan.schedule.workers):
-                done = sum(action.key in self._ended for action in actions)
-                words = [
-                    f">{action.key}<" if action.key in self._begun else str(action.key)
-                    for action in actions[done:]
-                ]
-                rows.append(
-                    f"worker {worker}: {done} of {len(actions)} done, then "
-                    f"{' '.join(words) or 'none'}"
-                )
-        return "\n".join(rows)
+            standing = Standing(
+                plan=plan,
+                ended=set(self._ended),
+                running={
+                    key: now - begun for key, begun in self._begun.items() if key not in self._ended
+                },
+            )
+        return standing.to_text()

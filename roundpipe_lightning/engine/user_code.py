@@ -22,30 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture import METADATA, Called, make_proxies, writes_first
+from roundpipe_lightning.engine.capture import Called, make_proxy, writes_first
 from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.gradients import Gradients, fold
+from roundpipe_lightning.engine.gradients import Gradients
+from roundpipe_lightning.engine.modes import ModeStack
 from roundpipe_lightning.engine.randomness import RandomStream
 from roundpipe_lightning.engine.resident import PlacedBuffers, ResidentBlocks
 from roundpipe_lightning.engine.side_outputs import SideOutputs
+from roundpipe_lightning.engine.torch_functions import KEEP_PLACE, METADATA, QUESTIONS, name_of
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.engine.writes import Writes
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 
-#: Functions that ask about a tensor and give no tensor that its gradient flows through.
-_QUESTIONS = frozenset(
-    """
-    __get__ __hash__ __len__ __repr__ __format__ backward dim element_size is_contiguous
-    is_floating_point item ndimension nelement numel register_hook requires_grad_ retain_grad size
-    stride tolist
-    """.split()
-)
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
-#: Functions and attributes that give a tensor and know its place themselves.
-_KEEP_PLACE = frozenset("H T cpu cuda imag mH mT real to".split())
 
 
 Outside: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -94,10 +86,12 @@ class UserCode(TorchFunctionMode):
         self.check_gradient: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
         self._module = module
         self._worker = worker
+        self._workers = tuple(workers)
         self._devices = tuple(w.device for w in workers)
         self._host = CpuDevice()
         self._crosses = not all(device.shares_host_memory for device in self._devices)
         self._active = False
+        self._modes = ModeStack()
         self._classes = classes
         self._outside = outside
         self._resident: ResidentBlocks | None = None
@@ -129,8 +123,10 @@ class UserCode(TorchFunctionMode):
             stand_ins: Further modules that are something else in the view.
         """
         self.maker.add_stand_ins(stand_ins)
-        proxies = make_proxies(blocks, maker=self.maker, classes=self._classes, called=called)
-        self.maker.add_stand_ins(proxies)
+        self.maker.add_later(
+            blocks,
+            lambda block: make_proxy(block, maker=self.maker, classes=self._classes, called=called),
+        )
         extra = (
             (RootView,) if isinstance(getattr(type(self._module), "device", None), property) else ()
         )
@@ -189,14 +185,14 @@ class UserCode(TorchFunctionMode):
                     "between must all be trainable before it."
                 )
 
-    def take_gradients(self) -> Gradients:
-        """Download and clear the gradients of all leaves, summed over the workers."""
-        total: Gradients = {}
+    def take_gradients(self) -> dict[int, Gradients]:
+        """Take the gradients of all leaves from them, by the number of the worker."""
+        found: dict[int, Gradients] = {}
         for (worker, parameter), leaf in self._leaves.items():
             if leaf.grad is not None:
-                fold(total, {parameter: self._devices[worker].download(leaf.grad)})
+                found.setdefault(worker, {})[parameter] = leaf.grad
                 leaf.grad = None
-        return total
+        return found
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
@@ -217,6 +213,16 @@ class UserCode(TorchFunctionMode):
                 return device
         return self._host
 
+    def worker_of(self, tensor: Tensor) -> Worker | None:
+        """Return the worker in whose memory a tensor is, the present one if several share it.
+
+        None for a host tensor of a run whose workers do not compute there.
+        """
+        for worker in (self._worker(), *self._workers):
+            if tensor.device == worker.device.torch_device:
+                return worker
+        return None
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Watch over the operations until the end of the context: user code runs."""
@@ -224,8 +230,16 @@ class UserCode(TorchFunctionMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let operations be until the end of the context: the engine or a block runs."""
-        yield from self._switched(active=False)
+        """Let operations be until the end of the context: the engine runs, without any mode."""
+        taken = self._modes.put_away()
+        try:
+            yield from self._switched(active=False)
+        finally:
+            self._modes.put_back(taken)
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """Run a block, or a backward pass, under the modes of the user's code around it."""
+        return self._modes.again()
 
     @contextmanager
     def in_block(
@@ -250,9 +264,14 @@ class UserCode(TorchFunctionMode):
         """Whether a block runs at present."""
         return self._resident is not None
 
-    def in_backward(self) -> AbstractContextManager[None]:
-        """Refuse to draw random numbers until the end of the context."""
-        return nullcontext() if self.stream is None else self.stream.backward()
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Run a backward pass until the end of the context: nothing may draw random numbers."""
+        with (
+            nullcontext() if self.stream is None else self.stream.backward(),
+            self._modes.again(),
+        ):
+            yield
 
     def _switched(self, *, active: bool) -> Iterator[None]:
         before, self._active = self._active, active
@@ -272,10 +291,10 @@ class UserCode(TorchFunctionMode):
         if func is torch.autograd.grad and self._active and self.check_gradient is not None:
             self.check_gradient(args[0], args[1])
             return func(*args, **kwargs)
-        if self._active and (name := _name_of(func)) not in _QUESTIONS:
+        if self._active and (name := name_of(func)) not in QUESTIONS:
             if self.cut is not None and name not in _WITHOUT_VALUES:
                 args, kwargs = self._cut_off(self.cut, name, args, kwargs)
-            if self._crosses and name not in _KEEP_PLACE:
+            if self._crosses and name not in KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=self._leaf_for)
             else:
                 args = tuple([self._leaf_for(x) for x in args])
@@ -288,7 +307,7 @@ class UserCode(TorchFunctionMode):
         elif self._resident is not None:
             if nn.Parameter in map(type, args):
                 args = tuple([self._resident_leaf_for(x) for x in args])
-            if self._gathers and (name := _name_of(func)) not in _QUESTIONS | _KEEP_PLACE:
+            if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
             self.side_outputs.check(args)
         if self.stream is None:
@@ -375,15 +394,6 @@ class UserCode(TorchFunctionMode):
 
         moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(bring, found)
         return moved
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    """Return a function's name, or that of the attribute that it gets if it makes a tensor."""
-    name: str = getattr(func, "__name__", "")
-    if name == "__get__":
-        attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
-        return attribute if attribute in _KEEP_PLACE else name
-    return name
 
 
 def _stays_with_first(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.arguments import Copies, Reference, Swap
 from roundpipe_lightning.engine.capture import Phantom
+from roundpipe_lightning.engine.kept import KeptOutputs
+from roundpipe_lightning.engine.parcels import Parcel, Station
 from roundpipe_lightning.engine.writes import ModuleWrites
 from roundpipe_lightning.errors import CaptureError
 
@@ -50,7 +52,7 @@ class Value(Reference):
         owner: The microbatch.
         here: The tensor on the present worker, during its turn; as long as its segment's graph if
             it is part of one.
-        host: Its values on the host, from the end of its turn on, if they are still needed.
+        host: Its values on their way, from the end of its turn on, if they are still needed.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Value(Reference):
         self.in_object = in_object
         self.segment = segment
         self.here: Tensor | None = tensor
-        self.host: Tensor | None = None
+        self.host: Parcel | None = None
         self.owner = owner
         self.form = (tensor.shape, tensor.dtype)
         self._phantom: weakref.ref[Phantom] | None = None
@@ -84,7 +86,7 @@ class Value(Reference):
     @property
     def host_bytes(self) -> int:
         """Bytes on the host."""
-        return 0 if self.host is None else self.host.nbytes
+        return 0 if self.host is None else self.host.num_bytes
 
     def phantom(self) -> Phantom:
         """Return what the user's code is to hand on."""
@@ -218,6 +220,7 @@ class BlockCall:
         writes: What the user's code has written into the block's attributes before.
         wanted: Whether something trainable goes into it.
         begins_group: Whether its recompute does not follow that of the call before.
+        kept: What its recompute does not run again; None: it runs everything.
     """
 
     def __init__(
@@ -229,6 +232,7 @@ class BlockCall:
         self.arguments: list[Tensor] = []
         self.inputs: list[Value] = []
         self.begins_group = False
+        self.kept: KeptOutputs | None = None
         self._given: Given | None = None
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
         self._versions: list[int] = []
@@ -255,6 +259,22 @@ class BlockCall:
         if not (in_object and value.in_object):
             self.inputs.append(value)
         return value
+
+    def keeping(
+        self, worker: Station, *, again: bool, stays: Callable[[], bool]
+    ) -> AbstractContextManager[None]:
+        """Keep, while the block runs, what its recompute need not run again, or give it.
+
+        Args:
+            worker: Where it runs.
+            again: Whether it is the recompute.
+            stays: Says whether what is kept may stay on the worker.
+        """
+        if self.kept is None:
+            return nullcontext()
+        if again:
+            return self.kept.replayed(worker)
+        return self.kept.recorded(worker, stays=stays())
 
     def run(self, block: nn.Module, take: Swap, *, given: Given, watched: Watched) -> Outcome:
         """Run the block on the user's arguments.

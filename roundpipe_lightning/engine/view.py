@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import nn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
+_EVERY_MODULE_HAS = _MODULE_INTERNALS | frozenset(_TABLES)
 
 DELETED: Any = object()
 """What a view tells in place of a value when an attribute is deleted."""
@@ -266,6 +268,7 @@ class ViewMaker:
         self._classes = classes
         # By identity: the hash of a metric changes with its state. The original is kept alive.
         self._stand_ins: dict[int, tuple[nn.Module, nn.Module]] = {}
+        self._to_stand_in: dict[int, Callable[[], nn.Module]] = {}
         self._made: dict[nn.Module, nn.Module] = {}
 
     @property
@@ -277,6 +280,12 @@ class ViewMaker:
         """Let modules be something else in the view: block proxies, copies of metrics."""
         self._stand_ins.update({id(module): (module, other) for module, other in stand_ins.items()})
 
+    def add_later(
+        self, modules: Iterable[nn.Module], make: Callable[[nn.Module], nn.Module]
+    ) -> None:
+        """Let modules be something else that is made when it is first asked for."""
+        self._to_stand_in.update({id(module): partial(make, module) for module in modules})
+
     def view_of(self, module: nn.Module, *extra: type) -> nn.Module:
         """Return the view of a module; the same one every time, so shared modules stay shared.
 
@@ -284,8 +293,11 @@ class ViewMaker:
             module: The original.
             extra: Classes for the view to have before the original's.
         """
-        if id(module) in self._stand_ins:
-            return self._stand_ins[id(module)][1]
+        key = id(module)
+        if key in self._to_stand_in:
+            self._stand_ins[key] = (module, self._to_stand_in.pop(key)())
+        if key in self._stand_ins:
+            return self._stand_ins[key][1]
         if module not in self._made:
             view: Any = object.__new__(self._classes.of(type(module), *extra))
             self._made[module] = view
@@ -311,6 +323,7 @@ class ViewMaker:
                 view.__dict__.clear()
         self._made.clear()
         self._stand_ins.clear()
+        self._to_stand_in.clear()
         del self._parameter, self._buffer, self._write
 
     def fill(self, view: Any, module: nn.Module) -> None:
@@ -324,11 +337,11 @@ class ViewMaker:
             "_gone": set(),
             "_in_disguise": False,
         }
-        for name, value in state.items():
-            if name in _TABLES:
-                continue
-            if name in _MODULE_INTERNALS or hasattr(base, name):
-                own[name] = _rebound(value, module, view)
+        own.update({name: state[name] for name in _MODULE_INTERNALS if name in state})
+        for name in state.keys() - _EVERY_MODULE_HAS:
+            if hasattr(base, name):
+                own[name] = _rebound(state[name], module, view)
+        own["_compiled_call_impl"] = None  # of Module.compile(): it would run the original
         own["_parameters"] = LazyTable(state["_parameters"], self._parameter)
         own["_buffers"] = LazyTable(state["_buffers"], self._buffer)
         own["_modules"] = LazyTable(state["_modules"], self.view_of)

@@ -25,18 +25,25 @@ ModuleWrites: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class Writes:
-    """The attributes that user code has written, by the original module."""
+    """The attributes that user code has written, by the original module.
+
+    Attributes:
+        were_any: Whether the user's code or a block has written attributes or buffers.
+    """
 
     def __init__(self) -> None:
         # By identity: the hash of a metric changes with its state. The original is kept alive.
         self._written: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+        self.were_any = False
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
         """Keep what the user's code has written, or `DELETED`."""
+        self.were_any = True
         self._written.setdefault(id(module), (module, {}))[1][name] = value
 
     def renew(self, module: nn.Module, name: str, value: Any) -> None:
         """Hear that a block has written, and the original knows: it is the latest value."""
+        self.were_any = True
         if id(module) in self._written and name in self._written[id(module)][1]:
             self.note(module, name, value)
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from roundpipe_lightning.engine.trees import children_of, with_children
 from roundpipe_lightning.errors import BatchError
 
-__all__ = ["batch_size_of", "merge_outputs", "split_batch"]
+__all__ = ["batch_size_of", "merge_outputs", "rows_of_parts", "split_batch", "split_parts"]
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
@@ -83,6 +83,54 @@ def batch_size_of(batch: Any) -> int:
             "keep what belongs to no sample out of the batch, or set num_microbatches=1."
         )
     return deciding[0].length
+
+
+def rows_of_parts(batch: Any) -> dict[Any, int]:
+    """Return how many samples each part of a batch has that several loaders have filled.
+
+    A loader that is exhausted gives None, which has none and is left out.
+
+    Raises:
+        BatchError: If the samples of a part cannot be counted.
+    """
+    return {key: batch_size_of(part) for key, part in children_of(batch) if part is not None}
+
+
+def split_parts(batch: Any, num_microbatches: int) -> list[Any]:
+    """Cut a batch whose parts come from loaders of their own, each part by itself.
+
+    Every microbatch has the same share of every part, so that means over a part, over all rows and
+    sums of such means are those of the batch.
+
+    Args:
+        batch: A container with a part per loader.
+        num_microbatches: How many.
+
+    Returns:
+        The microbatches, each a container like the batch.
+
+    Raises:
+        BatchError: If the rows of a part cannot be divided by the number of microbatches.
+    """
+    rows = rows_of_parts(batch)
+    if any(count % num_microbatches for count in rows.values()):
+        counted = ", ".join(f"batch[{key!r}]: {count}" for key, count in rows.items())
+        raise BatchError(
+            f"The loaders of this batch have given parts of different lengths ({counted}), which "
+            f"cannot all be divided by {num_microbatches} microbatches. Make their batch sizes "
+            f"multiples of {num_microbatches} and drop smaller last batches "
+            "(DataLoader(drop_last=True)), or set num_microbatches to a number that divides them, "
+            "'auto' or 1."
+        )
+    children = dict(children_of(batch))
+    parts = {
+        key: split_batch(part, num_microbatches) if key in rows else [None] * num_microbatches
+        for key, part in children.items()
+    }
+    return [
+        with_children(batch, {key: pieces[index] for key, pieces in parts.items()})
+        for index in range(num_microbatches)
+    ]
 
 
 # --- counting -------------------------------------------------------------------------------------

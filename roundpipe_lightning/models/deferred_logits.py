@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.engine.tagged import TaggedTensor
+from roundpipe_lightning.engine.torch_functions import METADATA, attribute_or_name
 from roundpipe_lightning.engine.trees import map_tensors, tensors_in
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.models.logit_form import Autocast, Form, changed, consumed
@@ -44,20 +45,6 @@ LARGE_LOGITS_BYTES = 256 * 2**20
 """Under `"auto"`, logits are put off that would take more than this in float32."""
 
 _MANY_PENDING = 64  # stand-ins that a thread keeps in mind until it looks which ones still exist
-
-#: What may be asked of logits that have not been made.
-_METADATA = frozenset(
-    """
-    __hash__ __len__ dim element_size get_device is_complex is_contiguous is_floating_point
-    is_inference ndimension nelement numel size stride
-    """.split()
-)
-_METADATA_ATTRIBUTES = frozenset(
-    """
-    device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize
-    layout names nbytes ndim requires_grad shape
-    """.split()
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +171,8 @@ class DeferredLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name, allowed = getattr(func, "__name__", str(func)), _METADATA
-        if name == "__get__":
-            name, allowed = func.__self__.__name__, _METADATA_ATTRIBUTES  # type: ignore[attr-defined]
-        if name in allowed:
+        name = attribute_or_name(func)
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None

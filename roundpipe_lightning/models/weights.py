@@ -22,7 +22,7 @@ from torch import Tensor
 from roundpipe_lightning.errors import BatchError, ConfigurationError
 from roundpipe_lightning.models.batches import batch_size_of
 
-__all__ = ["MicrobatchWeight", "microbatch_weights"]
+__all__ = ["MicrobatchWeight", "count_targets", "microbatch_weights"]
 
 MicrobatchWeight = Literal["auto", "tokens", "samples"] | Callable[[Any], float]
 
@@ -69,6 +69,18 @@ def microbatch_weights(microbatches: Sequence[Any], mode: MicrobatchWeight) -> t
     if total == 0:
         raise BatchError(_nothing_counted(mode))
     return tuple(count / total for count in counts)
+
+
+def count_targets(batch: Any) -> int | None:
+    """Return how many labels of a batch are targets, as `microbatch_weights` counts them.
+
+    Args:
+        batch: A batch, as the data loader gives it.
+
+    Returns:
+        The number; None for a batch whose microbatches `"auto"` does not weigh by tokens.
+    """
+    return _target_counts([batch])[0] if _is_language_batch(batch) else None
 
 
 def _counts(microbatches: Sequence[Any], mode: MicrobatchWeight) -> Sequence[float]:

@@ -9,6 +9,8 @@ configuration class. Four short names stand for fields that peft calls different
 | `alpha` | `lora_alpha`, `alpha` |
 | `dropout` | `lora_dropout`, `vera_dropout`, `boft_dropout`, `module_dropout`, `encoder_dropout` |
 | `init` | `init_lora_weights`, `init_ia3_weights`, `init_weights`, `prompt_tuning_init` |
+
+peft takes seconds to import, so nothing of it is imported before there are adapters.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import PreTrainedModel
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules.saved_adapter import load_adapter
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
 
 _SHORT_NAMES = {
     "rank": ("r",),
@@ -73,7 +75,7 @@ class Adapters:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        methods = {kind.value.lower() for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
+        methods = _methods()
         if self.method not in methods:
             raise ConfigurationError(
                 f"peft.method={self.method!r} is not a method of the installed peft."
@@ -112,6 +114,10 @@ class Adapters:
                 saved adapter is another method's.
             ModelSourceError: The saved adapter cannot be read, or is for another base.
         """
+        from peft import get_peft_model
+
+        from roundpipe_lightning.modules.saved_adapter import load_adapter
+
         if self.adapter is not None:
             return load_adapter(model, self.adapter, method=self.method)
         config = self.config(task=task)
@@ -119,7 +125,7 @@ class Adapters:
         _check_parameters(model, config)
         try:
             with self._seeded(), _quiet():
-                return cast(PeftModel, get_peft_model(model, config))
+                return cast("PeftModel", get_peft_model(model, config))
         except (ValueError, NotImplementedError) as error:
             raise ConfigurationError(
                 f"peft={self.method} cannot be applied to this model: {error}"
@@ -127,8 +133,7 @@ class Adapters:
 
     @property
     def _kind(self) -> type[PeftConfig]:
-        kinds: Mapping[Any, type[PeftConfig]] = PEFT_TYPE_TO_CONFIG_MAPPING
-        return next(kind for name, kind in kinds.items() if name.value.lower() == self.method)
+        return _methods()[self.method]
 
     def _short_names(self) -> dict[str, str]:
         """The field of this method that every short name stands for."""
@@ -166,6 +171,14 @@ class Adapters:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             yield
+
+
+def _methods() -> dict[str, type[PeftConfig]]:
+    """The configuration classes of the installed peft by the names of their methods."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kinds: Mapping[Any, type[PeftConfig]] = PEFT_TYPE_TO_CONFIG_MAPPING
+    return {name.value.lower(): kind for name, kind in kinds.items()}
 
 
 def _check_ranges(fields: Mapping[str, Any], short_names: Mapping[str, str]) -> None:

@@ -28,6 +28,9 @@ from roundpipe_lightning.planning.stages import Partition
 from roundpipe_lightning.planning.storage import ParameterStorage
 from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile, time_model
 
+_LEAST_SHORTAGE = 1e-9
+_SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
+
 
 class Search(Enum):
     """How thoroughly to look for stages."""
@@ -132,6 +135,11 @@ class FitAnswer:
         return self.planned is not None and self.memory.fits
 
     @property
+    def optimizer_disk_bytes(self) -> float:
+        """What the optimizer's state takes on disk."""
+        return self.job.work.num_trainable * self.job.storage.disk_bytes
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens of an optimizer step by its seconds; 0 without a plan."""
         if self.prediction is None:
@@ -204,6 +212,15 @@ def fits_memory(job: TrainingJob) -> bool:
     return False
 
 
+def memory_shortage(job: TrainingJob) -> float:
+    """Return what the smallest stages lack of device or host, as a share of what there is.
+
+    It is more than 0 if and only if no plan fits.
+    """
+    lack = _smallest(job).memory.missing_share
+    return min(lack, 0.0) if fits_memory(job) else max(lack, _LEAST_SHORTAGE)
+
+
 def stage_limits_within(job: TrainingJob, *, round_size: int, team_size: int) -> StageLimits | None:
     """Return the most blocks per stage with which every device can hold its part.
 
@@ -231,7 +248,7 @@ def _fits(job: TrainingJob, layout: PipelineLayout) -> bool:
 
 def _travels(job: TrainingJob) -> list[Travel]:
     """Teams, rounds and slots to choose from."""
-    request = _request(job, (job.num_microbatches,))
+    request = _request(job, (job.num_microbatches,)).without_selective()  # which needs more
     return travels(job.hardware, request, num_batches=job.num_batches)
 
 
@@ -271,7 +288,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
         partitions=hints.partitions(job.work.block_names, limits=limits, cuts=job.work.cuts),
         effort=QUICK if quick else job.effort,
         recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
-        recompute=hints.recompute or (RecomputePolicy.FULL, RecomputePolicy.NONE),
+        recompute=hints.recompute or (_SIMPLE if quick else tuple(RecomputePolicy)),
         weight_slots=(2, 1) if hints.weight_slots is None else (hints.weight_slots,),
         at_least_resident=hints.resident or 0,
         at_most_resident=hints.resident,
@@ -306,5 +323,6 @@ __all__ = [
     "TrainingJob",
     "fit_training",
     "fits_memory",
+    "memory_shortage",
     "stage_limits_within",
 ]

@@ -44,12 +44,15 @@ def load_hardware(source: str | os.PathLike[str]) -> HardwareSpec:
             missing, negative or unknown.
     """
     path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
+    is_named = path.suffix not in (".yaml", ".yml")
+    if is_named:
         named = _folder() / f"{path.name}.yaml"
-        if str(source) != path.name or str(source) not in hardware_names():
+        if str(source) != path.name or not named.is_file():
             raise HardwareError(_unknown_name(str(source)))
         path = named
     figures = _read(path)
+    if is_named and "num_devices" not in figures:
+        raise HardwareError(_unknown_name(str(source)))
     try:
         return hardware_from_mapping({"name": path.stem, **figures}, folder=path.parent)
     except HardwareError as error:

@@ -85,9 +85,7 @@ def improved_plan(
 
 def _least_seconds(plan: Plan, profile: ModelProfile) -> float:
     """A step in which no worker ever waits and no block runs forward twice."""
-    parts = (*profile.blocks, profile.head, profile.tail)
-    work = sum(part.forward_seconds + part.backward_seconds for part in parts)
-    return work * plan.num_microbatches / plan.num_workers
+    return profile.busy_seconds * plan.num_microbatches / plan.num_workers
 
 
 def _predicted(

@@ -100,26 +100,10 @@ def limits_within(footprint: Footprint, *, travel: Travel) -> StageLimits | None
     Returns:
         The limits; None where stages of one block do not fit.
     """
-    profile = footprint.profile
-
-    def holds(forward: int, fused: int, backward: int) -> bool:
-        limits = StageLimits(forward=forward, fused=fused, backward=backward)
-        return footprint.fits(travel.layout(largest_stages(profile, limits)))
-
-    widest = widest_limits(footprint, travel=travel)
-    if widest is None:
-        return None
-    forward, fused, backward = widest.forward, widest.fused, widest.backward
-    while not holds(forward, fused, backward):  # neighbours share a device's two slots
-        if forward > max(backward, fused):
-            forward -= 1
-        elif fused > backward:
-            fused -= 1
-        elif backward > 1:
-            backward -= 1
-        else:
-            forward, fused = max(forward - 1, 1), max(fused - 1, 0)
-    return StageLimits(forward=forward, fused=fused, backward=backward)
+    limits = widest_limits(footprint, travel=travel)
+    while limits is not None and not _are_held(limits, footprint=footprint, travel=travel):
+        limits = _narrower(limits)  # neighbours share a device's two slots
+    return limits
 
 
 def widest_limits(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
@@ -132,21 +116,39 @@ def widest_limits(footprint: Footprint, *, travel: Travel) -> StageLimits | None
     Returns:
         The limits; None where stages of one block do not fit.
     """
-    profile = footprint.profile
 
     def holds(forward: int, fused: int, backward: int) -> bool:
         limits = StageLimits(forward=forward, fused=fused, backward=backward)
-        return footprint.fits(travel.layout(largest_stages(profile, limits)))
+        return _are_held(limits, footprint=footprint, travel=travel)
 
     if not holds(1, 0, 1):
         return None
-    num_blocks = profile.num_blocks
+    num_blocks = footprint.profile.num_blocks
     most = max(num_blocks, 1)
     return StageLimits(
         forward=_largest(lambda n: holds(n, 0, 1), least=1, most=most),
         backward=_largest(lambda n: holds(1, 0, n), least=1, most=most),
         fused=_largest(lambda n: holds(1, n, 1), least=0, most=num_blocks),
     )
+
+
+def _are_held(limits: StageLimits, *, footprint: Footprint, travel: Travel) -> bool:
+    """Say whether every device can hold its part where all stages are as large as the limits."""
+    return footprint.fits(travel.layout(largest_stages(footprint.profile, limits)))
+
+
+def _narrower(limits: StageLimits) -> StageLimits:
+    """One block fewer in the largest kind of stage."""
+    forward, fused, backward = limits.forward, limits.fused, limits.backward
+    if forward > max(backward, fused):
+        forward -= 1
+    elif fused > backward:
+        fused -= 1
+    elif backward > 1:
+        backward -= 1
+    else:
+        forward, fused = max(forward - 1, 1), max(fused - 1, 0)
+    return StageLimits(forward=forward, fused=fused, backward=backward)
 
 
 def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:

@@ -79,6 +79,14 @@ class MemoryReport:
         return not self.device.missing_bytes and not self.host.missing_bytes
 
     @property
+    def missing_share(self) -> float:
+        """What is missing, as a share of what there is; less than 0 where there is room."""
+        return max(
+            (need.total_bytes - need.available_bytes) / max(abs(need.available_bytes), 1)
+            for need in (self.device, self.host)
+        )
+
+    @property
     def reason(self) -> str:
         """What is missing where, and what takes the most; empty where it fits."""
         return " ".join(
@@ -205,7 +213,7 @@ class MemoryModel:
             MemoryKind.WEIGHTS: copies if has_copies else 0.0,
             MemoryKind.MASTERS: work.num_trainable * storage.master_bytes,
             MemoryKind.GRADIENTS: work.num_trainable * storage.gradient_bytes,
-            MemoryKind.OPTIMIZER: work.num_trainable * storage.optimizer_bytes,
+            MemoryKind.OPTIMIZER: storage.state_bytes(work.num_trainable),
         }
 
     def _stored(self, part: BlockWork) -> float:

@@ -10,6 +10,7 @@ uploads every stage's weights T times: `simulate_transfers` decides between them
    `search_partitions` looks for better ones, and the best of these are simulated.
 3. Every even partition of every case that might still be better, by a bound on its step, is
    simulated too. So the plan is no worse than any of them.
+4. Where attention takes enough of a step, all of this is done once more with its outputs kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from roundpipe_lightning.planning.cases import Admits, Case, Prediction, Profile
 from roundpipe_lightning.planning.costs import StageCosts
 from roundpipe_lightning.planning.cuts import check_partition
 from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.layout import PipelineLayout
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
 from roundpipe_lightning.planning.recompute import RecomputePolicy
@@ -50,6 +52,10 @@ _PROMISING = 1.04
 _CASES_SEARCHED = 3
 """Cases that are searched, at most."""
 
+_LEAST_SAVED = 0.02
+"""Share of a step that has to be saved for attention's outputs to be kept: that every operation of
+a block is looked at for it is not in the costs."""
+
 _BATCHES_SEARCHED = 3
 """Accumulated batches that the search looks at, so that those between fill and drain count most."""
 
@@ -67,6 +73,11 @@ class PlannedTraining:
     plan: Plan
     costs: StageCosts
     timeline: Timeline
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """How the microbatches of all batches travel."""
+        return replace(PipelineLayout.of(self.plan), num_batches=self.plan.num_batches)
 
 
 def plan_training(
@@ -94,6 +105,38 @@ def plan_training(
     profiles = _profiles(profile, request)
     for count in request.microbatch_choices:
         _check_partitions(profiles(count), request)
+    simpler = request.without_selective()
+    best = _planned(profiles, hardware=hardware, request=simpler, admits=admits)
+    if simpler == request or not _may_save(profiles, request):
+        return best
+    try:
+        kept = _planned(
+            profiles,
+            hardware=hardware,
+            request=replace(request, recompute=(RecomputePolicy.SELECTIVE,)),
+            admits=admits,
+        )
+    except FitError:
+        return best
+    limit = (1 - _LEAST_SAVED) * best.timeline.makespan_seconds
+    is_held = admits is None or admits(kept.layout)
+    return kept if kept.timeline.makespan_seconds <= limit and is_held else best
+
+
+def _may_save(profiles: Profiles, request: PlanningRequest) -> bool:
+    """Say whether attention takes a share of any step that is worth keeping its outputs."""
+
+    def pays(profile: ModelProfile) -> bool:
+        full = profile.seconds_to_recompute()
+        saved = full - profile.seconds_to_recompute(RecomputePolicy.SELECTIVE)
+        return saved > 0 and saved >= _LEAST_SAVED * (profile.busy_seconds + full)
+
+    return any(pays(profiles(count)) for count in request.microbatch_choices)
+
+
+def _planned(
+    profiles: Profiles, *, hardware: HardwareSpec, request: PlanningRequest, admits: Admits | None
+) -> PlannedTraining:
     looked_at = min(request.num_batches, _BATCHES_SEARCHED)
     cases = find_cases(profiles, hardware=hardware, request=request, num_batches=looked_at)
     case, found = _Choice(cases, request=request, admits=admits).best()

@@ -153,13 +153,14 @@ class _Run:
 
     @property
     def edge_seconds(self) -> float:
-        """The first stage's upload and the last one's download, which nothing hides."""
+        """The first block's upload and the last stage's download, which nothing hides."""
         partition = self.layout.partition
+        first = self._visits[0][0]
         last = stage_bytes(self.stored, stage=partition.stages()[-1], partition=partition)
         links = self.storage.links(self.hardware)
-        return links.upload_seconds(self._visits[0][0].weight_bytes) + links.download_seconds(
-            last.gradient_bytes
-        )
+        return links.upload_seconds(
+            first.weight_bytes / max(1, len(first.stage.blocks))
+        ) + links.download_seconds(last.gradient_bytes)
 
     def timeline(self, *, num_batches: int) -> Timeline:
         """Simulate some batches in one stream."""

@@ -101,6 +101,16 @@ class ModelProfile:
         return len(self.blocks)
 
     @property
+    def busy_seconds(self) -> float:
+        """Duration of a microbatch, forward and backward, without any recompute."""
+        parts = (*self.blocks, self.head, self.tail)
+        return sum(part.forward_seconds + part.backward_seconds for part in parts)
+
+    def seconds_to_recompute(self, policy: RecomputePolicy = RecomputePolicy.FULL) -> float:
+        """Duration of the recompute of all blocks under a policy."""
+        return sum(block.seconds_to_recompute(policy) for block in self.blocks)
+
+    @property
     def block_names(self) -> tuple[str, ...]:
         """The blocks' names."""
         return tuple(block.name for block in self.blocks)

@@ -140,6 +140,7 @@ def _halved(job: TrainingJob) -> TrainingJob:
         job.storage,
         gradient_bytes=job.storage.gradient_bytes / 2,
         optimizer_bytes=job.storage.optimizer_bytes / 2,
+        disk_bytes=job.storage.disk_bytes / 2,
     )
     return replace(job, work=_each(job.work, _narrow), storage=storage)
 

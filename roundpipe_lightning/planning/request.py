@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.costs import RecomputeStart
@@ -27,7 +27,7 @@ class PlanningRequest:
             boundary.
         recompute_start: When the workers begin a recompute.
         recompute: What BACKWARD stages may start from. Without NONE there is a BACKWARD stage,
-            without the others there is none.
+            without the others there is none. Of several SELECTIVE is chosen where it saves enough.
         weight_slots: Slots for weights to choose from; one is taken where it makes a better plan
             fit.
         at_least_resident: Blocks that must stay on every worker.
@@ -46,7 +46,7 @@ class PlanningRequest:
     partitions: tuple[Partition, ...] = ()
     hop_seconds: float | None = None
     recompute_start: RecomputeStart = RecomputeStart.EARLY
-    recompute: tuple[RecomputePolicy, ...] = (RecomputePolicy.FULL, RecomputePolicy.NONE)
+    recompute: tuple[RecomputePolicy, ...] = tuple(RecomputePolicy)
     weight_slots: tuple[int, ...] = (2, 1)
     at_least_resident: int = 0
     at_most_resident: int | None = None
@@ -102,6 +102,11 @@ class PlanningRequest:
         """What BACKWARD stages may start from; FULL where there may be none."""
         some = tuple(each for each in self.recompute if each is not RecomputePolicy.NONE)
         return some or (RecomputePolicy.FULL,)
+
+    def without_selective(self) -> PlanningRequest:
+        """Return the request without SELECTIVE, unless there is nothing else."""
+        others = tuple(each for each in self.recompute if each is not RecomputePolicy.SELECTIVE)
+        return replace(self, recompute=others or self.recompute)
 
     def allows(self, partition: Partition) -> bool:
         """Say whether a partition has BACKWARD stages, or none, as the policies want."""

@@ -173,19 +173,6 @@ def search_partitions(
     return last.results(num_results)
 
 
-def best_even(evaluator: Evaluator, *, even: Sequence[Candidate]) -> Found:
-    """Return the best of the partitions that a search begins with.
-
-    Args:
-        evaluator: Knows the model and the workers.
-        even: The partitions, from `even_candidates`.
-    """
-    table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in even])
-    makespans = evaluator.makespans(table)
-    row = int(makespans.argmin())
-    return Found(partition=table.partition(row), makespan_seconds=float(makespans[row]))
-
-
 def _makespan(evaluator: Evaluator, partition: Partition) -> float:
     table = PartitionTable.of([(partition.forward, partition.backward)], pad=1)
     return float(evaluator.makespans(table)[0])

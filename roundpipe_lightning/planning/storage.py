@@ -12,6 +12,11 @@ from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 _COMPUTE_BITS = 16
 _MAPPED_PASSES = 3
 
+STATE_WINDOW_BYTES = 64 << 20
+"""Optimizer state on disk that is read, stepped and written at a time."""
+
+_NUM_STATE_WINDOWS = 3  # one is read ahead, one stepped, one written behind
+
 
 class WeightStorage(Enum):
     """Where the weights lie that are uploaded."""
@@ -32,7 +37,8 @@ class ParameterStorage:
         weights: Where the weights lie that are uploaded.
         master_bytes: Of a trainable parameter's full-precision master; 0: it is uploaded itself.
         gradient_bytes: Of its gradient, summed up on the host.
-        optimizer_bytes: Of its optimizer state.
+        optimizer_bytes: Of its optimizer state in memory.
+        disk_bytes: Of its optimizer state on disk.
         frozen_bits: Of a parameter that is not trained: 16, 8 or 4.
 
     Raises:
@@ -43,11 +49,12 @@ class ParameterStorage:
     master_bytes: float = 4.0
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
+    disk_bytes: float = 0.0
     frozen_bits: int = 16
 
     def __post_init__(self) -> None:
         """Refuse figures that cannot be."""
-        for name in ("master_bytes", "gradient_bytes", "optimizer_bytes"):
+        for name in ("master_bytes", "gradient_bytes", "optimizer_bytes", "disk_bytes"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give 0 or more.")
         if self.frozen_bits not in (16, 8, 4):
@@ -57,9 +64,16 @@ class ParameterStorage:
     def update_bytes(self) -> float:
         """What the optimizer reads and writes for a trainable parameter in one step.
 
-        It reads the gradient, reads and writes master and state, and writes the 16-bit copy.
+        It reads the gradient, reads and writes master and state, and writes the 16-bit copy. State
+        on disk passes the memory as well; the disk's own time is not known here.
         """
-        return self.gradient_bytes + 2 * self.master_bytes + 2 * self.optimizer_bytes + 2
+        state = self.optimizer_bytes + self.disk_bytes
+        return self.gradient_bytes + 2 * self.master_bytes + 2 * state + 2
+
+    def state_bytes(self, num_trainable: int) -> float:
+        """Return the memory that the optimizer's state takes, with its windows on the disk."""
+        windows = min(num_trainable * self.disk_bytes, _NUM_STATE_WINDOWS * STATE_WINDOW_BYTES)
+        return num_trainable * self.optimizer_bytes + windows
 
     def sum_bytes(self, downloaded_bytes: float) -> float:
         """Return what the host reads and writes to add 16-bit gradients to their sums."""

@@ -18,7 +18,11 @@ Boundaries go first on the same links. Their latency is the hop, and their bytes
 link by adding those of a visit to the weights that are uploaded behind it and to the gradients that
 are downloaded behind it. Links share the bandwidth of their root of the bus and of the host's
 memory evenly. Workers begin with empty slots; a timeline's makespan counts from the first action,
-so one stage's first upload is not in it.
+so the first block's first upload is not in it.
+
+A visit's first action begins with the weights of its first block, as the engine does, and waits
+for those of the others inside: what runs forward (a recompute, too) ends no sooner than the last
+block's share of it after the last weights have come. Blocks count alike for this.
 """
 
 from __future__ import annotations
@@ -86,17 +90,27 @@ class _Visit:
     """A run of actions of one stage on one worker, and what travels for it.
 
     Stages are counted in the order in which a microbatch passes them; `start` and `gradient` are
-    those that the whole of an action, or what comes behind its recompute, waits for.
+    those that the whole of an action, or what comes behind its recompute, waits for. An action
+    runs forward for `forward_seconds` of its `seconds`, and this through `num_blocks` blocks, the
+    first of which needs `first_bytes` of what is uploaded. `landed` is when all of it was there.
     """
 
     actions: tuple[Action, ...]
     upload_bytes: float
+    first_bytes: float
     download_bytes: float
     place: int
     start: tuple[int, ...]
     gradient: tuple[int, ...]
-    recompute_seconds: float
+    forward_seconds: float
     seconds: float
+    num_blocks: int
+    landed: float = 0.0
+
+    def waiting_seconds(self, start: float, gradient: float) -> float:
+        """Return how long an action waits inside that starts, and has its gradient, at a time."""
+        last_block = self.landed + self.forward_seconds / self.num_blocks
+        return max(0.0, max(last_block, gradient) - start - self.forward_seconds)
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +133,8 @@ class _Worker:
     visit: int = 0
     action: int = 0
     computing: bool = False
-    recomputing_since: float | None = None
+    started: float | None = None
+    num_begun: int = 0
     num_uploaded: int = 0
     uploading: bool = False
     num_downloaded: int = 0
@@ -228,12 +243,20 @@ class _Run:
         self._busy[flow.link] -= 1
         if flow.is_upload:
             worker.uploading = False
-            worker.num_uploaded += 1
+            self._end_upload(worker)
         else:
             worker.downloading = False
             worker.num_downloaded += 1
         self._next_transfers(flow.worker)
         self._try_start(flow.worker)
+
+    def _end_upload(self, worker: _Worker) -> None:
+        """Note that the first block's weights of the next visit have come, or those of all."""
+        if worker.num_begun == worker.num_uploaded:
+            worker.num_begun += 1
+        else:
+            worker.visits[worker.num_uploaded].landed = self._now
+            worker.num_uploaded += 1
 
     def _end_action(self, index: int) -> None:
         worker = self._workers[index]
@@ -241,7 +264,7 @@ class _Run:
         microbatch = visit.actions[worker.action].microbatch
         key = visit.place * self._num_microbatches + microbatch
         self._ended[key] = (self._now, index)
-        worker.computing, worker.recomputing_since = False, None
+        worker.computing, worker.started = False, None
         worker.action += 1
         if worker.action == len(visit.actions):
             worker.visit, worker.action = worker.visit + 1, 0
@@ -256,12 +279,14 @@ class _Run:
         visits = worker.visits
         last_upload = min(worker.visit + self._weight_slots, len(visits))
         while not worker.uploading and worker.num_uploaded < last_upload:
-            size = visits[worker.num_uploaded].upload_bytes
+            visit = visits[worker.num_uploaded]
+            is_begun = worker.num_begun > worker.num_uploaded
+            size = visit.upload_bytes - visit.first_bytes if is_begun else visit.first_bytes
             if size > 0:
                 worker.uploading = True
                 self._begin_flow(index, 2 * worker.root, size, is_upload=True)
             else:
-                worker.num_uploaded += 1
+                self._end_upload(worker)
         while not worker.downloading and worker.num_downloaded < worker.visit:
             size = visits[worker.num_downloaded].download_bytes
             if size > 0:
@@ -280,20 +305,20 @@ class _Run:
         worker = self._workers[index]
         if worker.computing or worker.visit == len(worker.visits):
             return
-        if worker.num_uploaded <= worker.visit or worker.num_downloaded < worker.visit - 1:
+        if worker.num_begun <= worker.visit or worker.num_downloaded < worker.visit - 1:
             return
         visit = worker.visits[worker.visit]
         action = visit.actions[worker.action]
-        start = worker.recomputing_since
+        start = worker.started
         if start is None:
             arrival = self._arrival(visit.start, action)
             if arrival is None:
                 return
-            start = worker.recomputing_since = max(self._now, arrival)
+            start = worker.started = max(self._now, arrival)
         gradient = self._arrival(visit.gradient, action)
-        if gradient is None:
+        if gradient is None or worker.num_uploaded <= worker.visit:
             return
-        waiting = max(0.0, gradient - start - visit.recompute_seconds)
+        waiting = visit.waiting_seconds(start, gradient)
         end = start + visit.seconds + waiting
         worker.computing = True
         heapq.heappush(self._ends, (end, index))
@@ -336,16 +361,20 @@ def _transfers(visits: Sequence[Visit], *, partition: Partition, costs: StageCos
         at_start = [(late or needed is NeededFor.START) for _, _, needed in rules]
         places = [place(other, number) for other, number, _ in rules]
         cost = costs.of(kind, index)
+        forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
+        num_blocks = max(1, len(visit.stage.blocks)) if forward else 1
         found.append(
             _Visit(
                 actions=visit.actions,
                 upload_bytes=visit.weight_bytes + boundary_bytes,
+                first_bytes=visit.weight_bytes / num_blocks + boundary_bytes,
                 download_bytes=visit.gradient_bytes + visit.output_bytes,
                 place=place(kind, index),
                 start=tuple(p for p, first in zip(places, at_start, strict=True) if first),
                 gradient=tuple(p for p, first in zip(places, at_start, strict=True) if not first),
-                recompute_seconds=cost.recompute_seconds,
+                forward_seconds=forward,
                 seconds=cost.seconds,
+                num_blocks=num_blocks,
             )
         )
         boundary_bytes = visit.input_bytes

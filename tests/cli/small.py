@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.cli.train import main, train
+from tests.programs import Ended, run_program
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -104,6 +105,15 @@ def run(
         timeout=150,
         check=False,
     )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def run_here(
+    folder: Path, *overrides: str, options: tuple[str, ...] = (), status: int = 0
+) -> Ended:
+    """Run the command in this process, with `folder` as working directory."""
+    done = run_program(main, folder, *options, *SMALL, *overrides)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

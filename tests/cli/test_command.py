@@ -1,4 +1,4 @@
-"""`python train.py` as a user runs it: in a process of its own, in an empty folder."""
+"""`python train.py` as a user runs it, in an empty folder; twice in a process of its own."""
 
 import csv
 import json
@@ -13,7 +13,16 @@ import torch
 from omegaconf import OmegaConf
 
 from roundpipe_lightning import Plan
-from tests.cli.small import RUN_FILES, SUMMARY_KEYS, command, environment, files, run, summary
+from tests.cli.small import (
+    RUN_FILES,
+    SUMMARY_KEYS,
+    command,
+    environment,
+    files,
+    run,
+    run_here,
+    summary,
+)
 
 
 def test_the_main_job_leaves_a_complete_folder(tmp_path: Path) -> None:
@@ -45,28 +54,30 @@ def test_the_main_job_leaves_a_complete_folder(tmp_path: Path) -> None:
 
 
 def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
-    done = run(tmp_path, "experiment=long_windows", options=("--cfg", "job"))
+    done = run_here(tmp_path, "experiment=long_windows", options=("--cfg", "job"))
     assert OmegaConf.create(done.stdout).tags == ["long_windows"]
     assert files(tmp_path) == set()
 
 
 def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
-    run(tmp_path, "optimizer.lr=0.001,0.01", "hydra.sweep.dir=sweep", options=("-m",))
+    run_here(tmp_path, "optimizer.lr=0.001,0.01", "hydra.sweep.dir=sweep", options=("-m",))
     losses = {summary(tmp_path / "sweep" / number)["val_loss"] for number in ("0", "1")}
     assert len(losses) == 2
 
 
-def test_a_hub_that_cannot_be_reached_is_one_clear_message(tmp_path: Path) -> None:
-    done = run(
+def test_a_hub_that_cannot_be_reached_is_one_clear_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = run_here(
         tmp_path,
         "model=qwen3_0_6b",
+        "model.hub_name=nobody/no-such-model",
         "model.weights=pretrained",
         "hydra.run.dir=run",
         status=1,
-        HF_HUB_OFFLINE="1",
-        HF_HOME=str(tmp_path / "empty"),
     )
-    assert "Error: 'Qwen/Qwen3-0.6B' cannot be loaded" in done.stderr
+    assert "Error: 'nobody/no-such-model' cannot be loaded" in done.stderr
     assert "model.weights=random" in done.stderr
     assert "Traceback" not in done.stderr
     assert files(tmp_path / "run") <= {name for name in RUN_FILES if "hydra" in name} | {
@@ -102,7 +113,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     assert f"ckpt_path={last}" in errors
     assert "Traceback" not in errors
     done = torch.load(last, weights_only=True)["global_step"]
-    run(
+    run_here(
         tmp_path,
         "hydra.run.dir=more",
         f"trainer.max_steps={done + 2}",

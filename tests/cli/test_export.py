@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.export import export
+from roundpipe_lightning.cli.export import export, main
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.export_folder import MARKER
 from roundpipe_lightning.modules import ModelSource
-from tests.cli.small import environment, train_small
+from tests.cli.small import train_small
 from tests.models.test_load import EXPERTS, save
+from tests.programs import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
@@ -177,23 +176,10 @@ def test_refuses_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "roundpipe_lightning.cli.export"]
-    for overrides, status in (
-        ([f"ckpt_path={checkpoint_of(run)}"], 0),
-        (["ckpt_path=none.ckpt"], 1),
-    ):
-        done = subprocess.run(
-            [*command, *overrides],
-            cwd=tmp_path,
-            env=environment(PYTHONPATH=str(Path(__file__).parents[2])),
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-        assert done.returncode == status, done.stderr
-        assert "Traceback" not in done.stderr
-        if status == 0:
-            assert (Path(done.stdout.strip()) / MARKER).is_file()
-        else:
-            assert "Error: ckpt_path='none.ckpt' does not exist" in done.stderr
+    done = run_program(main, tmp_path, f"ckpt_path={checkpoint_of(run)}")
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / MARKER).is_file()
+    done = run_program(main, tmp_path, "ckpt_path=none.ckpt")
+    assert done.returncode == 1, done.stderr
+    assert "Error: ckpt_path='none.ckpt' does not exist" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FIT
 from roundpipe_lightning.cli.plan_answer import answer
 from roundpipe_lightning.cli.plan_changes import Price
 from roundpipe_lightning.cli.plan_report import PlanReport
-from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
+from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings, read_settings
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.hardware import HardwareSpec
@@ -64,6 +64,24 @@ class Ask:
         assert captured.out == ""
         assert "Traceback" not in captured.err
         return captured.err
+
+
+_measured: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look up what a model does if an earlier test had it; tests/models measures."""
+    measure = plan_settings._measure
+
+    def look_up(settings: PlanSettings) -> Any:
+        model = (settings.source, settings.adapters, settings.blocks)
+        key = repr((*model, settings.precision.dtype, settings.own_loss))
+        if key not in _measured:
+            _measured[key] = measure(settings)
+        return _measured[key]
+
+    monkeypatch.setattr(plan_settings, "_measure", look_up)
 
 
 @pytest.fixture
@@ -156,6 +174,29 @@ def test_adapters_leave_most_of_the_memory_free(ask: Ask) -> None:
     assert adapted["moved"]["gradients"] < 0.1 * whole["moved"]["gradients"]
     kinds = adapted["memory"]["host"]["by_kind"]
     assert kinds["optimizer state"] < 0.1 * whole["memory"]["host"]["by_kind"]["optimizer state"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_bytes", "disk_bytes"),
+    [
+        ("adamw", 8, 0),
+        ("host_adamw", 8, 0),
+        ("adamw_bf16_moments", 4, 0),
+        ("adamw_8bit", 2 + 8 / 256, 0),
+        ("adamw_disk", 0, 8),
+    ],
+)
+def test_optimizer_state_is_what_its_choice_keeps(
+    ask: Ask, optimizer: str, state_bytes: float, disk_bytes: float
+) -> None:
+    found = ask.json(*GPU, f"optimizer={optimizer}")
+    trained = found["model"]["num_trainable"]
+    in_memory = found["memory"]["host"]["by_kind"]["optimizer state"]
+    windows = min(trained * disk_bytes, 3 * 64 * MIB)
+    assert in_memory == pytest.approx(trained * state_bytes + windows, abs=1)
+    assert found["optimizer_disk_bytes"] == pytest.approx(trained * disk_bytes, abs=1)
+    if disk_bytes:
+        assert "disk: " in ask.text(*GPU, f"optimizer={optimizer}")
 
 
 def test_hints_are_kept(ask: Ask) -> None:

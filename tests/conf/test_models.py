@@ -15,6 +15,7 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = {
     "qwen3_0_6b": ("Qwen/Qwen3-0.6B", 596_049_920),
     "qwen3_1_7b": ("Qwen/Qwen3-1.7B", 1_720_574_976),
+    "qwen3_4b": ("Qwen/Qwen3-4B", 4_022_468_096),
     "llama3_1_8b": ("meta-llama/Llama-3.1-8B", 8_030_261_248),
     "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),
     "qwen3_32b": ("Qwen/Qwen3-32B", 32_762_123_264),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,19 +23,20 @@ def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_accelerator")
-def test_a_cpu_is_measured_in_time_and_remembered(tmp_path: Path) -> None:
-    start = time.perf_counter()
+def test_a_cpu_is_measured_in_time_and_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.process_time()
     spec = probe_hardware(num_workers=2, folder=tmp_path)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert (spec.name, spec.num_devices, spec.shares_host_memory) == ("auto", 2, True)
     assert spec.matrix_rates.of("float32") > 1e8
     assert spec.host_bytes_per_second > 1e8
     assert spec.device_bytes == pytest.approx(spec.host_bytes / 2, abs=1)
     (path,) = tmp_path.iterdir()
     assert torch.__version__ in path.name
-    start = time.perf_counter()
+    monkeypatch.delattr(probe._Machine, "measured")
     assert probe_hardware(num_workers=2, folder=tmp_path) == spec
-    assert time.perf_counter() - start < 0.1
 
 
 @pytest.mark.usefixtures("_no_accelerator")
@@ -82,7 +81,13 @@ def test_accelerators_are_measured_alone_and_at_once(
     monkeypatch.setattr(
         probe, "_transfer_rate", lambda devices, *, upload: both[len(devices), upload]
     )
+    given_back: list[str] = []
+    for name in ("empty_cache", "empty_host_cache"):
+        monkeypatch.setattr(
+            torch.accelerator, name, functools.partial(given_back.append, name), raising=False
+        )
     spec = probe_hardware(folder=tmp_path)
+    assert given_back == ["empty_cache", "empty_host_cache"]
     assert (spec.device_name, spec.num_devices) == ("Fast 1", 4)
     assert spec.device_bytes == 24 * 2**30
     assert spec.upload_seconds(25e9) == pytest.approx(1)
@@ -117,16 +122,3 @@ def test_the_cache_folder_is_the_user_s(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "roundpipe_lightning" / "hardware"
-
-
-def test_importing_measures_nothing(tmp_path: Path) -> None:
-    code = "import roundpipe_lightning.engine.probe, torch; print(torch.cuda.is_initialized())"
-    process: Any = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"HOME": str(tmp_path), "PATH": "/usr/bin"},
-    )
-    assert process.stdout.strip() == "False"
-    assert not (tmp_path / ".cache" / "roundpipe_lightning").exists()

@@ -15,8 +15,8 @@ from torch.overrides import get_testing_overrides
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.engine import StepResult
 from roundpipe_lightning.engine.randomness import RANDOM_FUNCTIONS, RandomLock, RandomStream, mix
+from roundpipe_lightning.engine.result import StepResult
 from roundpipe_lightning.errors import RandomnessError
 from roundpipe_lightning.planning.stages import Partition
 from tests.engine.architectures import CausalLM, build_model, decoder_stack, token_batches

@@ -72,6 +72,32 @@ def test_attribute_of_a_block(num_workers: int, server: str) -> None:
     assert not differences(module, result, plain, tolerance=1e-6)
 
 
+class PenalisedInBetween(Penalised):
+    """Adds every block's penalty as soon as the block has run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        del batch_idx
+        x, y = batch
+        loss = torch.zeros((), device=x.device)
+        for layer in self.layers:
+            x = layer(x)
+            assert isinstance(layer, Leaving)
+            loss = loss + layer.penalty
+        total: Tensor = functional.mse_loss(x, torch.zeros_like(x)) + loss * y.mean()
+        return total
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_side_output_that_is_used_between_the_blocks(num_workers: int, server: str) -> None:
+    module = PenalisedInBetween()
+    stack, batches = layers_of(module), regression_batches(3)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
+    result = engine_step(module, stack, plan, batches, devices=SERVERS[server](num_workers))
+    assert not differences(module, result, plain, tolerance=1e-6)
+
+
 def test_only_the_users_loss_decides_what_gets_a_gradient() -> None:
     """Detached, or used without gradients, a side output is a value like any other."""
     module = Penalised()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -128,9 +128,11 @@ def test_an_error_wins_over_the_wait_for_another_thread() -> None:
     module = Regressor()
     stack = layers_of(module)
 
+    release = threading.Event()
+
     def step(view: Any, batch: Any, index: int) -> Any:
         if index == 1:
-            time.sleep(3)
+            release.wait(20)
         if index == 0:
             raise OverflowError("the cause")
         return view.training_step(batch, 0)
@@ -142,4 +144,4 @@ def test_an_error_wins_over_the_wait_for_another_thread() -> None:
         pytest.raises(OverflowError, match="the cause"),
     ):
         mean_step(engine, regression_batches(2), call=step)
-    time.sleep(3)  # the other thread comes to its end by itself
+    release.set()  # the other thread comes to its end by itself

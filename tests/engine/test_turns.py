@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -169,11 +168,15 @@ def test_a_waiter_waits_until_the_worker_is_free() -> None:
     assert not entered.wait(0.1)
     assert turns.running() == (first,)
     assert ">F0.0<" in turns.report(plan)
-    assert "worker 1: 0 of 4 done, then F1.0" in turns.report(plan)
+    assert "worker 0: 0 of 6 done, runs F0.0 for 0." in turns.report(plan)
+    assert "worker 1: 0 of 4 done, waits to begin F1.0 for F0.0 (worker 0, running)" in (
+        turns.report(plan)
+    )
     turns.end(first)
     assert entered.wait(10)
     thread.join()
-    assert "worker 0: 1 of 6 done, then >F0.1<" in turns.report(plan)
+    assert "worker 0: 1 of 6 done, runs F0.1" in turns.report(plan)
+    assert "worker 1: 0 of 4 done, may begin F1.0" in turns.report(plan)
 
 
 def test_a_begin_after_an_abort_raises_at_once() -> None:
@@ -182,10 +185,8 @@ def test_a_begin_after_an_abort_raises_at_once() -> None:
     turns.abort()
     for path in graph.paths:
         for action in path:
-            started = time.monotonic()
             with pytest.raises(StepAborted):
-                turns.begin(action)
-            assert time.monotonic() - started < 1
+                turns.begin(action)  # one that waited would wait for ever
 
 
 def test_aborted_is_no_exception_that_user_code_swallows() -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from roundpipe_lightning.engine.compiled import BlockCompiler
 from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.engine import Engine, StepResult
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.result import StepResult
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.plan import Plan
@@ -191,6 +193,7 @@ def engine_of(
     *,
     devices: Sequence[Device] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    compiler: BlockCompiler | None = None,
 ) -> Engine:
     """Return an engine; on the processor where no devices are given."""
     return Engine(
@@ -199,6 +202,7 @@ def engine_of(
         devices=cpu_workers(plan.num_workers) if devices is None else devices,
         plan=plan,
         timeout_seconds=timeout_seconds,
+        compiler=compiler,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,6 +62,33 @@ def test_the_number_of_workers_changes_nothing() -> None:
     ]
     for other in results[1:]:
         assert all(torch.equal(other.gradients[p], g) for p, g in results[0].gradients.items())
+
+
+@pytest.mark.parametrize("resident", [(), ((0, 2), (1,))])
+def test_slots_and_blocks_that_stay_change_no_bit(resident: tuple[tuple[int, ...], ...]) -> None:
+    module = Regressor(4)
+    stack, batches = layers_of(module), regression_batches(4)
+    plan = plan_of(stack, num_workers=2, num_microbatches=4)
+    other = replace(plan, weight_slots=3 - plan.weight_slots, resident=resident)
+    results = []
+    for each in (plan, other):
+        with engine_of(module, stack, each, devices=workers_on_one_gpu(2)) as engine:
+            results += [mean_step(engine, batches) for _ in range(3)]
+    for result in results[1:]:
+        assert all(torch.equal(result.gradients[p], g) for p, g in results[0].gradients.items())
+
+
+def test_host_memory_is_page_locked_and_given_back() -> None:
+    module = Regressor(4)
+    stack, batches = layers_of(module), regression_batches(4)
+    plan, devices = plan_of(stack, num_workers=2, num_microbatches=4), workers_on_one_gpu(2)
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        for _ in range(3):
+            mean_step(engine, batches)
+        locked = sum(device.page_locked_bytes for device in devices)
+        assert locked - engine.staging_bytes == pytest.approx(size, rel=0.03, abs=5 * 64 * 4)
+    assert sum(device.page_locked_bytes for device in devices) == 0
 
 
 def test_device_memory_is_given_back_after_a_step() -> None:

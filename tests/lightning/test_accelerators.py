@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import DeviceStatsMonitor
 
 from roundpipe_lightning.engine.device import AcceleratorDevice
 from roundpipe_lightning.precision import RoundPipePrecision
@@ -65,3 +67,28 @@ def test_cpu_has_as_many_workers_as_devices_are_asked_for(tmp_path: Path) -> Non
     auto = RoundPipeStrategy()
     make_trainer(tmp_path, strategy=auto, accelerator="cpu", devices="auto")
     assert auto.num_workers == 1
+
+
+def test_figures_of_the_host_are_those_of_the_workers(
+    tmp_path: Path, two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeviceStatsMonitor asks for those of the root device, which is the host here."""
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"used": 10 + device.index})
+    strategy = RoundPipeStrategy(workers_per_device=2)
+    trainer = make_trainer(tmp_path, strategy=strategy, accelerator="gpu", devices=2)
+    accelerator = trainer.accelerator
+    assert isinstance(accelerator, CUDAAccelerator)
+    figures = accelerator.get_device_stats(strategy.root_device)
+    assert figures == {"cuda:0.used": 10, "cuda:1.used": 11}
+    assert accelerator.get_device_stats(torch.device("cuda", 1)) == {"used": 11}
+    monitor = DeviceStatsMonitor()
+    logged: dict[str, float] = {}
+    logger: Any = SimpleNamespace(group_separator="/", log_metrics=lambda m, **_: logged.update(m))
+    trainer._loggers = [logger]
+    monitor._get_and_log_device_stats(trainer, "on_train_batch_end")
+    assert [name.rpartition("/")[2] for name in logged] == list(figures)
+
+
+def test_figures_on_cpu_workers_are_lightnings_own(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, strategy="roundpipe")
+    assert type(trainer.accelerator) is CPUAccelerator

@@ -26,13 +26,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter"),
 ]
 
-NUM_TOKENS = 8
+NUM_TOKENS = 5
 """New tokens: more than the window of those that have one."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20},
-    "beams": {"do_sample": False, "num_beams": 3},
+    "beams": {"do_sample": False, "num_beams": 2},
     "static": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
 }
 
@@ -84,7 +84,7 @@ def prompts() -> DataLoader[Any]:
 
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 4},
     "mamba": {"state_size": 4},
 }
 

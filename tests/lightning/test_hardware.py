@@ -7,11 +7,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning._lightning import machine as machines
 from roundpipe_lightning._lightning import session
+from roundpipe_lightning.engine.probe import available_bytes
 from roundpipe_lightning.errors import ConfigurationError, FitError
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
@@ -21,6 +23,7 @@ from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regres
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
+GIB = 2**30
 BLOCK_BYTES = 4 * (2 * 8 + 8 * 16 + 16 + 16 * 8 + 8)
 
 
@@ -48,10 +51,52 @@ def test_the_plan_is_for_the_machine_that_is_named(tmp_path: Path) -> None:
     assert max(small.partition.backward) < max(roomy.partition.backward)
 
 
+def test_weights_come_ahead_and_stay_where_there_is_room(tmp_path: Path) -> None:
+    full = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full"))
+    assert full.weight_slots == 2
+    assert any(full.resident)
+    hints = {"weight_slots": 1, "resident": 0}
+    hinted = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full", hints=hints))
+    assert (hinted.weight_slots, hinted.resident) == (1, ())
+    blind = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full", trial_run=False))
+    assert (blind.weight_slots, blind.resident) == (2, ())
+
+
+class Accelerator:
+    """What a device's module of PyTorch says of its memory, in GiB."""
+
+    def __init__(self, *, free: float, reserved: float = 0.0, allocated: float = 0.0) -> None:
+        self.mem_get_info = lambda _: (free * GIB, 24 * GIB)
+        self.memory_reserved = lambda _: reserved * GIB
+        self.memory_allocated = lambda _: allocated * GIB
+        self.get_per_process_memory_fraction = lambda _: 1.0
+
+
+@pytest.mark.parametrize(
+    ("memory", "share", "there"),
+    [
+        (Accelerator(free=23.5), 1.0, 24.0),  # the runtime's own, which plans count
+        (Accelerator(free=15.5, reserved=8.0), 1.0, 24.0),  # the allocator's, unused
+        (Accelerator(free=15.5, reserved=8.0, allocated=6.0), 1.0, 18.0),
+        (Accelerator(free=14.0), 1.0, 14.0),  # another process's
+        (Accelerator(free=23.5), 0.5, 12.0),
+        (Accelerator(free=4.0), 0.5, 4.0),
+    ],
+)
+def test_a_plan_may_take_what_nobody_uses(
+    monkeypatch: pytest.MonkeyPatch, memory: Accelerator, share: float, there: float
+) -> None:
+    memory.get_per_process_memory_fraction = lambda _: share
+    monkeypatch.setattr(torch, "get_device_module", lambda _: memory)
+    found = available_bytes(torch.device("cuda", 0))
+    assert found == pytest.approx(0.96 * there * GIB)
+
+
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     small = machine(device_bytes=RESERVED_BYTES + 2 * BLOCK_BYTES)
     with mock.patch.object(session, "Engine") as engine:
-        with pytest.raises(FitError, match=r"GiB of device memory are missing.*roundpipe-plan"):
+        lack = r"GiB of device memory are missing.*Not even a stage of layers\.\d alone fits\."
+        with pytest.raises(FitError, match=lack):
             fit(tmp_path, hardware=small)
         with pytest.raises(FitError, match=r"optimizer state does not fit .*GiB of host memory"):
             fit(tmp_path, hardware=machine(host_bytes=BLOCK_BYTES))

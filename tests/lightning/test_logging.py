@@ -14,15 +14,12 @@ from torch.nn import functional
 from torchmetrics import (
     MeanAbsoluteError,
     MeanSquaredError,
-    Metric,
     MetricCollection,
     PearsonCorrCoef,
 )
 from torchmetrics.aggregation import CatMetric
-from torchmetrics.wrappers import MinMaxMetric
 
 from roundpipe_lightning._lightning.logs import LogRecorder, replay_logs, weighted_mean
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
@@ -130,60 +127,6 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
     for expected, output in zip(one.outputs, many.outputs, strict=True):
         torch.testing.assert_close(output["loss"], expected["loss"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(output["prediction"], expected["prediction"])
-
-
-class _WithMetric(Regressor):
-    def __init__(self, metric: Metric) -> None:
-        super().__init__()
-        self.metric = metric
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        prediction = self(batch[0])
-        self.metric.update(prediction.flatten(), batch[1].flatten())
-        return functional.mse_loss(prediction, batch[1])
-
-
-class _MeanState(Metric):
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
-
-    def update(self, prediction: Tensor, target: Tensor) -> None:
-        self.value = (prediction - target).mean()
-
-    def compute(self) -> Tensor:
-        return torch.as_tensor(self.value)
-
-
-@pytest.mark.parametrize(
-    ("metric", "reason"),
-    [
-        (PearsonCorrCoef, "full_state_update=True"),
-        (_MeanState, "its state 'value' is reduced by dim_zero_mean"),
-        (lambda: MinMaxMetric(MeanSquaredError()), "full_state_update=True"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_metrics_that_cannot_be_merged_are_refused_with_the_reason(
-    tmp_path: Path, metric: Any, reason: str
-) -> None:
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(), max_epochs=1)
-    with pytest.raises(ConfigurationError, match=reason) as error:
-        trainer.fit(_WithMetric(metric()), regression_data())
-    assert "'metric'" in str(error.value)
-    assert "num_microbatches=1" in str(error.value)
-
-
-def test_metrics_that_cannot_be_merged_work_with_one_microbatch(tmp_path: Path) -> None:
-    values = []
-    for strategy in ("auto", RoundPipeStrategy(num_microbatches=1)):
-        torch.manual_seed(3)
-        module = _WithMetric(PearsonCorrCoef())
-        make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(module, regression_data())
-        values.append(module.metric.compute())
-    assert torch.equal(values[1], values[0])
 
 
 def test_metric_that_is_never_updated_in_training_is_left_alone(tmp_path: Path) -> None:

@@ -163,6 +163,73 @@ def test_loss_scaling_skips_the_steps_that_lightnings_plugin_skips(
     assert 3 in skipped[0]
 
 
+class _ByHand(Regressor):
+    """Overflows in its third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = functional.mse_loss(self(x), y)
+        return loss * 1e8 if batch_idx == 2 else loss
+
+
+def _plain_loop(
+    module: _ByHand, scaler: torch.amp.GradScaler, *, accumulate: int, num_epochs: int
+) -> tuple[list[float], list[Tensor]]:
+    """PyTorch's own recipe for float16, on the CPU."""
+    scales, parameters = [], []
+    optimizer = module.configure_optimizers()
+    for _ in range(num_epochs):
+        for index, batch in enumerate(regression_data(48)):
+            with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+                loss = module.training_step(batch, index)
+            if index % accumulate == 0:
+                optimizer.zero_grad()
+            scaler.scale(loss / accumulate).backward()
+            if index % accumulate == accumulate - 1:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+            scales.append(scaler.get_scale())
+            parameters.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    return scales, parameters
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_loss_scaling_is_a_plain_loop_with_a_scaler_to_the_bit(
+    tmp_path: Path, accumulate: int
+) -> None:
+    def scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device="cpu", init_scale=2.0**12, growth_interval=2)
+
+    torch.manual_seed(3)
+    plain = _ByHand()
+    torch.manual_seed(3)
+    module, seen = _ByHand(), _Scales()
+    scales, parameters = _plain_loop(plain, scaler(), accumulate=accumulate, num_epochs=2)
+    trainer = make_trainer(
+        tmp_path,
+        strategy=RoundPipeStrategy(num_microbatches=1),
+        plugins=[RoundPipePrecision("16-mixed", scaler=scaler())],
+        callbacks=[seen],
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+    )
+    trainer.fit(module, regression_data(48))
+    assert seen.scales == scales
+    assert len(set(scales)) > 1
+    for ours, expected in zip(seen.parameters, parameters, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_lightning_says_that_it_replaces_float16_on_the_cpu(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+        make_trainer(tmp_path, strategy="roundpipe", precision="16-mixed")
+    kept = make_trainer(tmp_path, strategy="roundpipe", plugins=[RoundPipePrecision("16-mixed")])
+    assert kept.precision == "16-mixed"
+
+
 def test_scaler_given_with_lightnings_plugin_keeps_its_settings(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0, growth_interval=7)
     trainer = make_trainer(

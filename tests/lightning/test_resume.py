@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import ConcatDataset, DataLoader
 
 from roundpipe_lightning._lightning.random_state import random_state, set_random_state
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
@@ -123,7 +123,7 @@ def test_checkpoint_of_a_newer_version(tmp_path: Path) -> None:
     checkpoint = torch.load(path)
     checkpoint["roundpipe"]["format_version"] = 99
     torch.save(checkpoint, path)
-    with pytest.raises(ConfigurationError, match="format_version=99"):
+    with pytest.raises(CheckpointError, match="format_version=99"):
         _fit(tmp_path, seed=1, num_epochs=2, path=path)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
@@ -37,7 +39,7 @@ def test_files_and_shares(tmp_path: Path) -> None:
         "timeline.svg",
     ]
     # The last batch of each epoch of four has three samples, so runs on another plan.
-    assert list(callback.measured) == [4, 5, 6, 18]
+    assert list(callback.measured) == [4, 5, 6, 10]
     assert callback.predicted is not None
     assert callback.predicted_idle_share is not None
     assert callback.measured_idle_share is not None
@@ -49,10 +51,13 @@ def test_files_and_shares(tmp_path: Path) -> None:
         assert {entry.action for entry in timeline.entries} == planned
     trace = json.loads((tmp_path / "out" / "timeline.json").read_text())
     processes = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
-    assert processes == ["predicted", *(f"measured, batch {number}" for number in (4, 5, 6, 18))]
+    assert processes == ["predicted", *(f"measured, batch {number}" for number in (4, 5, 6, 10))]
     drawing = (tmp_path / "out" / "timeline.svg").read_text()
     assert drawing.index("predicted:") < drawing.index("measured, batch")
     assert drawing.count(">worker 0<") == drawing.count(">worker 1<") == 2
+    notes = [e.text for e in ET.fromstring(drawing).iter() if e.attrib.get("class") == "n"]
+    assert 1 <= len(notes) <= 2, "the parts of the idle share, where there are any"
+    assert all(note and re.match(r"(\w+ \d+\.\d%(, )?)+$", note) for note in notes)
 
 
 def test_prediction_has_the_measured_durations(tmp_path: Path) -> None:

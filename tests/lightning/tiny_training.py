@@ -157,7 +157,7 @@ def make_trainer(folder: Path, **flags: Any) -> Trainer:
         "enable_model_summary": False,
         "default_root_dir": folder,
         "log_every_n_steps": 1,
-        "max_epochs": 5,
+        "max_epochs": 3,
     }
     return Trainer(**{**defaults, **flags})
 

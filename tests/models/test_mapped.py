@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from peft import LoraConfig
+from torch import nn
 
 from benchmarks.checkpoint_loading import REPOSITORY, write_checkpoint
 from roundpipe_lightning.engine.mapped import MappedParameter, is_mapped
@@ -33,33 +33,17 @@ from tests.engine.tiny import (
     plan_of,
     stack_of,
 )
+from tests.models.adapted import Adapted
 from tests.models.test_load import EXPERTS, change, save, source
 from tests.modules.architectures import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
-class Adapted(nn.Module):
-    """The user's module: adapters on a published model."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        base = source(folder, **options).build()
-        self.model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-
-    @property
-    def blocks(self) -> tuple[nn.Module, ...]:
-        base: Any = self.model.get_base_model()
-        return tuple(base.model.layers)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
-        return loss
+def adapted(folder: Path, **options: Any) -> Adapted:
+    """Adapters on a published model."""
+    base = source(folder, **options).build()
+    return Adapted(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
 
 
 def test_parameters_are_views_of_the_files(tmp_path: Path) -> None:
@@ -81,12 +65,12 @@ def test_parameters_are_views_of_the_files(tmp_path: Path) -> None:
 
 def test_adapters_train_as_on_weights_in_memory(tmp_path: Path) -> None:
     save(tmp_path, TINY, max_shard_size="10KB")
-    plain_module = Adapted(tmp_path)
+    plain_module = adapted(tmp_path)
     batches = token_batches(4)
     plain = plain_step(plain_module, batches)
     files = {file: file.read_bytes() for file in tmp_path.glob("*.safetensors")}
     for devices in (cpu_workers(2), emulated_workers(2)):
-        module = Adapted(tmp_path, frozen_weights="mmap")
+        module = adapted(tmp_path, frozen_weights="mmap")
         assert len(mapped_parameters(module)) == 25
         stack = stack_of(module.blocks)
         plan = plan_of(stack, num_workers=2, num_microbatches=4)
@@ -142,11 +126,11 @@ def test_a_parameter_that_is_trained_after_all_is_an_ordinary_one(tmp_path: Path
 
 def test_checkpoints_leave_the_base_out(tmp_path: Path) -> None:
     save(tmp_path, TINY)
-    module = Adapted(tmp_path, frozen_weights="mmap")
+    module = adapted(tmp_path, frozen_weights="mmap")
     state = copy.deepcopy(module.state_dict())
     assert len(state) == 8
     assert all("lora_" in name for name in state)
-    fresh = Adapted(tmp_path, frozen_weights="mmap")
+    fresh = adapted(tmp_path, frozen_weights="mmap")
     with torch.no_grad():
         for parameter in fresh.parameters():
             if parameter.requires_grad:
@@ -159,8 +143,8 @@ def test_checkpoints_leave_the_base_out(tmp_path: Path) -> None:
 
 def test_a_checkpoint_with_the_base_must_agree(tmp_path: Path) -> None:
     save(tmp_path, TINY)
-    whole = Adapted(tmp_path).state_dict()
-    module = Adapted(tmp_path, frozen_weights="mmap")
+    whole = adapted(tmp_path).state_dict()
+    module = adapted(tmp_path, frozen_weights="mmap")
     module.load_state_dict(whole)
     name = "model.base_model.model.model.norm.weight"
     whole[name] = whole[name] + 1
@@ -229,13 +213,13 @@ def test_training_takes_no_memory_for_the_base(tmp_path: Path) -> None:
         from pathlib import Path
         import torch
         from benchmarks.checkpoint_loading import resident_bytes
-        from tests.models.test_mapped import Adapted
+        from tests.models.test_mapped import adapted
         from tests.engine.tiny import emulated_workers, engine_of, mean_step, plan_of, stack_of
         from tests.engine.architectures import token_batches
 
         torch.set_num_threads(1)
         before = resident_bytes("RssAnon")
-        module = Adapted(Path(sys.argv[1]), frozen_weights="mmap")
+        module = adapted(Path(sys.argv[1]), frozen_weights="mmap")
         total = sum(parameter.nbytes for parameter in module.parameters())
         stack = stack_of(module.blocks)
         plan = plan_of(stack, num_workers=2, num_microbatches=2)

@@ -10,7 +10,7 @@ from typing import Any
 import bitsandbytes.functional
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -32,34 +32,17 @@ from tests.engine.tiny import (
     plan_of,
     stack_of,
 )
+from tests.models.adapted import Adapted
 from tests.models.test_load import save, source
 from tests.modules.architectures import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
-class Adapted(nn.Module):
-    """The user's module: adapters on a quantised model."""
-
-    def __init__(self, bits: int, *, dtype: str = "float32", **options: Any) -> None:
-        super().__init__()
-        base = ModelSource(architecture=TINY, frozen_bits=bits, dtype=dtype).build()
-        config = LoraConfig(r=2, target_modules="all-linear", **options)
-        torch.manual_seed(5)
-        self.model = get_peft_model(base, config)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-
-    @property
-    def blocks(self) -> tuple[nn.Module, ...]:
-        base: Any = self.model.get_base_model()
-        return tuple(base.model.layers)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
-        return loss
+def adapted(bits: int, **options: Any) -> Adapted:
+    """Adapters on a quantised model."""
+    base = ModelSource(architecture=TINY, frozen_bits=bits).build()
+    return Adapted(base, LoraConfig(r=2, target_modules="all-linear", **options))
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
@@ -120,7 +103,7 @@ def test_the_store_shrinks_with_the_bits(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_adapters_train_as_in_plain_pytorch(bits: int, options: dict[str, Any]) -> None:
-    module, batches = Adapted(bits, **options), token_batches(4)
+    module, batches = adapted(bits, **options), token_batches(4)
     plain = plain_step(module, batches)
     frozen = {n: p.clone() for n, p in module.named_parameters() if not p.requires_grad}
     stack = stack_of(module.blocks)
@@ -166,7 +149,7 @@ def test_a_pickle_of_tensors_is_quantised_too(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_comes_back() -> None:
-    first, second = Adapted(4), Adapted(4)
+    first, second = adapted(4), adapted(4)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.zero_()
@@ -186,7 +169,7 @@ def test_a_dequantised_layer_is_an_ordinary_one() -> None:
 
 
 def test_exports_are_dequantised(tmp_path: Path) -> None:
-    module = Adapted(4)
+    module = adapted(4)
     ids = torch.arange(9)[None]
     expected = module.eval().model(input_ids=ids).logits
     export_pretrained(module.model, tmp_path / "merged", options=ExportOptions(merge=True))

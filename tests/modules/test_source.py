@@ -1,8 +1,5 @@
 """Models from an architecture, a folder, and a hub that cannot be reached."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +79,15 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         source.build()
 
 
-def test_a_hub_that_cannot_be_reached_is_named_with_the_remedies(tmp_path: Path) -> None:
-    script = (
-        "from roundpipe_lightning.errors import ModelSourceError\n"
-        "from roundpipe_lightning.modules import ModelSource\n"
-        "source = ModelSource(architecture={}, hub_name='Qwen/Qwen3-0.6B', weights='pretrained')\n"
-        "try:\n"
-        "    source.build()\n"
-        "except ModelSourceError as error:\n"
-        "    print(error)\n"
-    )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    for wanted in ("'Qwen/Qwen3-0.6B'", "local folder", "model.weights=random", "HF_HOME"):
-        assert wanted in done.stdout
+def test_a_hub_that_cannot_be_reached_is_named_with_the_remedies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    source = ModelSource(architecture={}, hub_name="nobody/no-such-model", weights="pretrained")
+    with pytest.raises(ModelSourceError) as raised:
+        source.build()
+    for wanted in ("'nobody/no-such-model'", "local folder", "model.weights=random", "HF_HOME"):
+        assert wanted in str(raised.value)
 
 
 @pytest.mark.parametrize(

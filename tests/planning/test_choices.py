@@ -84,6 +84,22 @@ def test_attention_is_kept_where_that_is_allowed_and_pays() -> None:
     assert plan_training(profile, hardware=slow, request=allowed).plan.recompute is FULL
 
 
+def test_attention_is_kept_by_default_where_it_takes_enough_of_a_step() -> None:
+    hardware = room(2, 100)
+    limits = StageLimits(forward=4, fused=1, backward=2)
+    for seconds, policy in ((0.5, SELECTIVE), (0.07, FULL)):
+        profile = model(attention_seconds=seconds, attention_bytes=5)
+        planned = plan_training(profile, hardware=hardware, request=request(limits=limits))
+        assert planned.plan.recompute is policy
+    never = plan_training(
+        model(attention_seconds=0.5, attention_bytes=5),
+        hardware=hardware,
+        request=request(limits=limits),
+        admits=lambda layout: layout.recompute is not SELECTIVE,  # the host is too small
+    )
+    assert never.plan.recompute is FULL
+
+
 def test_recompute_none_needs_the_memory() -> None:
     asked = request(recompute=(NONE,))
     with pytest.raises(FitError, match=r"recompute=none needs all 8 blocks on one device at once"):
@@ -226,6 +242,42 @@ def sized_profiles(draw: st.DrawFn) -> ModelProfile:
         fingerprint="random",
         cuts=tuple(sorted(cut for cut in cuts if cut < num_blocks)),
     )
+
+
+@settings(max_examples=25)
+@given(
+    sized_profiles(),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 4),
+    st.sampled_from([100, 300, 10**6]),
+    st.sampled_from([5.0, 1e12]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(0, 20),
+)
+def test_the_choice_is_never_slower_than_a_full_recompute_and_fits(
+    profile: ModelProfile,
+    devices: int,
+    microbatches: int,
+    device_bytes: int,
+    link: float,
+    attention: float,
+    size: int,
+) -> None:
+    blocks = tuple(
+        replace(block, attention_seconds=attention * block.forward_seconds, attention_bytes=size)
+        for block in profile.blocks
+    )
+    profile = replace(profile, blocks=blocks)
+    hardware = room(devices, device_bytes, link=link, host=4 * link)
+    try:
+        full = plan_training(
+            profile, hardware=hardware, request=request(microbatches, recompute=(FULL,))
+        )
+    except FitError:
+        return
+    chosen = plan_training(profile, hardware=hardware, request=request(microbatches))
+    assert chosen.timeline.makespan_seconds <= full.timeline.makespan_seconds * (1 + 1e-9)
+    assert Footprint(profile, hardware=hardware).fits(PipelineLayout.of(chosen.plan))
 
 
 @settings(max_examples=40)

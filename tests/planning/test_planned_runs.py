@@ -1,9 +1,11 @@
-"""Whatever the planner chooses, the engine computes the same gradients with it."""
+"""Whatever the planner chooses, the engine computes the same gradients with it, anywhere."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from roundpipe_lightning.planning.footprint import RESERVED_BYTES
 from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
@@ -11,8 +13,10 @@ from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.search import Effort
 from tests.engine.tiny import (
+    WIDTH,
     Regressor,
     differences,
+    emulated_workers,
     engine_step,
     layers_of,
     plain_step,
@@ -22,10 +26,24 @@ from tests.planning.machines import machine
 
 NUM_BLOCKS = 6
 
+
+class Attention(nn.Module):
+    """Attends over the samples of its microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(1, len(x), 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
 _seconds = st.floats(min_value=0.01, max_value=5.0, allow_nan=False)
 
 
-@settings(max_examples=20)
+@settings(max_examples=24)
 @given(
     st.lists(st.tuples(_seconds, _seconds), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
     st.integers(1, 4),
@@ -33,7 +51,8 @@ _seconds = st.floats(min_value=0.01, max_value=5.0, allow_nan=False)
     st.integers(1, 2),
     st.sampled_from([1e30, 30.0]),
     st.sampled_from([500, 5000]),
-    st.sampled_from([None, (RecomputePolicy.FULL,), (RecomputePolicy.NONE,)]),
+    st.sampled_from([None, *((policy,) for policy in RecomputePolicy)]),
+    st.booleans(),
 )
 def test_the_engine_runs_random_plans_with_unchanged_results(
     durations: list[tuple[float, float]],
@@ -43,9 +62,10 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
     link: float,
     room: int,
     recompute: tuple[RecomputePolicy, ...] | None,
+    emulated: bool,
 ) -> None:
-    """Plans with one or two slots for weights, with blocks that stay, and without recompute."""
-    module = Regressor(NUM_BLOCKS)
+    """One or two slots for weights, blocks that stay, teams, rounds, and every recompute."""
+    module = Regressor(NUM_BLOCKS, make_block=Attention)
     stack = layers_of(module)
     blocks = tuple(
         BlockProfile(
@@ -55,6 +75,8 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
             parameter_bytes=100,
             trainable_bytes=100,
             activation_bytes=60,
+            attention_seconds=forward / 2,
+            attention_bytes=10,
         )
         for name, (forward, backward) in zip(stack.names, durations, strict=True)
     )
@@ -68,11 +90,12 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
         request=PlanningRequest(
             num_microbatches=num_microbatches,
             num_batches=num_batches,
-            recompute=recompute or (RecomputePolicy.FULL, RecomputePolicy.NONE),
+            recompute=recompute or tuple(RecomputePolicy),
             effort=Effort(num_actions=20_000, num_children=16, num_parents=6),
         ),
     )
     batches = regression_batches(num_microbatches * num_batches)
     plain = plain_step(module, batches)
-    result = engine_step(module, stack, planned.plan, batches)
+    devices = emulated_workers(num_workers) if emulated else None
+    result = engine_step(module, stack, planned.plan, batches, devices=devices)
     assert not differences(module, result, plain)

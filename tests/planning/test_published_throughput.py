@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import published_throughput
+from tests.programs import run_program
+
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def result() -> Any:
-    script = REPOSITORY / "benchmarks" / "published_throughput.py"
-    process = subprocess.run(
-        [sys.executable, str(script), "--output", "json"],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("published")
+    process = run_program(published_throughput.main, folder, "--output", "json")
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 
@@ -45,7 +40,7 @@ def test_slower_uploads_never_help(result: Any) -> None:
     mapped = [rates[f"memory-mapped, {bits} bits"] for bits in (16, 8, 4)]
     assert mapped == sorted(mapped)
     for bits in (16, 8, 4):
-        assert rates[f"memory-mapped, {bits} bits"] <= rates[f"page-locked, {bits} bits"]
+        assert rates[f"memory-mapped, {bits} bits"] <= rates[f"page-locked, {bits} bits"] + 1e-6
 
 
 def test_adapters_of_experts_cost_more_than_those_of_attention(result: Any) -> None:

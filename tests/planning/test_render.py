@@ -1,11 +1,10 @@
-"""Drawings of a timeline: text, SVG, trace."""
+"""Drawings of a timeline: text and trace."""
 
 from __future__ import annotations
 
 import json
-from xml.etree import ElementTree as ET
 
-from roundpipe_lightning.planning.render import render_svg, render_text, render_trace
+from roundpipe_lightning.planning.render import render_text, render_trace
 from roundpipe_lightning.planning.schedule import Action
 from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
 
@@ -32,15 +31,6 @@ def test_text_of_nothing() -> None:
     assert render_text(Timeline(num_workers=1, entries=()), width=3) == (
         "worker 0 |...|\n0 s, idle 0.0%\n"
     )
-
-
-def test_svg_has_a_row_per_worker_and_timeline() -> None:
-    root = ET.fromstring(render_svg({"predicted <p>": TIMELINE, "measured": TIMELINE}))
-    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("worker 1") == 2
-    assert "predicted <p>: 8 s, idle 50.0%" in texts
-    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert titles.count("B1.0@0: 1 to 8 s, waiting 3 s") == 2
 
 
 def test_trace_opens_as_trace_events() -> None:

@@ -57,6 +57,26 @@ def test_the_next_weights_come_while_the_present_stage_computes() -> None:
     assert found == {"F0.0": 3.0, "F1.0": 6.0, "X0.0": 7.0, "B1.0": 10.0, "B2.0": 13.0}
 
 
+def test_a_visit_begins_with_its_first_block_and_waits_inside_for_the_others() -> None:
+    model = profile(parameter_bytes=300, trainable_bytes=0, boundary_bytes=0)
+    partition = Partition(forward=(2,), backward=(0, 2))
+    timeline = simulate_transfers(
+        Schedule.from_text("worker 0: F0.0 F0.1 X0.0 B1.0 X0.1 B1.1"),
+        partition=partition,
+        costs=stage_costs(model, partition=partition),
+        profile=model,
+        hardware=machine(1, link=100.0),
+    )
+    entries = {str(entry.action.key): entry for entry in timeline.entries}
+    first, second = entries["F0.0"], entries["F0.1"]
+    # The blocks' weights come at 3 and 6; the second block runs from 6 to 7.
+    assert (first.start_seconds, first.waiting_seconds, first.end_seconds) == (3.0, 2.0, 7.0)
+    assert (second.start_seconds, second.waiting_seconds, second.end_seconds) == (7.0, 0.0, 9.0)
+    # Of the recompute's two seconds the second begins when the last weights have come, at 15.
+    back = entries["B1.0"]
+    assert (back.start_seconds, back.waiting_seconds, back.end_seconds) == (12.0, 2.0, 18.0)
+
+
 def test_gradients_hold_their_slot_until_they_are_downloaded() -> None:
     model = profile(parameter_bytes=0, trainable_bytes=500, boundary_bytes=0)
     partition = Partition(forward=(2,), backward=(0, 1, 1))

@@ -1,0 +1,109 @@
+"""Files and folders that are whole or not there, whatever stops the process that writes them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_MARK = ".tmp"
+
+
+@contextmanager
+def replaced_file(path: Path) -> Generator[IO[bytes], None, None]:
+    """Yield a new file beside `path`; put it in `path`'s place, or remove it after an error.
+
+    Args:
+        path: A file, or a folder that is replaced by one.
+    """
+    _remove_remains(path)
+    temporary = _beside(path)
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_dir() and not path.is_symlink():
+            with _moved_aside(path):
+                temporary.replace(path)
+        else:
+            temporary.replace(path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Generator[Path, None, None]:
+    """Yield an empty folder beside `path`, which is removed in the end if it is still there."""
+    _remove_remains(path)
+    temporary = _beside(path)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def place_folder(temporary: Path, path: Path) -> None:
+    """Put a complete folder where nothing, or a file, is.
+
+    Between the two renames that replace a *file* by a folder a kill leaves the file under a hidden
+    name beside `path`; any other replacement is one step.
+    """
+    if path.is_symlink() or path.exists():
+        with _moved_aside(path):
+            temporary.rename(path)
+    else:
+        temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename durable (on Windows a folder cannot be opened, and need not be)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _moved_aside(path: Path) -> Iterator[None]:
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    path.rename(aside)
+    try:
+        yield
+    except BaseException:
+        aside.rename(path)
+        raise
+    _remove(aside)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_MARK}")
+
+
+def _remove_remains(path: Path) -> None:
+    """Remove what writers of the same path left behind that were killed."""
+    start, length = f".{path.name}.", len(_beside(path).name)
+    with suppress(FileNotFoundError):
+        for entry in path.parent.iterdir():
+            name = entry.name
+            if name.startswith(start) and name.endswith(_MARK) and len(name) == length:
+                _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

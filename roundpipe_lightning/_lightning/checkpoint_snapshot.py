@@ -1,0 +1,167 @@
+"""A consistent snapshot without a copy: memory is copied only if it changes before it is written.
+
+```
+save ──► writer:   a  b  c  d  e  f  g  h            front to back
+             update is about to begin: ▲  copies h  g  f  from the back, as far as it may
+                                          waits for d, e; then everything may change
+```
+
+The writer begins at the front and the copies at the back, so that what is still to be copied is
+what the writer comes to last. With no room for copies the update waits for the writer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+Storage = torch.UntypedStorage
+
+
+class _Protected:
+    """A storage that is to be written as it is now.
+
+    Attributes:
+        storage: The memory itself, then a copy of it, then None.
+        num_readers: Files that it is still to be written into.
+        is_read: Whether it is being written now.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage: Storage | None = storage
+        self.num_bytes = storage.nbytes()
+        self.num_readers = 0
+        self.is_read = False
+        self.is_copy = False
+
+
+class Snapshots:
+    """Keeps the memory that background writers still need, as it was when they were given it.
+
+    Args:
+        max_copy_bytes: How many bytes of copies may exist at once.
+    """
+
+    def __init__(self, *, max_copy_bytes: int) -> None:
+        self._max_copy_bytes = max_copy_bytes
+        self._changed = threading.Condition()
+        self._present: dict[int, _Protected] = {}
+        self._copied_bytes = 0
+        self.peak_copied_bytes = 0
+        """The most bytes of copies that existed at once."""
+        self.waited_seconds = 0.0
+        """How long `release` has waited for writers."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is protected."""
+        return not self._present
+
+    def protect(self, storages: Iterable[Storage]) -> Snapshot:
+        """Keep memory as it is now for one more file.
+
+        Args:
+            storages: Host memory, which may change only after `release`.
+        """
+        with self._changed:
+            members: dict[int, _Protected] = {}
+            for storage in storages:
+                key = storage._cdata  # noqa: SLF001
+                if key in members:
+                    continue
+                member = self._present.get(key)
+                if member is None or not member.num_readers:
+                    member = self._present[key] = _Protected(storage)
+                member.num_readers += 1
+                members[key] = member
+            return Snapshot(self, members)
+
+    def release(self, *, unchanged: Iterable[Storage] = ()) -> None:
+        """Return when all protected memory may change: it has been written, or copied.
+
+        Args:
+            unchanged: Memory that stays as it is for now, and protected.
+        """
+        kept = {storage._cdata for storage in unchanged}  # noqa: SLF001 - torch's key for a storage
+        with self._changed:
+            members = [member for key, member in self._present.items() if key not in kept]
+            left = self._present.items()
+            self._present = {
+                key: member for key, member in left if key in kept and member.num_readers
+            }
+            for member in reversed(members):
+                self._copy_if_possible(member)
+            began = time.perf_counter()
+            while any(member.num_readers and not member.is_copy for member in members):
+                self._changed.wait()
+            self.waited_seconds += time.perf_counter() - began
+
+    def _copy_if_possible(self, member: _Protected) -> None:
+        if not member.num_readers or member.is_read or member.storage is None:
+            return
+        if self._copied_bytes + member.num_bytes > self._max_copy_bytes:
+            return
+        live, member.is_read = member.storage, True  # the writer waits for this one alone
+        self._changed.release()
+        try:
+            copy = live.clone()
+        finally:
+            self._changed.acquire()
+            member.is_read = False
+            self._changed.notify_all()
+        member.storage, member.is_copy = copy, True
+        self._copied_bytes += member.num_bytes
+        self.peak_copied_bytes = max(self.peak_copied_bytes, self._copied_bytes)
+
+    @contextmanager
+    def _reading(self, member: _Protected) -> Iterator[Storage]:
+        """Give the memory, live or copied, to one writer."""
+        with self._changed:
+            while member.is_read:
+                self._changed.wait()
+            member.is_read = True
+            storage = member.storage
+        assert storage is not None
+        try:
+            yield storage
+        finally:
+            with self._changed:
+                member.is_read = False
+                self._done(member)
+
+    def _done(self, member: _Protected) -> None:
+        member.num_readers -= 1
+        if not member.num_readers:
+            member.storage = None
+            if member.is_copy:
+                self._copied_bytes -= member.num_bytes
+        self._changed.notify_all()
+
+
+class Snapshot:
+    """The memory of one file."""
+
+    def __init__(self, owner: Snapshots, members: dict[int, _Protected]) -> None:
+        self._owner = owner
+        self._members = members
+
+    @contextmanager
+    def take(self, storage: Storage) -> Iterator[Storage]:
+        """Give the memory to write for `storage`; once for every storage."""
+        member = self._members.pop(storage._cdata, None)  # noqa: SLF001
+        if member is None:
+            yield storage
+            return
+        with self._owner._reading(member) as memory:  # noqa: SLF001 - its own part
+            yield memory
+
+    def abandon(self) -> None:
+        """Let go of what was not taken."""
+        with self._owner._changed:  # noqa: SLF001
+            for member in self._members.values():
+                self._owner._done(member)  # noqa: SLF001
+            self._members.clear()

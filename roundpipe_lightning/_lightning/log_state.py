@@ -1,0 +1,201 @@
+"""What was logged so far in an epoch: means that are not finished yet, and the latest values.
+
+Lightning keeps it out of checkpoints, so that an epoch's mean over a resumed run is a mean over
+its rest, and what watches a metric (a scheduler, early stopping) finds none.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultMetric,
+    _Sync,
+)
+from torch import Tensor
+from torchmetrics import Metric
+
+_LATEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_PLAIN = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+def log_state(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """Return what training has logged so far.
+
+    Args:
+        trainer: A trainer that fits a module.
+        metrics: What `metrics_of` returned for the module.
+
+    Returns:
+        Tensors, numbers and names.
+    """
+    connector = trainer._logger_connector  # noqa: SLF001 - Lightning has no other name for it
+    results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
+    if trainer.training and results:  # these properties merge what was logged just now
+        _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
+    latest = {name: _clone(dict(getattr(connector, name))) for name in _LATEST}
+    return {
+        "latest": latest,
+        "results": {
+            key: _result_state(result, _changing(result)) for key, result in results.items()
+        },
+        "metrics": _metric_states(trainer, metrics),
+    }
+
+
+class LogSnapshot:
+    """What training has logged so far, cheap enough for every batch.
+
+    What Lightning has logged as tensors is held by reference, because it replaces tensors and
+    changes none. Metric objects may change theirs, so all that may be one of those is copied.
+
+    Args:
+        trainer: A trainer that fits a module.
+        metrics: What `metrics_of` returned for the module.
+    """
+
+    def __init__(self, trainer: Trainer, metrics: Mapping[str, Metric]) -> None:
+        connector = trainer._logger_connector  # noqa: SLF001
+        loop = trainer.fit_loop.epoch_loop
+        results = loop._results  # noqa: SLF001
+        held = [*results.values(), *loop.val_loop._results.values()]  # noqa: SLF001
+        copy = dict if all(result.is_tensor for result in held) else _clone
+        self._latest = {name: copy(getattr(connector, name)) for name in _LATEST}
+        self._results = [(key, result, _changing(result)) for key, result in results.items()]
+        self._metrics = _metric_states(trainer, metrics)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `log_state` would have returned then."""
+        results = {key: _result_state(result, then) for key, result, then in self._results}
+        return {"latest": _clone(self._latest), "results": results, "metrics": self._metrics}
+
+
+def set_log_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Restore what `log_state` returned."""
+    connector = trainer._logger_connector  # noqa: SLF001
+    for name in _LATEST:
+        setattr(connector, name, _clone(state["latest"][name]))
+    connector._first_loop_iter = _first_loop_iter(trainer)  # noqa: SLF001
+    metrics = metrics_of(trainer.lightning_module)
+    results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
+    for key, saved in state["results"].items():
+        result = _result(saved, trainer, metrics)
+        if result is not None:
+            results[key] = result
+    _set_metric_states(metrics, state["metrics"])
+
+
+def _first_loop_iter(trainer: Trainer) -> bool | None:
+    """What Lightning has there after so many batches of an epoch; on None and True it resets."""
+    num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    return num_batches == 1 if num_batches and trainer.fit_loop.restarting else None
+
+
+def _changing(result: _ResultMetric) -> dict[str, Any]:
+    """Return what a batch changes of a result."""
+    cache = result._forward_cache  # noqa: SLF001
+    names = result._defaults if result.is_tensor else ()  # noqa: SLF001
+    return {
+        "has_reset": result.has_reset,
+        "update_count": result._update_count,  # noqa: SLF001
+        "forward_cache": cache if result.is_tensor else _clone(cache),
+        "values": {name: getattr(result, name) for name in names},
+    }
+
+
+def _result_state(result: _ResultMetric, changing: Mapping[str, Any]) -> dict[str, Any]:
+    meta = result.meta
+    module = (
+        "torch" if getattr(torch, meta.reduce_fx.__name__, None) is meta.reduce_fx else "python"
+    )
+    cache = changing["forward_cache"]
+    return {
+        "meta": {name: getattr(meta, name) for name in _PLAIN},
+        "reduce_fx": [module, meta.reduce_fx.__name__],
+        "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+        "is_tensor": result.is_tensor,
+        **_clone(changing),
+        "forward_cache": _clone(cache) if isinstance(cache, Tensor) else None,
+    }
+
+
+def _result(
+    state: Mapping[str, Any], trainer: Trainer, metrics: Mapping[str, Metric]
+) -> _ResultMetric | None:
+    """Make a result as `self.log` would; None where its metric is gone from the module."""
+    kind, name = state["reduce_fx"]
+    meta = _Metadata(
+        **state["meta"], reduce_fx=getattr(torch if kind == "torch" else builtins, name)
+    )
+    meta.sync = _Sync(
+        fn=trainer.strategy.reduce,
+        _should=state["sync"]["should"],
+        rank_zero_only=state["sync"]["rank_zero_only"],
+    )
+    result = _ResultMetric(meta, state["is_tensor"])
+    for attribute, value in state["values"].items():
+        setattr(result, attribute, value.clone())
+    if not result.is_tensor:
+        metric = metrics.get(meta.metric_attribute or "")
+        if metric is None:
+            return None
+        result.value = metric
+    result.has_reset = state["has_reset"]
+    result._update_count = state["update_count"]  # noqa: SLF001
+    result._forward_cache = state["forward_cache"]  # noqa: SLF001
+    return result
+
+
+# Metric objects of the module: their states are not part of its state_dict -----------------------
+
+
+def metrics_of(module: LightningModule) -> dict[str, Metric]:
+    """Return the metrics of a module by name; to be kept, where it is asked for often."""
+    named = module.named_modules(remove_duplicate=False)
+    return {name: part for name, part in named if isinstance(part, Metric)}
+
+
+def _metric_states(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """States of the module's metrics, but not of those of a validation that is under way."""
+    results = trainer.fit_loop.epoch_loop.val_loop._results  # noqa: SLF001
+    under_way = {id(result.value) for result in results.values() if not result.is_tensor}
+    return {
+        name: {"states": _clone(metric.metric_state), "update_count": metric._update_count}  # noqa: SLF001
+        for name, metric in metrics.items()
+        if id(metric) not in under_way
+    }
+
+
+def _set_metric_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None:
+    for name, saved in states.items():
+        metric = metrics.get(name)
+        if metric is None or set(saved["states"]) != set(metric.metric_state):
+            continue  # another metric now: it begins anew
+        for attribute, value in saved["states"].items():
+            setattr(metric, attribute, _clone(value))
+        metric._update_count = saved["update_count"]  # noqa: SLF001
+        metric._computed = None  # noqa: SLF001
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _clone(entry) for key, entry in value.items()}
+    return list(value) if isinstance(value, list) else value  # metrics append, and change no entry

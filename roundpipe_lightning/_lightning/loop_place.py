@@ -1,0 +1,172 @@
+"""Where in Lightning's loops a checkpoint was written, and how they go on from there.
+
+```
+batch ──► on_train_batch_end ──► [validation ... on_validation_end] ──► next batch
+  INSIDE_BATCH    BATCH_END            VALIDATION  VALIDATION_END
+                                                   last batch ──► on_train_epoch_end ──► next epoch
+                                                                       EPOCH_END
+```
+
+Left to itself, Lightning takes what follows a checkpoint for done: a validation that was due, a
+scheduler that waits for its metric, the hooks at the end of the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import RestartStage as ValidationStage
+from lightning.pytorch.loops.training_epoch_loop import RestartStage
+
+
+class Place(str, Enum):
+    """What the training was doing when its checkpoint was written."""
+
+    INSIDE_BATCH = "inside_batch"
+    """A batch was fetched and is not trained on to the end: it will be trained on again."""
+    BATCH_END = "batch_end"
+    """In `on_train_batch_end`."""
+    VALIDATION = "validation"
+    """In a validation, which will be run again from its beginning."""
+    VALIDATION_END = "validation_end"
+    """In `on_validation_end`: all of the validation's metrics are known."""
+    EPOCH_END = "epoch_end"
+    """In `on_train_epoch_end`."""
+    BETWEEN = "between"
+    """Anywhere else: before the first batch, or after the last."""
+
+
+def place_of(trainer: Trainer) -> Place:
+    """Return where in the loops `trainer` is."""
+    hook = trainer.lightning_module._current_fx_name  # noqa: SLF001 - Lightning's name of the hook
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if trainer.validating:
+        return Place.VALIDATION_END if hook == "on_validation_end" else Place.VALIDATION
+    if hook == "on_train_batch_end" and progress.completed < progress.processed:
+        return Place.BATCH_END
+    if hook == "on_train_epoch_end":
+        return Place.EPOCH_END
+    return Place.INSIDE_BATCH if progress.ready != progress.processed else Place.BETWEEN
+
+
+def is_epoch_over(trainer: Trainer) -> bool:
+    """Whether the epoch has no more batches; before the first batch it has."""
+    loop = trainer.fit_loop.epoch_loop
+    return bool(loop.batch_progress.current.ready) and loop._num_ready_batches_reached()  # noqa: SLF001
+
+
+def is_inside_window(trainer: Trainer) -> bool:
+    """Whether gradients are being accumulated that the next optimizer step needs."""
+    return bool(trainer.fit_loop._should_accumulate())  # noqa: SLF001
+
+
+def settle_progress(trainer: Trainer, place: Place) -> None:
+    """Bring the loops' counters, as loaded, to a state that Lightning's restart leaves alone."""
+    loop = trainer.fit_loop.epoch_loop
+    total: Any = loop.batch_progress.total
+    current: Any = loop.batch_progress.current
+    if place is Place.BATCH_END:
+        loop.batch_progress.increment_completed()
+    elif place is Place.INSIDE_BATCH:
+        undone = current.ready - current.completed
+        total.ready -= undone
+        for counters in (total, current):
+            counters.started = counters.processed = counters.ready = counters.completed
+        loop.batch_progress.is_last_batch = False
+    elif place is Place.EPOCH_END:
+        trainer.fit_loop.restarting = False
+        for part in (trainer.fit_loop, loop, loop.val_loop):
+            part._restarting = False  # noqa: SLF001 - with max_steps the setter keeps it
+
+
+def go_on(trainer: Trainer, place: Place) -> bool:
+    """Finish what followed the checkpoint, or let Lightning's loop do it first.
+
+    Called when the loops stand before their first iteration, with the metrics restored.
+
+    Returns:
+        Whether a validation is due first, or what follows one.
+    """
+    if place is Place.EPOCH_END:
+        _finish_epoch(trainer)
+        return False
+    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    loop.__dict__.pop(_CHECK, None)
+    if place is Place.BETWEEN and not _is_inside_epoch(trainer):
+        return False
+    fetcher = fit_loop._data_fetcher  # noqa: SLF001
+    assert fetcher is not None
+    steps, due = not is_inside_window(trainer), loop._should_check_val_fx(fetcher)  # noqa: SLF001
+    # All counters are complete: with this stage Lightning changes none of them.
+    loop._restart_stage = RestartStage.RESTARTED_ON_LAST  # noqa: SLF001
+    fit_loop._restarting = False  # noqa: SLF001 - the hooks at the end of the epoch are due
+    loop.val_loop._has_run = False  # noqa: SLF001 - by an earlier training of the same Trainer
+    validates = place is Place.VALIDATION or (place is Place.BATCH_END and due)
+    if validates:
+        loop.val_loop._restart_stage = ValidationStage.RESTARTED_MID_EVALUATION  # noqa: SLF001
+        loop.val_loop._restarting = False  # noqa: SLF001
+    elif place is Place.BATCH_END:
+        loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        loop._batches_that_stepped += steps  # noqa: SLF001
+        if is_epoch_over(trainer):
+            _exhaust(fetcher)
+    elif place in (Place.INSIDE_BATCH, Place.BETWEEN) and due:
+        _go_to_next_batch(loop)
+    return validates or place is Place.VALIDATION_END
+
+
+_CHECK = "_should_check_val_fx"
+
+
+def _is_inside_epoch(trainer: Trainer) -> bool:
+    """Whether a batch of an epoch has been done, and there are more: a signal may end it there."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    inside = epochs.started > epochs.processed and 0 < batches.completed == batches.ready
+    return bool(inside and not is_epoch_over(trainer))
+
+
+def _go_to_next_batch(loop: Any) -> None:
+    """Keep the loop from doing again, before its next batch, what follows a validation.
+
+    It asks first whether one was due, and would go on behind it: the answer is no, once.
+    """
+
+    def no_longer(fetcher: Any) -> bool:  # noqa: ARG001 - Lightning's signature
+        del loop.__dict__[_CHECK]
+        return False
+
+    loop.__dict__[_CHECK] = no_longer
+
+
+def _finish_epoch(trainer: Trainer) -> None:
+    """Do what Lightning does after `on_train_epoch_end`."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector  # noqa: SLF001
+    with _before_completion(trainer):
+        connector.on_epoch_end()
+        if loop._num_ready_batches_reached():  # noqa: SLF001
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        loop._batches_that_stepped -= 1  # noqa: SLF001
+        connector.update_train_epoch_metrics()
+        loop._batches_that_stepped += 1  # noqa: SLF001
+
+
+@contextmanager
+def _before_completion(trainer: Trainer) -> Iterator[None]:
+    """Let `trainer.current_epoch` be the epoch that ends."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    completed, progress.completed = progress.completed, progress.processed - 1
+    yield
+    progress.completed = completed
+
+
+def _exhaust(fetcher: Any) -> None:
+    """Let the next batch be the end of the epoch."""
+    fetcher.iterator = iter(())
+    fetcher.done = True
+    if hasattr(fetcher, "batches"):
+        fetcher.batches = []

@@ -1,0 +1,35 @@
+"""`roundpipe-merge FOLDER FILE`: a sharded checkpoint as one file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from roundpipe_lightning.checkpoint import merge_checkpoint
+from roundpipe_lightning.errors import CheckpointError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status.
+
+    Args:
+        arguments: Those of the command line; None: the process's.
+    """
+    parser = argparse.ArgumentParser(
+        prog="roundpipe-merge",
+        description="Write a sharded checkpoint as one file, which any Lightning strategy reads.",
+    )
+    parser.add_argument("folder", help="the checkpoint, a folder with index.json")
+    parser.add_argument("file", help="the file to write; what is there is replaced as a whole")
+    options = parser.parse_args(arguments)
+    try:
+        merge_checkpoint(options.folder, options.file)
+    except CheckpointError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

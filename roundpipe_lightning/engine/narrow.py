@@ -1,0 +1,112 @@
+"""Copies of trained weights in 16 bits: what is uploaded in place of float32 masters.
+
+```
+host     masters float32 [ q | k | v ]    norm, biases float32 [ n | b ]
+             │ cast once per update                            │
+         copies bfloat16 [ q | k | v ]                         │
+             │ upload                                          │ upload
+device   [ q | k | v ]                                       [ n | b ]
+```
+
+Matrices (two dimensions or more) of one block are narrow: autocast would cast them before every
+product. What has fewer dimensions, norms and biases say, is uploaded as it is. A parameter that
+several blocks or the code outside them use is, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@runtime_checkable
+class WritesCopies(Protocol):
+    """An optimizer that can cast in the pass that makes its step, as `HostAdamW` can."""
+
+    def write_copies(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """Have every step also write new values, cast, into other tensors."""
+
+
+class NarrowCopies:
+    """The copies of a store's matrices, and which of them are to be cast again.
+
+    Args:
+        dtype: Of the copies.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._places: dict[nn.Parameter, Tensor] = {}
+        self._cast: dict[nn.Parameter, tuple[int, int]] = {}  # memory and version of the source
+        self._writers: list[WritesCopies] = []
+
+    @staticmethod
+    def narrows(parameter: nn.Parameter) -> bool:
+        """Say whether a parameter has a copy, if only one block uses it."""
+        is_matrix = parameter.dim() >= 2
+        return parameter.requires_grad and parameter.dtype is torch.float32 and is_matrix
+
+    def add(self, places: Mapping[nn.Parameter, Tensor]) -> None:
+        """Take places for copies, of the shapes and strides of their parameters."""
+        self._places |= places
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(place.nbytes for place in self._places.values())
+
+    def written_by(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have the optimizers that can write the copies in the pass that makes a step."""
+        self._writers = [o for o in optimizers if isinstance(o, WritesCopies)]
+        for optimizer in self._writers:
+            optimizer.write_copies(self._places)
+
+    def updated(self, values: Mapping[nn.Parameter, Tensor], by: Optimizer) -> None:
+        """Cast what an optimizer has changed, if it has not done so itself.
+
+        Args:
+            values: The parameters' new values.
+            by: The optimizer.
+        """
+        if id(by) in map(id, self._writers):
+            self._note({p: v for p, v in values.items() if p in self._places})
+        else:
+            self.cast(values)
+
+    def cast(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Cast the values of parameters into their copies."""
+        mine = {p: v.detach() for p, v in values.items() if p in self._places}
+        if mine:
+            with torch.no_grad():
+                torch._foreach_copy_([self._places[p] for p in mine], list(mine.values()))
+            self._note(mine)
+
+    def renew(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Cast what has changed since it was cast. Nobody may be writing into it."""
+        self.cast({p: v for p, v in values.items() if self._cast.get(p) != _state(v)})
+
+    @property
+    def are_cast(self) -> bool:
+        """Whether all have been cast, and none was forgotten since."""
+        return self._cast.keys() >= self._places.keys()
+
+    def forget(self) -> None:
+        """Have everything cast when it is next renewed: it may have been written to unseen."""
+        self._cast.clear()
+
+    def close(self) -> None:
+        """Let nobody write the copies any more."""
+        for optimizer in self._writers:
+            optimizer.write_copies({})
+        self._writers = []
+
+    def _note(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        self._cast |= {parameter: _state(value) for parameter, value in values.items()}
+
+
+def _state(values: Tensor) -> tuple[int, int]:
+    return values.data_ptr(), values._version

@@ -1,0 +1,101 @@
+"""Stochastic rounding: float32 to bfloat16 so that the mean of the results is the exact value.
+
+A bfloat16 number keeps 8 bits of a float32's 24. Rounded to the nearest, a weight of 1.0 swallows
+every update smaller than 0.004, however many there are. Rounded at random, up with a probability
+equal to the part that is cut off, it moves by the right amount on average:
+
+```
+float32   s eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm
+          + noise            |nnnnnnnnnnnnnnnn     uniform in [0, 2^16)
+          = cut here         ^                     the carry is the rounding up
+```
+
+The noise is a hash of (seed, number of the element), so it does not depend on threads, on chunks or
+on the order in which tensors are rounded: a kernel that follows the three lines of `noise` gives
+the same bits. The hash is the 32 bit finaliser "lowbias32" found by Wellons (Prospecting for Hash
+Functions, 2018).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 16  # elements at a time: the temporaries stay in the processor's cache
+
+CUT_BITS = 16
+"""Bits that a float32 has more than a bfloat16."""
+
+FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
+"""The multipliers of the hash, as signed numbers."""
+
+
+def round_stochastically(source: Tensor, *, out: Tensor, seed: int, offset: int = 0) -> Tensor:
+    """Round float32 values to bfloat16 without bias.
+
+    Infinities and what is not a number stay what they are; a value between the largest finite
+    bfloat16 and the next step becomes either.
+
+    Args:
+        source: float32, on any device, without a graph.
+        out: bfloat16 of the same shape and device; written.
+        seed: Two calls with the same seed and offset draw the same noise.
+        offset: Number of the first element, where a tensor is rounded in parts.
+
+    Returns:
+        `out`.
+    """
+    assert source.dtype is torch.float32, source.dtype
+    assert out.dtype is torch.bfloat16, out.dtype
+    assert source.shape == out.shape, (source.shape, out.shape)
+    flat = source.detach().reshape(-1)
+    contiguous = out.is_contiguous()
+    rounded = out.detach().view(-1) if contiguous else torch.empty_like(flat, dtype=out.dtype)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        rounded[start : start + _CHUNK] = _round(part, seed=seed, offset=offset + start)
+    if not contiguous:
+        out.detach().copy_(rounded.view(out.shape))
+    return out
+
+
+def _round(part: Tensor, *, seed: int, offset: int) -> Tensor:
+    drawn = noise(part.numel(), seed=seed, offset=offset, device=part.device)
+    cut = drawn.add_(part.view(torch.int32)).bitwise_and_(-(1 << CUT_BITS))
+    rounded = cut.view(torch.float32)
+    if not torch.isfinite(part.sum()):  # the carry would turn some of what is not a number into one
+        rounded = torch.where(torch.isfinite(part), rounded, part)
+    return rounded.to(torch.bfloat16)
+
+
+def noise(count: int, *, seed: int, offset: int, device: torch.device) -> Tensor:
+    """Return `count` uniform numbers of 16 bits, as int32.
+
+    Args:
+        count: How many.
+        seed: Up to 64 bits.
+        offset: Number of the first element.
+        device: Where to.
+    """
+    low, high = _signed(seed ^ (offset >> 32)), _signed(seed >> 32)
+    first = _signed(offset)
+    x = torch.arange(count, dtype=torch.int32, device=device)
+    x.add_(first).bitwise_xor_(low)
+    _shift_xor(x, 16).mul_(FIRST_FACTOR).add_(high)
+    _shift_xor(x, 15).mul_(SECOND_FACTOR)
+    return _logical_shift(x, 16)
+
+
+def _shift_xor(x: Tensor, places: int) -> Tensor:
+    return x.bitwise_xor_(_logical_shift(x, places))
+
+
+def _logical_shift(x: Tensor, places: int) -> Tensor:
+    """Shift to the right, with zeros from the left."""
+    return (x >> places).bitwise_and_((1 << (32 - places)) - 1)
+
+
+def _signed(value: int) -> int:
+    """Read the lowest 32 bits as a signed number."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value

@@ -1,0 +1,42 @@
+"""What is known of torch's functions by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: Functions that ask about a tensor and give no tensor that its gradient flows through.
+QUESTIONS = frozenset(
+    """
+    __get__ __hash__ __len__ __repr__ __format__ backward dim element_size is_contiguous
+    is_floating_point item ndimension nelement numel register_hook requires_grad_ retain_grad size
+    stride tolist
+    """.split()
+)
+#: Functions and attributes that give a tensor and know its place themselves.
+KEEP_PLACE = frozenset("H T cpu cuda imag mH mT real to".split())
+#: Functions and attributes that a tensor answers without its values.
+METADATA = frozenset(
+    """
+    __hash__ __len__ device dim dtype element_size get_device grad_fn is_complex is_contiguous
+    is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_nested is_quantized is_sparse
+    itemsize layout name names nbytes ndim ndimension nelement numel requires_grad shape size stride
+    """.split()
+)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return a function's name, or that of the attribute that it gets if it makes a tensor."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = attribute_or_name(func)
+        return attribute if attribute in KEEP_PLACE else name
+    return name
+
+
+def attribute_or_name(func: Callable[..., Any]) -> str:
+    """Return the name of the attribute that a function gets, or else its own."""
+    name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name

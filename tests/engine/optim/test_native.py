@@ -1,0 +1,341 @@
+"""Machine code for AdamW: the bits of torch's operations, for everything it may read and write."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.optim import HostAdamW, kernel, native
+from roundpipe_lightning.engine.optim.adamw_code import Arithmetic
+from roundpipe_lightning.engine.optim.moments import MomentFormat
+from roundpipe_lightning.engine.optim.piece_code import Form, Job
+from roundpipe_lightning.engine.optim.pieces import Settings, Stepped
+from roundpipe_lightning.engine.optim.rounding import round_stochastically
+from roundpipe_lightning.errors import ConfigurationError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 7, 8, 31, 256, 1000, 5003)  # all loops, with and without what is left over
+
+
+def stepped(
+    *,
+    choice: str,
+    values: torch.dtype,
+    gradient: torch.dtype,
+    copy: torch.dtype | None,
+    offset: int,
+    **options: Any,
+) -> list[Tensor]:
+    """Return parameters, copies and state after three steps; copies begin at odd places."""
+    generator = torch.Generator().manual_seed(3)
+    mine = [nn.Parameter(torch.randn(size, generator=generator).to(values)) for size in SIZES]
+    places = [torch.zeros(size + offset + 5, dtype=copy or torch.float32) for size in SIZES]
+    copies = [place[offset : offset + p.numel()] for place, p in zip(places, mine, strict=True)]
+    with closing(HostAdamW(mine, kernel=choice, num_threads=1, lr=0.01, **options)) as optimizer:
+        if copy is not None:
+            optimizer.write_copies(dict(zip(mine, copies, strict=True)))
+        for _ in range(3):
+            for parameter in mine:
+                drawn = torch.randn(parameter.shape, generator=generator) * 0.01
+                parameter.grad_dtype = gradient
+                parameter.grad = drawn.to(gradient)
+            optimizer.step()
+        states = [optimizer.state[parameter] for parameter in mine]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return [*mine, *places, *kept]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("moments", "values"),
+    [
+        ("fp32", torch.float32),
+        ("fp32", torch.bfloat16),
+        ("fp32", torch.float16),
+        ("bf16", torch.float32),
+        ("8bit", torch.float32),
+        ("8bit", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize(
+    ("gradient", "copy", "offset"),
+    [
+        (torch.float32, None, 0),
+        (torch.bfloat16, torch.bfloat16, 0),
+        (torch.bfloat16, torch.bfloat16, 3),
+        (torch.float16, torch.float16, 32),
+    ],
+)
+def test_bits_are_those_of_torchs_operations(
+    moments: str, values: torch.dtype, gradient: torch.dtype, copy: torch.dtype | None, offset: int
+) -> None:
+    results = [
+        stepped(
+            choice=choice,
+            values=values,
+            gradient=gradient,
+            copy=copy,
+            offset=offset,
+            moments=moments,
+        )
+        for choice in ("native", "torch")
+    ]
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+
+
+@pytest.mark.parametrize("options", [{"maximize": True}, {"betas": (0.3, 0.5)}, {"eps": 0.0}])
+def test_bits_with_other_options(options: dict[str, Any]) -> None:
+    common: dict[str, Any] = {
+        "values": torch.float32,
+        "gradient": torch.float32,
+        "copy": None,
+        "offset": 0,
+    }
+    mine, theirs = (stepped(choice=c, **common, **options) for c in ("native", "torch"))
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(mine, theirs, strict=True))
+
+
+PLAIN = Settings(lr=0.1, beta1=0.0, beta2=0.5, eps=1e-8, weight_decay=0.0, maximize=False)
+UNMOVED = Settings(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, maximize=False)
+
+
+def once(
+    values: Tensor,
+    gradient: Tensor,
+    *,
+    copy: Tensor | None = None,
+    settings: Settings = PLAIN,
+    arithmetic: Arithmetic | None = None,
+    start: int = 0,
+) -> Stepped:
+    """Step a flat parameter once, as if it began at an element of a larger one."""
+    known = arithmetic or native.arithmetic_of_torch()
+    assert known is not None, "machine code is possible where the tests run"
+    form = Form(
+        values=values.dtype,
+        gradient=gradient.dtype,
+        copy=None if copy is None else copy.dtype,
+        moments=MomentFormat.FP32,
+        stochastic=values.dtype is torch.bfloat16,
+        arithmetic=known,
+    )
+    entry = Stepped(
+        values=values,
+        gradient=gradient,
+        state={name: torch.full(values.shape, 0.25) for name in ("exp_avg", "exp_avg_sq")},
+        step=torch.ones(()),
+        copy=copy,
+        seed=12345678901234567890,
+        settings=settings,
+    )
+    how = native.prepared(native.Function(form), entry)
+    job = how.job(0, values.numel())
+    job.start = start
+    how.function.run((Job * 1)(job))
+    return entry
+
+
+def test_rounding_at_random_goes_on_behind_four_billion_elements() -> None:
+    start = (3 << 32) + 1024
+    gradient = torch.linspace(-2, 2, 1024)
+    wide, narrow = (torch.linspace(-1, 1, 1024).bfloat16().to(d) for d in FLOATS[:2])
+    once(wide, gradient)
+    once(narrow, gradient, start=start)
+    expected = torch.empty_like(narrow)
+    round_stochastically(wide, out=expected, seed=12345678901234567890, offset=start)
+    assert torch.equal(bits(narrow), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_read_as_it_is(dtype: torch.dtype) -> None:
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    gradient = patterns.view(dtype)
+    finite = gradient.float().isfinite()
+    whole = gradient[finite].clone()
+    # with beta1=0 the first moment becomes the gradient
+    found = once(torch.zeros(whole.numel()), whole).state["exp_avg"]
+    assert torch.equal(found, whole.float())
+    rest = gradient[~finite].clone()
+    slow = replace(PLAIN, beta1=0.75)
+    found = once(torch.zeros(rest.numel()), rest, settings=slow).state["exp_avg"]
+    torch.testing.assert_close(found, rest.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_are_rounded_to_the_nearest_like_torch_does(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(1 << 16, dtype=torch.int32) << 16  # every sign and exponent
+    ties = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001])
+    drawn = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator)
+    numbers = torch.cat([(exponents[:, None] + ties).reshape(-1), drawn]).to(torch.int32)
+    values = numbers.view(torch.float32)
+    copy = torch.zeros(values.numel(), dtype=dtype)
+    once(values.clone(), torch.zeros(values.numel()), copy=copy, settings=UNMOVED)
+    expected = values.to(dtype)
+    known = ~values.isnan()
+    assert torch.equal(bits(copy[known]), bits(expected[known]))
+    assert bool(copy[~known].isnan().all())
+
+
+def test_what_is_no_number_goes_where_torch_lets_it_go() -> None:
+    gradient = torch.ones(40)
+    gradient[[3, 20, 39]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    results = []
+    for choice in ("native", "torch"):
+        mine = nn.Parameter(torch.ones(40))
+        mine.grad = gradient.clone()
+        with closing(HostAdamW([mine], kernel=choice)) as optimizer:
+            optimizer.step()
+        results += [mine.detach(), optimizer.state[mine]["exp_avg_sq"]]
+    for one, other in zip(results[:2], results[2:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert results[0].isnan().nonzero().flatten().tolist() == [3, 20, 39]
+
+
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_a_processor_without_fma(width: int) -> None:
+    # There torch rounds every product; so does numpy.
+    values, gradient = (torch.randn(47, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    settings = Settings(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-3, weight_decay=0.1, maximize=False)
+    one = np.float32
+    g, p = gradient.numpy(), values.numpy().copy()
+    first = one(0.25) + one(1 - 0.9) * (g - one(0.25))
+    second = one(0.25) * one(0.99) + one(1 - 0.99) * g * g
+    root = np.sqrt(second) / one(np.sqrt(1 - 0.99)) + one(1e-3)
+    expected = p * one(1 - 0.01 * 0.1) + one(-0.01 / (1 - 0.9)) * first / root
+    arithmetic = Arithmetic(width=width, contracts=False)
+    entry = once(values, gradient, settings=settings, arithmetic=arithmetic)
+    assert np.array_equal(entry.state["exp_avg"].numpy(), first)
+    assert np.array_equal(entry.state["exp_avg_sq"].numpy(), second)
+    assert np.array_equal(values.numpy(), expected)
+
+
+def test_what_cannot_be_read_is_left_to_torch() -> None:
+    def prepared(**changed: Any) -> bool:
+        state = {name: torch.zeros(16) for name in ("exp_avg", "exp_avg_sq")}
+        fields: dict[str, Any] = {"values": torch.zeros(16), "gradient": torch.zeros(16)}
+        fields |= {"state": state, "step": torch.ones(()), "copy": None, "seed": 0}
+        entry = Stepped(settings=PLAIN, **{**fields, **changed})
+        found = native.prepare(entry, moments=MomentFormat.FP32, stochastic_rounding=True)
+        return found is not None
+
+    assert prepared()
+    assert not prepared(gradient=torch.zeros(15))
+    assert not prepared(gradient=torch.zeros(16, dtype=torch.float64))
+    assert not prepared(copy=torch.zeros(16, device="meta"))
+    assert not prepared(copy=torch.zeros(16).as_subclass(_Other))
+    moments = {"exp_avg": torch.zeros(16).bfloat16(), "exp_avg_sq": torch.zeros(16)}
+    assert not prepared(state=moments)
+
+
+class _Other(Tensor):
+    """May have its numbers anywhere."""
+
+
+def test_defaults_of_the_caller_do_not_matter() -> None:
+    check = native.checked.__wrapped__
+    known = native.arithmetic_of_torch()
+    assert known is not None
+    form = Form(
+        values=torch.float32,
+        gradient=torch.bfloat16,
+        copy=torch.bfloat16,
+        moments=MomentFormat.BF16,
+        stochastic=False,
+        arithmetic=known,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert check(form) is not None
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_parameters_of_float64_are_left_to_torch() -> None:
+    mine, theirs = (nn.Parameter(torch.ones(9, dtype=torch.float64)) for _ in range(2))
+    reference = torch.optim.AdamW([theirs], fused=True)
+    with closing(HostAdamW([mine], kernel="native")) as optimizer:
+        for parameter in (mine, theirs):
+            parameter.grad = torch.linspace(-1, 1, 9, dtype=torch.float64)
+        optimizer.step()
+    reference.step()
+    assert torch.equal(mine, theirs)
+
+
+# ------------------------------------------------------------------------ where it cannot be made
+
+
+def test_a_torch_that_computes_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlike = (Arithmetic(width=4, contracts=False), Arithmetic(width=16, contracts=False))
+    monkeypatch.setattr(native, "_KNOWN", unlike)
+    monkeypatch.setattr(native, "arithmetic_of_torch", native.arithmetic_of_torch.__wrapped__)
+    assert "computes AdamW in an order that is not known" in (native.why_not.__wrapped__() or "")
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "message"),
+    [
+        ("x86_64", {"avx2": False, "fma": False}, "has no avx2 and no fma"),
+        ("AMD64", {"avx2": True, "fma": False}, "has no fma"),
+        ("s390x", {}, "not written for processors of the kind s390x"),
+    ],
+)
+def test_a_processor_that_lacks_instructions(
+    machine: str, features: dict[str, bool], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    assert message in (native.why_not.__wrapped__() or "")
+
+
+def test_a_system_on_which_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("cannot allocate executable memory")
+
+    monkeypatch.setattr(native, "arithmetic_of_torch", refuse)
+    assert "cannot allocate executable memory" in (native.why_not.__wrapped__() or "")
+
+
+def test_a_form_with_other_bits_is_left_to_torch_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native.arithmetic_of_torch()  # known before
+    monkeypatch.setattr(native, "checked", lambda form: None)
+    monkeypatch.setattr(native, "_function", native._function.__wrapped__)
+    parameter = nn.Parameter(torch.ones(5))
+    parameter.grad = torch.ones(5)
+    with caplog.at_level(logging.WARNING), closing(HostAdamW([parameter])) as optimizer:
+        optimizer.step()
+    assert "has other bits than torch" in caplog.text
+    assert bool((parameter < 1).all())
+
+
+def test_without_llvmlite_torch_steps_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    monkeypatch.setattr(kernel, "_why_not_native", kernel._why_not_native.__wrapped__)
+    parameter = nn.Parameter(torch.ones(5))
+    parameter.grad = torch.ones(5)
+    with caplog.at_level(logging.WARNING), closing(HostAdamW([parameter])) as optimizer:
+        optimizer.step()
+    assert "HostAdamW steps with torch's operations" in caplog.text
+    assert "llvmlite cannot be imported" in caplog.text
+    assert bool((parameter < 1).all())
+    with pytest.raises(ConfigurationError, match="kernel='native' is not possible here: llvmlite"):
+        HostAdamW([parameter], kernel="native")
+    HostAdamW([parameter], kernel="torch")

@@ -1,0 +1,76 @@
+"""Boundaries between devices that reach each other: one copy, and nothing on the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from roundpipe_lightning.engine.arena import HostArena, Lent
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.engine.protocol import ProtocolChecker
+from tests.engine.tiny import (
+    Regressor,
+    differences,
+    engine_step,
+    layers_of,
+    plain_step,
+    plan_of,
+    regression_batches,
+)
+
+NUM_MICROBATCHES = 3
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the boundaries that were given a place on the host."""
+    sizes: list[int] = []
+    lend = HostArena.lend
+
+    def noted(arena: HostArena, num_bytes: int) -> Lent:
+        sizes.append(num_bytes)
+        return lend(arena, num_bytes)
+
+    monkeypatch.setattr(HostArena, "lend", noted)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("direct", "shares"), [(True, False), (False, False), (False, True), (True, True)]
+)
+def test_host_bytes_of_boundaries(on_host: list[int], *, direct: bool, shares: bool) -> None:
+    module, batches = Regressor(4), regression_batches(NUM_MICROBATCHES)
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=3, num_microbatches=NUM_MICROBATCHES)
+    timing = EmulatedTiming(
+        upload_bytes_per_second=1e8,
+        download_bytes_per_second=1e8,
+        direct_bytes_per_second=5e7 if direct else None,
+        max_delay_seconds=0.001,
+    )
+    with EmulatedServer(3, timing=timing, checker=ProtocolChecker(), poison=True) as server:
+        devices: list[Device] = [server.devices[0]] * 3 if shares else [*server.devices]
+        result = engine_step(module, stack, plan, batches, devices=devices)
+    assert not differences(module, result, plain_step(module, batches))
+    assert bool(on_host) == (not direct and not shares)
+    moved = sum(traffic.direct_bytes for traffic in result.traffic)
+    assert bool(moved) == (direct and not shares)
+
+
+def test_gradients_go_directly_where_boundaries_have_no_room(
+    on_host: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, batches = Regressor(4), regression_batches(NUM_MICROBATCHES)
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES)
+    timing = EmulatedTiming(direct_bytes_per_second=1e9)
+    with EmulatedServer(2, timing=timing, checker=ProtocolChecker(), poison=True) as server:
+        for device in server.devices:
+            monkeypatch.setattr(device, "has_spare_memory", lambda: False)
+        result = engine_step(module, stack, plan, batches, devices=[*server.devices])
+    assert not differences(module, result, plain_step(module, batches))
+    one = batches[0][0].nbytes  # of a boundary, and of its gradient
+    assert set(on_host) == {one}
+    assert len(on_host) == NUM_MICROBATCHES * (len(stack.blocks) + 1)  # and no gradient
+    assert sum(traffic.direct_bytes for traffic in result.traffic) >= NUM_MICROBATCHES * one

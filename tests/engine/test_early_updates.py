@@ -1,0 +1,275 @@
+"""Blocks are stepped while the backward pass still runs, to the bits of a step after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe_lightning.engine.device import CpuDevice, Device
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.updates import Updater, UpdateUnit, update_units
+from tests.engine.tiny import Regressor, layers_of, plain_step, plan_of, regression_batches
+
+NUM_MICROBATCHES = 2
+
+RunUnit = Callable[[UpdateUnit, CapturedStep], None]
+
+
+def run_unit(unit: UpdateUnit, step: CapturedStep) -> None:
+    step.run(unit.parameters)
+
+
+@contextmanager
+def opened(
+    module: Any, *, kind: type[Any] = EmulatedDevice, run: RunUnit = run_unit
+) -> Iterator[tuple[Engine, Updater]]:
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES)
+    devices: list[Device] = [kind(index) for index in range(2)]
+    with Engine(module, stack=stack, devices=devices, plan=plan) as engine:
+        blocks = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
+        units = update_units(module, blocks, shared=engine.store.shared)
+        with Updater(engine.store, units, run_unit=run) as updater:
+            yield engine, updater
+
+
+def step(engine: Engine) -> dict[nn.Parameter, Tensor]:
+    return engine.step(
+        regression_batches(NUM_MICROBATCHES),
+        lambda view, batch, index: view.training_step(batch, index),
+        loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
+    ).gradients
+
+
+def finish(updater: Updater, optimizer: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, gradient in gradients.items():
+        assert parameter.grad is None
+        parameter.grad = gradient
+    updater.submit(optimizer, release_gradients=True)
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def plainly_trained(module: Any, num_steps: int) -> dict[str, Tensor]:
+    optimizer = optimizer_of(module)
+    for _ in range(num_steps):
+        gradients = plain_step(module, regression_batches(NUM_MICROBATCHES)).gradients
+        for name, parameter in module.named_parameters():
+            parameter.grad = gradients[name]
+        optimizer.step()
+    return dict(module.named_parameters())
+
+
+def equal(module: nn.Module, expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(expected[name], p) for name, p in module.named_parameters())
+
+
+class Waiting(Regressor):
+    """Its backward pass ends when some block has been stepped, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.updated = [threading.Event()]
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        (event,) = self.updated
+
+        class Wait(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                assert event.wait(timeout=20), "no block was stepped"
+                return gradient
+
+        return super().run_blocks(Wait.apply(hidden))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kind", [EmulatedDevice, CpuDevice])
+def test_blocks_are_stepped_before_the_backward_pass_ends(kind: Any) -> None:
+    module = Waiting()
+    ran: list[str] = []
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        step.run(unit.parameters)
+        ran.append(unit.name)
+        module.updated[0].set()
+
+    with opened(module, kind=kind, run=run) as (engine, updater):
+        optimizer = optimizer_of(module)
+        for number in range(3):
+            module.updated[0].clear()
+            updater.begin(optimizer)
+            gradients = step(engine)
+            updater.join()  # of the step before, and nothing else
+            names = {name for name, p in module.named_parameters() if p in gradients}
+            assert names == {"head.weight", "head.bias", "tail.weight", "tail.bias"}
+            finish(updater, optimizer, gradients)
+            updater.join()
+            assert ran[-7:-4] == ["layers.2", "layers.1", "layers.0"], number
+            assert [span.name for span in updater.spans] == ran[-7:]
+    for event in module.updated:
+        event.set()
+    assert equal(module, plainly_trained(Regressor(3), 3))
+
+
+class Penalized(Regressor):
+    """The loss looks at a weight of a block, in some microbatches."""
+
+    layers: Any
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = functional.mse_loss(self(x), y)
+        if batch_idx == 0:
+            loss = loss + 0.1 * self.layers[1].inner.weight.square().sum()
+        return loss
+
+
+def test_weights_that_the_loss_uses_wait_for_all_their_gradients() -> None:
+    module = Penalized()
+    with opened(module) as (engine, updater):
+        optimizer = optimizer_of(module)
+        for _ in range(2):
+            updater.begin(optimizer)
+            gradients = step(engine)
+            weight = module.layers[1].inner.weight
+            assert weight in gradients
+            assert module.layers[1].outer.weight not in gradients
+            finish(updater, optimizer, gradients)
+            updater.join()
+    twin = Penalized()
+    optimizer = optimizer_of(twin)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for index, batch in enumerate(regression_batches(NUM_MICROBATCHES)):
+            (twin.training_step(batch, index) / NUM_MICROBATCHES).backward()
+        optimizer.step()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(dict(module.named_parameters())[name], parameter)
+
+
+def test_parameters_of_several_blocks_wait() -> None:
+    module: Any = Regressor(3)
+    module.layers[2].inner.weight = module.layers[0].inner.weight
+    with opened(module) as (engine, updater):
+        optimizer = optimizer_of(module)
+        updater.begin(optimizer)
+        gradients = step(engine)
+        assert module.layers[0].inner.weight in gradients
+        assert module.layers[0].outer.weight not in gradients
+        finish(updater, optimizer, gradients)
+        updater.join()
+    twin: Any = Regressor(3)
+    twin.layers[2].inner.weight = twin.layers[0].inner.weight
+    expected = plainly_trained(twin, 1)  # sums the weight's gradients in another order
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, expected[name])
+
+
+def test_what_the_optimizer_does_not_have_is_left_alone() -> None:
+    module: Any = Regressor(2)
+    before = module.layers[0].inner.weight.detach().clone()
+    with opened(module) as (engine, updater):
+        optimizer = torch.optim.SGD(module.layers[1].parameters(), lr=0.1)
+        updater.begin(optimizer)
+        gradients = step(engine)
+        assert module.layers[0].inner.weight in gradients
+        assert module.layers[1].inner.weight not in gradients
+        finish(updater, optimizer, gradients)
+        updater.join()
+    assert torch.equal(module.layers[0].inner.weight, before)
+
+
+def test_options_are_those_of_the_beginning() -> None:
+    module: Any = Regressor(2)
+    frozen = {n: p.detach().clone() for n, p in module.layers.named_parameters()}
+    with opened(module) as (engine, updater):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        updater.begin(optimizer)
+        optimizer.param_groups[0]["lr"] = 1.0
+        finish(updater, optimizer, step(engine))
+        updater.join()
+    assert all(torch.equal(p, frozen[name]) for name, p in module.layers.named_parameters())
+
+
+def test_an_error_of_an_early_update_is_raised_once() -> None:
+    module = Regressor(2)
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        raise RuntimeError(unit.name)
+
+    with opened(module, run=run) as (engine, updater):
+        optimizer = optimizer_of(module)
+        updater.begin(optimizer)
+        step(engine)
+        num_updated = updater.abandon()
+        assert num_updated == sum(1 for _ in module.layers.parameters())
+        with pytest.raises(RuntimeError, match=r"layers\.1") as caught:
+            updater.join()
+        (note,) = vars(caught.value)["__notes__"]
+        assert "AdamW updated 'layers.1'" in note
+        updater.join()
+
+
+def test_late_gradients_of_what_was_taken_would_be_seen() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    ledger = GradientLedger(num_microbatches=1, num_stages=1, take=list)
+    ledger.add_stage(0, [0], {parameter: torch.ones(2)})
+    with pytest.raises(AssertionError, match="uses elsewhere"):
+        ledger.add_shared(0, {parameter: torch.ones(2)})
+    ledger.close_microbatch(0)
+    assert not ledger.sums()
+
+
+def test_a_gate_stays_closed_until_all_parts_are_updated() -> None:
+    module: Any = Regressor(1)
+    layer = module.layers[0]
+    allowed, ran = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        assert allowed.acquire(timeout=20)
+        step.run(unit.parameters)
+        if unit.name == "layers.0":
+            ran.release()
+
+    store = HostStore(module, [layer])
+    units = update_units(module, {"layers.0": layer}, shared=store.shared)
+    with Updater(store, units, run_unit=run) as updater:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        updater.begin(optimizer)
+        assert store.take_gradients is not None
+        store.take_gradients({layer.inner.weight: torch.ones_like(layer.inner.weight)})
+        layer.outer.weight.grad = torch.ones_like(layer.outer.weight)
+        updater.submit(optimizer)
+        opened_after: list[Tensor] = []
+        updater.when_updated(
+            [layer.inner.weight], lambda error: opened_after.append(layer.outer.weight.clone())
+        )
+        before = layer.outer.weight.detach().clone()
+        allowed.release()  # the part with `inner.weight`
+        assert ran.acquire(timeout=20)
+        allowed.release()
+        updater.join()
+        assert updater.is_updated(layer.parameters())
+        (seen,) = opened_after
+        assert torch.equal(seen, before - 1)
+    store.close()

@@ -1,0 +1,295 @@
+"""Queues of an emulated server: in order, after what they wait for, at the computed time."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.engine.device import CopyQueue
+from roundpipe_lightning.engine.emulated_server import EmulatedServer, ServedDevice
+from roundpipe_lightning.engine.emulated_time import EmulatedTiming, HostClock
+from roundpipe_lightning.engine.events import HostEvent
+from roundpipe_lightning.engine.protocol import ProtocolChecker, ProtocolError
+from roundpipe_lightning.engine.tagged import raw_of, tag_of
+from roundpipe_lightning.errors import ConfigurationError
+from tests.engine.tiny import (
+    Regressor,
+    engine_of,
+    layers_of,
+    mean_step,
+    plan_of,
+    regression_batches,
+)
+
+UP, DOWN = CopyQueue.UPLOAD, CopyQueue.DOWNLOAD
+
+
+def _timing(**given: float) -> EmulatedTiming:
+    return EmulatedTiming(
+        **{"upload_bytes_per_second": 4000.0, "download_bytes_per_second": 2000.0, **given}  # type: ignore[arg-type]
+    )
+
+
+def _buffer(device: ServedDevice, numbers: int) -> Tensor:
+    return device.allocate(4 * numbers).view(torch.float32)
+
+
+def test_copies_take_the_time_of_their_bytes_and_keep_their_order() -> None:
+    with EmulatedServer(1, timing=_timing()) as server:
+        (device,) = server.devices
+        slot, home = _buffer(device, 20), torch.zeros(20)
+        begin = time.perf_counter()
+        first = device.copy(slot, torch.ones(20), queue=UP)
+        second = device.copy(slot, torch.full((20,), 2.0), queue=UP)
+        third = device.copy(home, slot, queue=DOWN, after=[second])
+        assert not third.is_done or time.perf_counter() - begin > 0.079  # the host goes on
+        third.wait()
+        seconds = time.perf_counter() - begin
+        assert all(event.is_done for event in (first, second))
+        assert home.tolist() == [2.0] * 20
+        # 20 ms and 20 ms up, 40 ms down
+        assert seconds > 0.079
+
+
+def test_the_target_holds_nothing_usable_until_the_copy_was_made() -> None:
+    with EmulatedServer(1, timing=_timing(), poison=True) as server:
+        (device,) = server.devices
+        slot = _buffer(device, 20)
+        assert all(math.isnan(x) or x < -1e30 for x in raw_of(slot).tolist())
+        begin = time.perf_counter()
+        event = device.copy(slot, torch.ones(20), queue=UP)
+        assert raw_of(slot).isnan().all() or time.perf_counter() - begin > 0.019
+        event.wait()
+        assert raw_of(slot).tolist() == [1.0] * 20
+
+
+def test_compute_takes_the_given_time_in_order_and_the_host_runs_ahead() -> None:
+    with EmulatedServer(2) as server:
+        one, two = server.devices
+        x = torch.ones(3, requires_grad=True)
+        begin = time.perf_counter()
+        for device in (one, one, two):
+            device.start_clock()
+        for device in (one, one, two):
+            with device.activate():
+                server.work(x, forward_seconds=0.06, backward_seconds=0.02).sum().backward()
+        marks = [device.mark_event("end") for device in server.devices]
+        is_early = any(mark.is_done for mark in marks)
+        assert not is_early or time.perf_counter() - begin > 0.079
+        marks[0].wait()
+        assert time.perf_counter() - begin > 0.159
+        spans = [device.compute.spans for device in server.devices]
+        assert [len(row) for row in spans] == [4, 2]
+        assert [round(end - start, 6) for start, end in spans[0]] == [0.06, 0.02, 0.06, 0.02]
+        assert spans[0][1][1] == spans[0][2][0]  # no time between two pieces
+
+
+def test_compute_waits_for_a_copy_and_the_next_one_for_compute() -> None:
+    with EmulatedServer(1, timing=_timing()) as server:
+        (device,) = server.devices
+        device.start_clock()
+        slot, home = _buffer(device, 20), torch.zeros(20)
+        uploaded = device.copy(slot, torch.ones(20), queue=UP)
+        with device.activate():
+            device.await_event(uploaded)
+            server.launch(0.05)
+            computed = device.mark_event("computed")
+        device.copy(home, slot, queue=DOWN, after=[computed]).wait()
+        end = device.mark() - device._clock_start
+        ((start, stop),) = device.compute.spans
+        assert start - device._clock_start >= 0.02
+        assert stop - start == pytest.approx(0.05)
+        assert end > 0.02 + 0.05 + 0.04 - 1e-3
+
+
+def test_events_behind_host_events_are_waited_for() -> None:
+    with EmulatedServer(1, timing=_timing()) as server:
+        (device,) = server.devices
+        slot, job = _buffer(device, 20), HostEvent("job")
+
+        def issue() -> None:
+            job.stand_for(device.copy(slot, torch.ones(20), queue=UP))
+
+        timer = threading.Timer(0.02, issue)
+        timer.start()
+        device.await_event(job)
+        assert raw_of(slot).tolist() == [1.0] * 20
+        timer.join()
+
+
+def test_callbacks_come_when_it_has_happened() -> None:
+    with EmulatedServer(1, timing=_timing()) as server:
+        (device,) = server.devices
+        called: list[str] = []
+        slot = _buffer(device, 20)
+        with device.activate():
+            server.launch(0.03)
+        mark = device.mark_event("computed")
+        mark.when_done(lambda: called.append("mark"))
+        copy = device.copy(slot, torch.ones(20), queue=UP, after=[mark])
+        copy.when_done(lambda: called.append("copy"))
+        copy.wait()
+        deadline = time.perf_counter() + 5
+        while len(called) < 2 and time.perf_counter() < deadline:
+            time.sleep(0.001)
+        assert called == ["mark", "copy"]
+        copy.when_done(lambda: called.append("late"))
+        assert called[-1] == "late"
+
+
+def test_a_copy_that_cannot_be_made_raises_where_it_is_waited_for() -> None:
+    with EmulatedServer(1) as server:
+        (device,) = server.devices
+        event = device.copy(_buffer(device, 3), torch.ones(4), queue=UP)
+        with pytest.raises(RuntimeError, match="size"):
+            event.wait()
+        slot = _buffer(device, 4)
+        device.copy(slot, torch.ones(4), queue=UP).wait()  # the queue goes on
+        assert raw_of(slot).tolist() == [1.0] * 4
+
+
+def test_copies_share_the_memory_of_the_host() -> None:
+    timing = _timing(host_bytes_per_second=4000.0, download_bytes_per_second=4000.0)
+    with EmulatedServer(2, timing=timing) as server:
+        begin = time.perf_counter()
+        events = [
+            device.copy(_buffer(device, 40), torch.ones(40), queue=UP) for device in server.devices
+        ]
+        for event in events:
+            event.wait()
+        assert time.perf_counter() - begin > 0.079  # 160 bytes each at half the rate
+
+
+def test_a_late_thread_makes_nothing_late() -> None:
+    host = HostClock()
+    before = host.now()
+    time.sleep(0.02)
+    host.woke_for(before + 0.005, since=before)
+    assert host.now() - before < 0.01
+    host.woke_for(before, since=host.now())
+    assert host.now() - before < 0.01  # waited for something that was over: no time passed
+    host.restart()
+    assert host.now() - before >= 0.02
+
+
+def test_devices_can_be_used_again_after_close() -> None:
+    with EmulatedServer(1) as server:
+        (device,) = server.devices
+        slot = _buffer(device, 4)
+        for value in (1.0, 2.0):
+            device.copy(slot, torch.full((4,), value), queue=UP).wait()
+            assert raw_of(slot).tolist() == [value] * 4
+            device.close()
+
+
+def test_without_tags_tensors_are_plain() -> None:
+    with EmulatedServer(1, tags=False) as server:
+        (device,) = server.devices
+        host = torch.ones(3)
+        here = device.upload(host)
+        assert tag_of(here) is None
+        assert here.data_ptr() != host.data_ptr()
+        assert device.download(here).data_ptr() != here.data_ptr()
+
+
+def test_random_delays_repeat_with_the_seed() -> None:
+    def draws(seed: int, name: str) -> list[float]:
+        delay = EmulatedTiming(max_delay_seconds=0.5, seed=seed).delays(name)
+        return [delay() for _ in range(5)]
+
+    assert draws(1, "upload") == draws(1, "upload")
+    assert draws(1, "upload") != draws(2, "upload")
+    assert draws(1, "upload") != draws(1, "download")
+    assert all(0 <= x <= 0.5 for x in draws(1, "upload"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"upload_bytes_per_second": 0.0}, "upload_bytes_per_second=0.0 must be positive"),
+        ({"host_bytes_per_second": math.nan}, "host_bytes_per_second=nan must be positive"),
+        ({"copy_seconds": -1.0}, "copy_seconds=-1.0 must be a time of 0 s or more"),
+        ({"max_delay_seconds": math.inf}, "max_delay_seconds=inf must be a time"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(given: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EmulatedTiming(**given)  # type: ignore[arg-type]
+
+
+class TestChecker:
+    """The checker learns of copies, marks and operations by itself."""
+
+    def test_a_slot_that_is_overwritten_while_it_is_read(self) -> None:
+        checker = ProtocolChecker()
+        with EmulatedServer(1, checker=checker) as server:
+            (device,) = server.devices
+            slot = _buffer(device, 4)
+            with device.thread_context(), device.activate():
+                device.await_event(device.copy(slot, torch.ones(4), queue=UP))
+                slot * 2
+                read = device.mark_event("read")
+                device.copy(slot, torch.ones(4), queue=UP, after=[read])
+                device.await_event(device.copy(slot, torch.ones(4), queue=UP))
+                slot + 1
+                with pytest.raises(ProtocolError) as caught:
+                    device.copy(slot, torch.ones(4), queue=UP, after=[read])
+        assert "buffer 1 of emulated:0: upload in" in str(caught.value)
+        assert "aten.add" in str(caught.value)
+        assert "the compute queue of emulated:0, reads" in str(caught.value)
+
+    def test_weights_that_are_used_before_they_have_come(self) -> None:
+        with EmulatedServer(1, checker=ProtocolChecker()) as server:
+            (device,) = server.devices
+            slot = _buffer(device, 4)
+            with device.thread_context(), device.activate():
+                device.copy(slot, torch.ones(4), queue=UP)
+                with pytest.raises(ProtocolError, match="upload queue of emulated:0, writes"):
+                    slot * 2
+
+    def test_a_result_that_goes_down_before_it_was_computed(self) -> None:
+        with EmulatedServer(1, checker=ProtocolChecker()) as server:
+            (device,) = server.devices
+            with device.thread_context(), device.activate():
+                result = device.upload(torch.ones(4)) * 3
+                home = torch.zeros(4)
+                with pytest.raises(ProtocolError, match=r"aten\.mul"):
+                    device.copy(home, result, queue=DOWN)
+                event = device.copy(home, result, queue=DOWN, after=[device.mark_event("computed")])
+                with pytest.raises(ProtocolError, match="the host, reads"):
+                    home + 1
+                event.wait()
+                assert (home + 1).tolist() == [4.0] * 4
+
+    def test_what_crosses_at_once_waits_for_the_device(self) -> None:
+        with EmulatedServer(2, checker=ProtocolChecker()) as server:
+            one, two = server.devices
+            with one.thread_context(), one.activate():
+                x = one.upload(torch.ones(4)) * 3
+                y = two.move(x) + 1
+                assert y.cpu().tolist() == [4.0] * 4
+                assert two.download(y).add(1).tolist() == [5.0] * 4
+                assert float(y.sum()) == 16.0
+
+
+def test_a_timeline_knows_that_actions_wait_for_their_weights() -> None:
+    module = Regressor(4)
+    stack, batches = layers_of(module), regression_batches(2)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    slow = EmulatedTiming(upload_bytes_per_second=50_000, download_bytes_per_second=1e9)
+    with (
+        EmulatedServer(2, timing=slow) as server,
+        engine_of(module, stack, plan, devices=server.devices) as engine,
+    ):
+        result = mean_step(engine, batches)
+    waited = sum(w.weights_wait_seconds + w.boundaries_wait_seconds for w in result.traffic)
+    inside = sum(entry.waiting_seconds for entry in result.timeline.entries)
+    assert waited > 0.01
+    assert inside > waited / 2, "a few waits are between two actions"
+    spans = sum(entry.end_seconds - entry.start_seconds for entry in result.timeline.entries)
+    assert result.timeline.busy_seconds == pytest.approx(spans - inside)

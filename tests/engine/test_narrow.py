@@ -1,0 +1,301 @@
+"""Weights uploaded from copies in 16 bits, and gradients summed in a dtype of choice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.optim import HostAdamW
+from roundpipe_lightning.engine.result import StepResult
+from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.updates import Updater, update_units
+from tests.engine.tiny import WIDTH, Block, Regressor, layers_of, plan_of, regression_batches
+
+NUM_MICROBATCHES = 4
+AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+
+def opened(module: Any, upload_dtype: torch.dtype | None, **options: Any) -> Engine:
+    stack = layers_of(module)
+    plan = plan_of(
+        stack, num_workers=2, num_microbatches=NUM_MICROBATCHES, **{"round_size": 2, **options}
+    )
+    devices = [EmulatedDevice(index) for index in range(2)]
+    return Engine(module, stack=stack, devices=devices, plan=plan, upload_dtype=upload_dtype)
+
+
+def step(engine: Engine, *, context: Callable[[], Any] = AUTOCAST) -> StepResult:
+    return engine.step(
+        regression_batches(NUM_MICROBATCHES),
+        lambda view, batch, index: view.training_step(batch, index),
+        loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
+        thread_context=context,
+    )
+
+
+def uploaded(result: StepResult) -> int:
+    return sum(worker.uploaded_bytes for worker in result.traffic)
+
+
+def downloaded(result: StepResult) -> int:
+    return sum(worker.downloaded_bytes for worker in result.traffic)
+
+
+def by_name(module: nn.Module, result: StepResult) -> dict[str, Tensor]:
+    return {name: result.gradients[p] for name, p in module.named_parameters()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def matrix_bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.dim() == 2)
+
+
+def test_half_the_bytes_and_the_same_bits_where_autocast_casts_anyway() -> None:
+    module: Any = Regressor(2)
+    results = []
+    for dtype in (None, torch.bfloat16):
+        twin = copy.deepcopy(module)
+        with opened(twin, dtype) as engine:
+            step(engine)
+            result = step(engine)
+        results.append((result, by_name(twin, result), matrix_bytes(twin.layers)))
+    (wide, expected, size), (narrow, gradients, _) = results
+    assert same(gradients, expected)
+    assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
+    assert all(map(torch.equal, wide.losses, narrow.losses))  # type: ignore[arg-type]
+    saved = uploaded(wide) - uploaded(narrow)
+    assert saved > 0
+    assert saved % (size // 2 // len(module.layers)) == 0  # each time that a block travels
+    assert downloaded(narrow) == downloaded(wide)
+
+
+class Scaled(Block):
+    """Uses a matrix in an operation that autocast leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_elsewhere_it_is_the_module_whose_matrices_were_cast_first() -> None:
+    module: Any = Regressor(2, make_block=Scaled)
+    cast = copy.deepcopy(module)
+    for parameter in cast.layers.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.bfloat16()
+            parameter.grad_dtype = torch.float32
+    results = []
+    for one, dtype in ((module, torch.bfloat16), (cast, None)):
+        with opened(one, dtype) as engine:
+            result = step(engine)
+        results.append((result.losses, by_name(one, result)))
+    (losses, gradients), (expected_losses, expected) = results
+    assert all(map(torch.equal, losses, expected_losses))  # type: ignore[arg-type]
+    assert same(gradients, expected)
+
+
+def steps_of(module: Any, dtype: torch.dtype | None, make: Any, *, stale: bool) -> None:
+    optimizer = make(module.parameters(), lr=0.01)
+    with opened(module, dtype) as engine:
+        blocks = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
+        if engine.store.copies is not None and not stale:
+            engine.store.copies.written_by([optimizer])
+        units = update_units(module, blocks, shared=engine.store.shared)
+        with Updater(engine.store, units, stale=stale) as updater:
+            for number in range(3):
+                gradients = step(engine).gradients
+                updater.join()
+                for parameter, gradient in gradients.items():
+                    parameter.grad = gradient
+                if stale:
+                    updater.keep([optimizer])
+                updater.submit(optimizer, release_gradients=True)
+                if number == 1:  # somebody writes into them between two steps
+                    updater.join()
+                    with torch.no_grad():
+                        module.layers[0].inner.weight.mul_(0.5)
+                if number == 2:
+                    with updater.latest():
+                        engine.evaluate(lambda view, batch: view(batch), torch.ones(2, WIDTH))
+            updater.join()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, HostAdamW])
+def test_updates_reach_the_copies(make: Any, stale: bool) -> None:
+    modules = [Regressor(2) for _ in range(2)]
+    for module, dtype in zip(modules, (None, torch.bfloat16), strict=True):
+        steps_of(module, dtype, make, stale=stale)
+    one, other = (dict(module.named_parameters()) for module in modules)
+    assert all(torch.equal(other[name], parameter) for name, parameter in one.items())
+
+
+def test_evaluations_see_what_was_written_unseen_once_told() -> None:
+    module: Any = Regressor()
+    with opened(module, torch.bfloat16) as engine:
+        x = torch.ones(2, WIDTH)
+        before = engine.evaluate(lambda view, batch: view(batch), x)
+        module.layers[0].outer.weight.data.zero_()
+        assert engine.store.copies is not None
+        engine.store.copies.forget()
+        assert not torch.equal(engine.evaluate(lambda view, batch: view(batch), x), before)
+
+
+def test_parameters_of_several_blocks_and_frozen_ones_travel_as_they_are() -> None:
+    module: Any = Regressor()
+    module.layers[1].inner.weight = module.layers[0].inner.weight
+    module.layers[2].requires_grad_(False)
+    module.layers[3].outer.weight.data = module.layers[3].outer.weight.data.double()
+    with opened(module, torch.bfloat16) as engine:
+        copies = engine.store.copies
+        assert copies is not None
+        alone = [module.layers[0].outer, module.layers[1].outer, module.layers[3].inner]
+        size = sum(layer.weight.numel() for layer in alone)
+        assert copies.num_bytes == 2 * size
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_uploaded_is_page_locked_and_nothing_else(keeps: bool) -> None:
+    locked: list[int] = []
+
+    class Locking(EmulatedDevice):
+        def pin(self, buffer: Tensor) -> None:
+            locked.append(buffer.data_ptr())
+
+        def unpin(self, buffer: Tensor) -> None:
+            locked.remove(buffer.data_ptr())
+
+    module: Any = Regressor()
+    store = HostStore(module, list(module.layers), upload_dtype=torch.bfloat16)
+    store.pin(Locking(0))
+    if keeps:
+        store.keep_previous(list(module.parameters()))
+    masters = {p.untyped_storage().data_ptr() for p in module.layers.parameters() if p.dim() == 2}
+    sent = {flat.data_ptr() for block in module.layers for flat, _, _ in store.buffers_of(block)}
+    assert sent <= set(locked)
+    assert masters.isdisjoint(locked)
+    assert len(locked) == len(set(locked))
+    store.close()
+    assert not locked
+
+
+def low_precision(module: Any, dtype: torch.dtype, sums: torch.dtype | None) -> Any:
+    module = copy.deepcopy(module).to(dtype)
+    for parameter in module.parameters():
+        parameter.grad_dtype = sums or dtype
+    return module
+
+
+class Cast(Regressor):
+    """Takes batches of any dtype."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = (tensor.to(self.tail.weight.dtype) for tensor in batch)
+        return functional.mse_loss(self(x), y)
+
+
+@pytest.mark.parametrize("round_size", [2, 4])
+def test_gradients_of_bf16_parameters_are_summed_in_float32(round_size: int) -> None:
+    module = low_precision(Cast(2), torch.bfloat16, torch.float32)
+    each: list[dict[str, Tensor]] = []
+    for batch in regression_batches(NUM_MICROBATCHES):
+        twin = low_precision(module, torch.bfloat16, None)
+        (twin.training_step(batch, 0) / NUM_MICROBATCHES).backward()
+        each.append({n: p.grad for n, p in twin.named_parameters() if p.grad is not None})
+    expected = {name: _sum([one[name].float() for one in each], round_size) for name in each[0]}
+    with opened(module, None, round_size=round_size) as engine:
+        result = step(engine, context=nullcontext)
+    assert same(by_name(module, result), expected)
+
+
+def _sum(gradients: Sequence[Tensor], round_size: int) -> Tensor:
+    rounds = [
+        sum(gradients[start + 1 : start + round_size], gradients[start])
+        for start in range(0, len(gradients), round_size)
+    ]
+    return sum(rounds[1:], rounds[0])
+
+
+def test_gradients_in_bf16_travel_in_half_the_bytes() -> None:
+    results = []
+    for sums in (torch.float32, torch.bfloat16):
+        module = low_precision(Regressor(2), torch.float32, sums)
+        with opened(module, None) as engine:
+            result = step(engine)
+        results.append((by_name(module, result), downloaded(result)))
+    (wide, wide_bytes), (narrow, narrow_bytes) = results
+    assert narrow_bytes < 0.75 * wide_bytes  # those outside the blocks travel as they are
+    for name, gradient in narrow.items():
+        assert gradient.dtype is torch.bfloat16
+        difference = gradient.float() - wide[name]
+        assert difference.norm() < 2**-7 * wide[name].norm()
+        assert difference.any() or "layers" not in name
+
+
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_of_sums_are_those_documented(dtype: torch.dtype, mean: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parameter = nn.Parameter(torch.zeros(4096))
+    parameter.grad_dtype = dtype
+    gradients = torch.randn(16, 4096, generator=generator) + mean
+    ledger = GradientLedger(num_microbatches=16, num_stages=1)
+    for index, gradient in enumerate(gradients):
+        ledger.add_stage(0, [index], {parameter: gradient.clone()})
+    total = ledger.sums()[parameter]
+    assert total.dtype is dtype
+    error = total.double() - gradients.double().sum(0)
+    roundoff = 16 * torch.finfo(dtype).eps / 2
+    assert (error.abs() <= roundoff / (1 - roundoff) * gradients.double().abs().sum(0)).all()
+    column = 1 + 2 * (dtype is torch.float32) + mean
+    text = (Path(__file__).parents[2] / "docs" / "updates.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| 16 |"))
+    documented = float(row.strip("| ").split(" | ")[column])
+    relative = float(error.norm() / gradients.double().sum(0).norm())
+    assert relative == pytest.approx(documented, rel=0.1)
+
+
+def test_copies_that_the_optimizer_has_written_are_not_cast_again() -> None:
+    module: Any = Regressor(1)
+    store = HostStore(module, list(module.layers), upload_dtype=torch.bfloat16)
+    assert store.copies is not None
+    optimizer = HostAdamW(module.parameters(), lr=0.1)
+    store.copies.written_by([optimizer])
+    store.renew_copies()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    (copy,) = [flat for flat, _, _ in store.buffers_of(module.layers[0]) if flat.itemsize == 2]
+    written = copy.clone()
+    weights = [module.layers[0].inner.weight, module.layers[0].outer.weight]
+    assert torch.equal(written, torch.cat([w.detach().flatten() for w in weights]).bfloat16())
+    copy.zero_()
+    store.updated(module.layers[0].parameters(), by=optimizer)
+    store.renew_copies()
+    assert not copy.any()  # nothing was cast
+    with torch.no_grad():
+        weights[0].mul_(1.0)
+    store.renew_copies()
+    assert copy.any()
+    store.close()
+    optimizer.close()

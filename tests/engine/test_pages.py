@@ -1,0 +1,105 @@
+"""Memory that is page-locked has its pages for itself."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from roundpipe_lightning.engine.arena import HostArena
+from roundpipe_lightning.engine.device import AcceleratorDevice
+from roundpipe_lightning.engine.pages import PAGE_BYTES, own_pages
+from roundpipe_lightning.engine.store import HostStore
+from tests.engine.tiny import Regressor
+
+
+def _pages(buffer: torch.Tensor) -> set[int]:
+    first = buffer.data_ptr() // PAGE_BYTES
+    last = (buffer.data_ptr() + buffer.nbytes - 1) // PAGE_BYTES
+    return set(range(first, last + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_small_buffers_share_no_page(dtype: torch.dtype) -> None:
+    buffers = [own_pages(1 + 7 * index, dtype) for index in range(50)]
+    assert all(buffer.data_ptr() % PAGE_BYTES == 0 for buffer in buffers)
+    assert len(set.union(*map(_pages, buffers))) == len(buffers)
+    assert all(not buffer.any() and buffer.dtype is dtype for buffer in buffers)
+    assert own_pages(0, dtype).shape == (0,)
+
+
+def test_a_view_keeps_the_pages_and_the_storage_has_no_byte_more() -> None:
+    view = own_pages(1000, torch.float32)[10:20]
+    view.fill_(3.0)
+    assert view.untyped_storage().nbytes() == 4000
+    assert view.tolist() == [3.0] * 10
+
+
+class Runtime:
+    """Registers memory as CUDA's driver does: a page can be registered once."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, set[int]] = {}
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1, "for all devices"
+        first, last = pointer // PAGE_BYTES, (pointer + num_bytes - 1) // PAGE_BYTES
+        pages = set(range(first, last + 1))
+        if any(pages & others for others in self.registered.values()):
+            return 712
+        self.registered[pointer] = pages
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+        del self.registered[pointer]
+        return 0
+
+
+def test_everything_that_is_locked_can_be_and_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    device = AcceleratorDevice(torch.device("cuda", 0))
+    module = Regressor(6)
+    store, arena = HostStore(module, list(module.layers)), HostArena(device)
+    store.pin(device)
+    arena.lend(5000)
+    arena.end_step()
+    assert len(runtime.registered) == 6 + 1 + 1  # a flat buffer per block, the rest, boundaries
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    assert size <= device.page_locked_bytes - arena.num_bytes <= 1.03 * size + 7 * 64 * 8
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    store.close()
+    arena.close()
+    assert not runtime.registered
+    assert device.page_locked_bytes == 0
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_memory_that_cannot_be_locked_is_said_once_per_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refusing(Runtime):
+        def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+            del pointer, num_bytes, flags
+            return 2
+
+    forgotten: list[AcceleratorDevice] = []
+
+    def forget(device: AcceleratorDevice) -> None:
+        forgotten.append(device)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(AcceleratorDevice, "_forget_error", forget)
+    device = AcceleratorDevice(torch.device("cuda", 0))
+    buffer = own_pages(100)
+    with pytest.warns(UserWarning, match="Page-locking 0.00 GiB of host memory failed"):
+        device.pin(buffer)
+    device.pin(buffer)  # and says it once
+    device.unpin(buffer)
+    assert forgotten == [device, device]  # or the next launch would raise it
+    assert device.page_locked_bytes == 0

@@ -1,0 +1,224 @@
+"""Steps in parts give the bits of the whole step; optimizers that cannot be divided are found."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from roundpipe_lightning.engine.optim.adamw import HostAdamW
+from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.separable import has_hooks, why_whole
+
+
+class Lion(Optimizer):
+    """A user's optimizer: signs of a moving average."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    p.sub_(average.lerp(p.grad, 0.5).sign_(), alpha=group["lr"])
+                    average.lerp_(p.grad, 1 - group["beta"])
+        return loss
+
+
+class StateFromTheStart(Lion):
+    """Makes its state when it is made."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["average"] = torch.full_like(p, 0.25)
+
+
+KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "ASGD": torch.optim.ASGD,
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": torch.optim.Adam,
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1),
+    "AdamW": torch.optim.AdamW,
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW with a tensor for lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "Adamax": torch.optim.Adamax,
+    "Muon": torch.optim.Muon,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "HostAdamW": HostAdamW,
+    "HostAdamW with 8 bits": lambda p: HostAdamW(p, moments="8bit"),
+    "Lion": Lion,
+    "state from the start": StateFromTheStart,
+}
+
+
+def parameters(*, flat: bool) -> list[nn.Parameter]:
+    shapes: list[tuple[int, ...]] = [(7, 5), (33, 4), (5, 5)] + ([(9,), ()] if flat else [])
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Two groups whose parameters are not neighbours."""
+    return [{"params": members[::2]}, {"params": members[1::2], "lr": 0.02}]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_parts_give_the_bits_of_the_whole(name: str) -> None:
+    ours = parameters(flat=name != "Muon")
+    theirs = copy.deepcopy(ours)
+    divided, whole = KINDS[name](groups(ours)), KINDS[name](groups(theirs))
+    assert why_whole(divided) is None
+    for number in range(5):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        if number == 3:  # one that no loss depended on
+            ours[1].grad = theirs[1].grad = None
+        whole.step()
+        captured = CapturedStep(divided)
+        for optimizer in (divided, whole):  # what a scheduler does right after
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0.5
+        for one in ours:  # what Lightning does right after
+            one.grad = None
+        captured.run([ours[2], ours[0]])
+        captured.run([ours[1], *ours[3:]])
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(
+        divided.state_dict()["state"], whole.state_dict()["state"], rtol=0, atol=0
+    )
+
+
+def test_names_of_parameters_go_with_them() -> None:
+    seen: list[list[str]] = []
+
+    class Named(Lion):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(list(group["param_names"]) for group in self.param_groups)
+
+    members = parameters(flat=True)
+    optimizer = Named([(f"p{i}", p) for i, p in enumerate(members)])
+    CapturedStep(optimizer).run([members[3], members[1]])
+    assert seen == [["p1", "p3"]]
+
+
+def test_a_parameter_that_nothing_captured_is_left_alone() -> None:
+    stranger = nn.Parameter(torch.ones(3))
+    stranger.grad = torch.ones(3)
+    CapturedStep(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)).run([stranger])
+    assert torch.equal(stranger, torch.ones(3))
+
+
+class _Counts(Lion):
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+class _CountsInGroup(Lion):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class _ScalesByAllNorms(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        every = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        for p in every:
+            p.sub_(p.grad / norm)
+
+
+class _Noise(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p))
+
+
+class _GlobalState(Lion):
+    def step(self, closure: Any = None) -> Any:
+        self.state["everything"]["count"] = 1  # type: ignore[index]
+        return super().step(closure)
+
+
+class _KeepsTensors(Lion):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.everything = [p for group in self.param_groups for p in group["params"]]
+
+
+class _Fails(Lion):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("needs 4096 numbers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (_Counts, "attributes of the optimizer"),
+        (_CountsInGroup, "options of its groups"),
+        (_ScalesByAllNorms, "depends on other parameters"),
+        (_Noise, "draws random numbers"),
+        (_GlobalState, "belong to no parameter"),
+        (_KeepsTensors, "keeps tensors"),
+        (_Fails, "needs 4096 numbers"),
+        (torch.optim.SparseAdam, "dense gradients"),
+        (torch.optim.LBFGS, "keeps tensors"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
+    ],
+)
+def test_optimizers_that_cannot_be_divided(kind: Any, reason: str) -> None:
+    members = parameters(flat=True)
+    optimizer = kind(members)
+    before: list[Tensor] = [p.detach().clone() for p in members]
+    state = torch.get_rng_state()
+    found = why_whole(optimizer)
+    assert found is not None
+    assert reason in found
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, b) for p, b in zip(members, before, strict=True))
+    assert kind is torch.optim.LBFGS or not optimizer.state
+
+
+def test_a_replaced_step_is_not_divided_and_a_scheduler_replaces_nothing() -> None:
+    optimizer = torch.optim.SGD(parameters(flat=True), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert why_whole(optimizer) is None
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert why_whole(optimizer) == "its step was replaced"
+
+
+def test_hooks_are_seen() -> None:
+    optimizer = torch.optim.SGD(parameters(flat=True), lr=0.1)
+    assert not has_hooks(optimizer)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    assert has_hooks(optimizer)
+    handle.remove()
+    assert not has_hooks(optimizer)
+    everywhere = register_optimizer_step_pre_hook(lambda *_: None)
+    assert has_hooks(optimizer)
+    everywhere.remove()

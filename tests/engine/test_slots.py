@@ -1,0 +1,328 @@
+"""Weights in slots, blocks that stay, gradients on their way home: the numbers and the costs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundpipe_lightning.engine.arena import HostArena, Lent
+from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.logistics import Logistics
+from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.traffic import StepVisits, WaitedFor, WorkerTransfers
+from roundpipe_lightning.engine.visits import VisitPlan
+from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
+from tests.engine.tiny import (
+    Block,
+    Regressor,
+    differences,
+    emulated_workers,
+    engine_of,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+    stack_of,
+)
+
+BLOCKS = 6
+WHOLE = Partition(forward=(2, 2), backward=(2, 2, 2))
+
+
+@pytest.mark.parametrize("resident", [(), ((), (0, 3), (5,)), ((0, 1, 2, 3, 4, 5),) * 3])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_slots_and_blocks_that_stay_change_no_bit(num_slots: int, resident: Any) -> None:
+    module = Regressor(BLOCKS)
+    for parameter in (*module.layers[1].parameters(), *module.layers[3].parameters()):
+        parameter.requires_grad_(False)
+    stack, batches = layers_of(module), regression_batches(4)
+    plan = plan_of(stack, num_workers=3, num_microbatches=4, partition=WHOLE)
+    plan = replace(plan, weight_slots=num_slots, resident=resident)
+    with engine_of(module, stack, plan, devices=emulated_workers(3)) as engine:
+        for _ in range(3):
+            plain = plain_step(module, batches)
+            result = mean_step(engine, batches)
+            assert not differences(module, result, plain)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    if parameter.requires_grad:
+                        parameter.sub_(0.1 * result.gradients[parameter])
+                value = engine.evaluate(lambda view, b: view.training_step(b, 0), batches[0])
+                assert torch.equal(value, module.training_step(batches[0], 0))
+
+
+def _outside_bytes(module: Regressor) -> int:
+    return sum(p.nbytes for part in (module.head, module.tail) for p in part.parameters())
+
+
+def test_a_frozen_block_that_stays_is_uploaded_once_and_again_when_it_was_written_to() -> None:
+    module = Regressor(2)
+    module.layers.requires_grad_(False)
+    layers: list[Any] = list(module.layers)
+    layers[1].norm.requires_grad_(True)
+    stack, batches = layers_of(module), regression_batches(2)
+    plan = plan_of(
+        stack,
+        num_workers=1,
+        num_microbatches=2,
+        partition=Partition.parse("forward 1 | backward 1 1"),
+    )
+    plan = replace(plan, resident=((0, 1),))
+    frozen, trained = (
+        sum(p.nbytes for p in module.layers.parameters() if p.requires_grad == wanted)
+        for wanted in (False, True)
+    )
+    with engine_of(module, stack, plan, devices=emulated_workers(1)) as engine:
+        first, second = (mean_step(engine, batches).traffic[0].uploaded_bytes for _ in range(2))
+        with torch.no_grad():
+            layers[0].inner.weight.add_(1)
+        assert not differences(module, mean_step(engine, batches), plain_step(module, batches))
+    assert first >= frozen + trained
+    moved = second - _outside_bytes(module)
+    assert trained <= moved < 2 * trained + 64  # the norm's two vectors, in one copy
+
+
+def test_one_worker_that_holds_everything_moves_updates_and_gradients_alone() -> None:
+    module = Regressor(4)
+    stack, batches = layers_of(module), regression_batches(3)
+    plan = plan_of(stack, num_workers=1, num_microbatches=3)
+    plan = replace(plan, resident=((0, 1, 2, 3),))
+    blocks = sum(p.nbytes for p in module.layers.parameters())
+    padded = 1.1 * blocks  # every tensor begins at a cache line
+    with engine_of(module, stack, plan, devices=emulated_workers(1)) as engine:
+        for _ in range(2):
+            [traffic] = mean_step(engine, batches).traffic
+            up = traffic.uploaded_bytes - _outside_bytes(module)
+            # Of every microbatch: gradients of parameters outside the blocks, and the loss.
+            down = traffic.downloaded_bytes - 3 * (_outside_bytes(module) + 4)
+            assert blocks <= up == down < padded
+
+
+class MemoryDevice(CpuDevice):
+    """Host memory that is treated as a device's: what is counted is the engine's own work."""
+
+    shares_host_memory = False
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+
+def test_tensors_threads_and_host_bytes_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Regressor(3)
+    stack, batches = layers_of(module), regression_batches(2)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    lent: list[int] = []
+    arenas: list[HostArena] = []
+    lend = HostArena.lend
+
+    def counted(arena: HostArena, num_bytes: int) -> Lent:
+        lent.append(-(-num_bytes // 256) * 256)
+        arenas[:] = [arena]
+        return lend(arena, num_bytes)
+
+    monkeypatch.setattr(HostArena, "lend", counted)
+    seen, most = set(), 0
+    devices = [MemoryDevice(index) for index in range(2)]
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        for number in range(120):
+            lent.clear()
+            mean_step(engine, batches)
+            most = most or sum(lent)  # as if no boundary of a step ever came back before its end
+            assert sum(lent) == most
+            assert arenas[0].num_bytes <= most  # how much less depends on who was faster
+            if number % 30 == 10:
+                gc.collect()
+                tensors = sum(int(issubclass(type(x), Tensor)) for x in gc.get_objects())
+                on_host = engine.staging_bytes - arenas[0].num_bytes
+                held = sum(w.transfers.num_bytes for w in engine.workers if w.transfers)
+                seen.add((tensors, threading.active_count(), on_host, held))
+    assert most
+    assert len(seen) == 1
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts what is launched in this thread."""
+
+    num = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Many(nn.Module):
+    """A block of many small parameters."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.ones(4) for _ in range(num))
+
+
+@contextmanager
+def transfers_of(module: nn.ModuleList) -> Iterator[WorkerTransfers]:
+    store, stack = HostStore(module, list(module)), stack_of(tuple(module))
+    logistics = Logistics(store, devices=[MemoryDevice()], stacks=[stack])
+    [transfers] = logistics.transfers
+    assert transfers is not None
+    try:
+        yield transfers
+        assert logistics.take_error() is None
+    finally:
+        logistics.close()
+        store.close()
+
+
+def operations_per_visit(num_parameters: int) -> int:
+    """Count what a thread launches to bring three blocks and to send their gradients home."""
+    module = nn.ModuleList(Many(num_parameters) for _ in range(3))
+    blocks = tuple(module)
+    stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(3))
+    visit = VisitPlan(stage=stage, blocks=blocks, wanted=blocks)
+    step = StepVisits(visits=(visit,) * 6, num_slots=2, resident=())
+    ledger = GradientLedger(num_microbatches=6, num_stages=2)
+    gradients = [torch.ones(4) for _ in range(num_parameters)]
+    with transfers_of(module) as transfers:
+        transfers.begin_step(step)
+        transfers.begin_ahead()
+        counting = ExitStack()
+        counted: Any = CountedOperations()  # type: ignore[no-untyped-call]
+        for number in range(6):
+            if number == 3:  # all that is made once was made
+                counting.enter_context(counted)
+            entered = transfers.weights.enter(stage, blocks)
+            placed = []
+            for block in blocks:
+                leaves = entered.regions[block].leaves()
+                transfers.await_event(entered.events.pop(block), WaitedFor.WEIGHTS)
+                placed.append((entered.regions[block].layout, list(leaves.values())))
+                for leaf, gradient in zip(leaves.values(), gradients, strict=True):
+                    leaf.grad = gradient
+            transfers.send_gradients(
+                1, placed, microbatches=[number], ledger=ledger, last=number, shared=()
+            )
+            transfers.weights.leave()
+        counting.close()
+        assert transfers.drain(timeout_seconds=10)
+        transfers.end_step()
+    for number in range(6):
+        ledger.close_microbatch(number)
+    assert all(torch.equal(g, torch.full((4,), 6.0)) for g in ledger.sums().values())
+    return int(counted.num)
+
+
+def test_many_small_tensors_cost_what_one_flat_buffer_costs() -> None:
+    few, many = operations_per_visit(2), operations_per_visit(500)
+    assert few == many < 100
+
+
+def test_a_block_whose_parameters_were_swapped_is_uploaded_from_where_they_are() -> None:
+    module = Regressor(2)
+    stack, batches = layers_of(module), regression_batches(2)
+    plan = plan_of(stack, num_microbatches=2)
+    with engine_of(module, stack, plan, devices=emulated_workers(2)) as engine:
+        mean_step(engine, batches)
+        layer: Any = module.layers[1]
+        layer.outer.weight.data = torch.full_like(layer.outer.weight, 0.5)
+        assert not differences(module, mean_step(engine, batches), plain_step(module, batches))
+
+
+class FailingDevice(EmulatedDevice):
+    """Fails at its n-th copy."""
+
+    num_left = 10**9
+
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_left -= 1
+        if not self.num_left:
+            raise RuntimeError("the device fell off the bus")
+        return super().copy(*args, **kwargs)
+
+
+@pytest.mark.parametrize("number", [1, 5, 9])
+def test_a_failing_copy_ends_the_step_and_names_the_device(number: int) -> None:
+    module = Regressor(3)
+    stack, batches = layers_of(module), regression_batches(3)
+    devices = [FailingDevice(index) for index in range(2)]
+    plan, plain = plan_of(stack), plain_step(module, batches)
+    with engine_of(module, stack, plan, devices=devices, timeout_seconds=20) as engine:
+        devices[1].num_left = number
+        with pytest.raises(RuntimeError, match="fell off the bus") as error:
+            mean_step(engine, batches)
+        assert "queue of worker 1 (emulated:1)" in " ".join(getattr(error.value, "__notes__", ()))
+        for _ in range(2):
+            assert not differences(module, mean_step(engine, batches), plain)
+
+
+def test_a_failing_copy_ends_an_evaluation() -> None:
+    module = Regressor(3)
+    stack, (batch,) = layers_of(module), regression_batches(1)
+    devices = [FailingDevice(index) for index in range(2)]
+    plan = plan_of(stack, num_workers=2, num_microbatches=1)
+
+    def call(view: Any, given: Any) -> Any:
+        return view.training_step(given, 0)
+
+    with engine_of(module, stack, plan, devices=devices) as engine, torch.no_grad():
+        devices[1].num_left = 1
+        with pytest.raises(RuntimeError, match="fell off the bus") as error:
+            engine.evaluate(call, batch)
+        assert "upload queue of worker 1" in " ".join(getattr(error.value, "__notes__", ()))
+        assert torch.equal(engine.evaluate(call, batch), module.training_step(batch, 0))
+
+
+class _PlannedError(Exception):
+    """What the test raises in user code."""
+
+
+def test_an_error_in_user_code_gives_up_what_is_under_way() -> None:
+    module = Regressor(4)
+    stack, batches = layers_of(module), regression_batches(4)
+    plan = plan_of(stack, num_workers=2, num_microbatches=4)
+    plan, plain = replace(plan, resident=((0,), (1, 2))), plain_step(module, batches)
+
+    def fail(view: Any, batch: Any, index: int) -> Any:
+        loss = view.training_step(batch, 0)
+        if index == 1:
+            raise _PlannedError
+        return loss
+
+    with engine_of(module, stack, plan, devices=emulated_workers(2)) as engine:
+        for _ in range(3):
+            with pytest.raises(_PlannedError):
+                mean_step(engine, batches, call=fail)
+            assert not differences(module, mean_step(engine, batches), plain)
+
+
+def test_parameters_of_several_uses_are_summed_in_one_order() -> None:
+    class Tied(Regressor):
+        def __init__(self) -> None:
+            super().__init__(3)
+            blocks: list[Any] = list(self.layers)
+            blocks[2].inner.weight = blocks[0].inner.weight
+            blocks[1].norm.weight = self.tail_norm = nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.tail_norm.sum()
+
+    module = Tied()
+    assert isinstance(module.layers[0], Block)
+    stack, batches = layers_of(module), regression_batches(3)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=3, num_microbatches=3, round_size=1)
+    with engine_of(module, stack, plan, devices=emulated_workers(3)) as engine:
+        for _ in range(3):
+            assert not differences(module, mean_step(engine, batches), plain)

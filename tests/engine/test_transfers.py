@@ -1,0 +1,218 @@
+"""Transfer queues: their order, their limits, and what becomes of jobs when something fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.engine.device import CopyQueue, CpuDevice
+from roundpipe_lightning.engine.events import Event, HostEvent
+from roundpipe_lightning.engine.transfers import MOST_UNDER_WAY, Job, TransferQueue, Urgency
+from roundpipe_lightning.engine.turns import StepAborted
+
+CHUNK = 8
+PATIENCE_SECONDS = 10.0
+
+
+class SteppedDevice(CpuDevice):
+    """Makes a copy when it is told to, in the order in which copies were given to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[Tensor, Tensor, HostEvent]] = []
+        self.order: list[int] = []
+        self.most_under_way = 0
+        self._changed = threading.Condition()
+        self._num_made = 0
+
+    def copy(
+        self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
+    ) -> Event:
+        assert all(event.is_done for event in after)
+        event = HostEvent(f"chunk of {src.nbytes} bytes")
+        with self._changed:
+            self.given.append((dst, src, event))
+            self.order.append(int(src[0]))
+            self.most_under_way = max(self.most_under_way, len(self.given) - self._num_made)
+            self._changed.notify_all()
+        return event
+
+    def await_given(self, num: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.given) >= num, PATIENCE_SECONDS)
+
+    def make(self, num: int = 1, *, error: Exception | None = None) -> None:
+        """Make the next copies, when they have been given."""
+        for _ in range(num):
+            self.await_given(self._num_made + 1)
+            dst, src, event = self.given[self._num_made]
+            with self._changed:
+                self._num_made += 1
+            if error is not None:
+                event.fail(error)
+                continue
+            dst.copy_(src)
+            event.set()
+
+
+class Failures(list[tuple[BaseException, str]]):
+    """What a queue has told of."""
+
+    def note(self, error: BaseException, name: str) -> None:
+        self.append((error, name))
+
+
+@contextmanager
+def queue_of(
+    device: CpuDevice, failures: Failures, direction: CopyQueue = CopyQueue.UPLOAD
+) -> Iterator[TransferQueue]:
+    queue = TransferQueue(
+        device, direction, on_failure=failures.note, name="upload queue", chunk_bytes=CHUNK
+    )
+    try:
+        yield queue
+    finally:
+        queue.close()
+
+
+def flat(value: int, num_bytes: int = CHUNK) -> Tensor:
+    return torch.full((num_bytes,), value, dtype=torch.uint8)
+
+
+def job(value: int, *, chunks: int = 1, urgency: Urgency = Urgency.WEIGHTS, **given: object) -> Job:
+    source = flat(value, chunks * CHUNK)
+    pieces = [(torch.zeros_like(source), source)]
+    return Job(name=f"job {value}", urgency=urgency, pieces=pieces, **given)  # type: ignore[arg-type]
+
+
+def test_an_urgent_job_overtakes_the_chunks_of_a_long_one() -> None:
+    device, failures = SteppedDevice(), Failures()
+    with queue_of(device, failures) as queue:
+        long, urgent, late = job(1, chunks=5), job(2, urgency=Urgency.BOUNDARY), job(3)
+        target = long.pieces[0][0]
+        events = [queue.submit(long)]
+        device.await_given(MOST_UNDER_WAY)
+        events += [queue.submit(late), queue.submit(urgent)]
+        device.make(7)
+        for event in events:
+            event.wait()
+        assert device.order == [1, 1, 2, 1, 1, 1, 3]
+        assert device.most_under_way == MOST_UNDER_WAY
+        assert queue.num_bytes == 7 * CHUNK
+        assert torch.equal(target, flat(1, 5 * CHUNK))
+    assert not failures
+
+
+def test_a_device_can_wait_for_a_job_whose_last_chunk_was_issued() -> None:
+    device, failures = SteppedDevice(), Failures()
+    with queue_of(device, failures) as queue:
+        event = queue.submit(job(1, chunks=2))
+        behind = event.issued()
+        assert behind is device.given[1][2]
+        assert not event.is_done
+        device.make(2)
+        event.wait()
+
+
+def test_a_job_that_waits_holds_up_no_other() -> None:
+    device, failures = SteppedDevice(), Failures()
+    with queue_of(device, failures) as queue:
+        compute = HostEvent("compute")
+        first = queue.submit(job(1, urgency=Urgency.BOUNDARY, after=[compute, HostEvent()]))
+        second = queue.submit(job(2, urgency=Urgency.GRADIENTS, after=[compute]))
+        third = queue.submit(job(3, urgency=Urgency.PREFETCH))
+        device.make()
+        third.wait()
+        compute.set()
+        device.make()
+        second.wait()
+        assert not first.is_done
+        assert device.order == [3, 2]
+
+
+def test_staged_jobs_go_through_the_queues_own_buffers() -> None:
+    for direction in CopyQueue:
+        device, failures = SteppedDevice(), Failures()
+        with queue_of(device, failures, direction) as queue:
+            buffers = [flat(0), flat(0)]
+            queue.stage_through(buffers)
+            source = torch.arange(3 * CHUNK - 2, dtype=torch.uint8)
+            target = torch.zeros_like(source)
+            staged = Job(
+                name="staged",
+                urgency=Urgency.GRADIENTS,
+                pieces=[(target, source)],
+                is_staged=True,
+            )
+            event = queue.submit(staged)
+            device.make(3)
+            event.wait()
+            assert torch.equal(target, source)
+        through = {tensor.data_ptr() for pair in device.given for tensor in pair[:2]}
+        assert {buffer.data_ptr() for buffer in buffers} <= through
+        assert not staged.pieces  # an event that is kept keeps no tensors
+
+
+@pytest.mark.parametrize("where", ["copy", "chunk"])
+def test_a_failing_copy_is_told_once_and_releases_everybody(where: str) -> None:
+    device, failures = SteppedDevice(), Failures()
+
+    def fail(*args: object, **kwargs: object) -> Event:
+        raise RuntimeError("the bus is gone")
+
+    with queue_of(device, failures) as queue:
+        if where == "copy":
+            device.copy = fail  # type: ignore[method-assign]
+        jobs = [job(1, chunks=3), job(2), job(3, after=[HostEvent()])]
+        events = [queue.submit(one) for one in jobs]
+        if where == "chunk":
+            device.make(error=RuntimeError("the bus is gone"))
+            device.make()  # the second one is awaited before its memory is used again
+        for event in events:
+            with pytest.raises(StepAborted):
+                event.wait()
+        assert queue.drain(timeout_seconds=PATIENCE_SECONDS)
+        [(error, name)] = failures
+        assert (str(error), name) == ("the bus is gone", "upload queue: job 1")
+        if where == "chunk":
+            num_before = len(device.given)
+            again = queue.submit(job(4))
+            device.await_given(num_before + 1)
+            device.make()
+            again.wait()
+
+
+def test_an_abort_gives_jobs_up_and_the_queue_serves_the_next_step() -> None:
+    device, failures = SteppedDevice(), Failures()
+    with queue_of(device, failures) as queue:
+        compute = HostEvent("compute")
+        events = [queue.submit(job(1, chunks=4)), queue.submit(job(2, after=[compute]))]
+        device.await_given(MOST_UNDER_WAY)
+        queue.abort()
+        for event in events:
+            with pytest.raises(StepAborted):
+                event.wait()
+        assert not queue.drain(timeout_seconds=0.01)  # two chunks are under way
+        device.make(MOST_UNDER_WAY)
+        assert queue.drain(timeout_seconds=PATIENCE_SECONDS)
+        compute.set()  # too late: the job is not made any more
+        last = queue.submit(job(3))
+        device.make()
+        last.wait()
+        assert device.order == [1, 1, 3]
+    assert not failures
+
+
+def test_a_job_with_nothing_to_copy_is_done() -> None:
+    calls: list[str] = []
+    with queue_of(SteppedDevice(), Failures()) as queue:
+        empty = Job(
+            name="empty", urgency=Urgency.WEIGHTS, pieces=[], done=lambda: calls.append("done")
+        )
+        queue.submit(empty).wait()
+    assert calls == ["done"]

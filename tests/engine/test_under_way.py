@@ -1,0 +1,284 @@
+"""Steps under way: a batch begins while the backward pass of the one before still drains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.device import CpuDevice, Device
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.pending import PendingStep
+from roundpipe_lightning.engine.protocol import ProtocolChecker
+from roundpipe_lightning.engine.result import StepResult
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.stages import Partition
+from tests.engine.tiny import (
+    TIMEOUT_SECONDS,
+    Block,
+    Regressor,
+    layers_of,
+    plan_of,
+    regression_batches,
+)
+from tests.heard import heard
+
+NUM_WORKERS = 3
+NUM_MICROBATCHES = 2
+
+
+class Heard(Block):
+    """A block whose backward pass can be heard of."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.hear: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return heard(super().forward(x), self.hear)
+
+
+def let_first_block(module: Regressor, hear: Callable[[], None]) -> None:
+    """Have somebody called in the backward pass of the first block, the last one to run."""
+    first = module.layers[0]
+    assert isinstance(first, Heard)
+    first.hear = hear
+
+
+def module_and_plan(
+    *, dropout: float = 0.0, make_block: Callable[[], nn.Module] | None = None
+) -> tuple[Regressor, Plan]:
+    """Return a model and a plan whose last stage is on another worker than its first."""
+    module = Regressor(3, make_block=make_block or (lambda: Heard(dropout)))
+    plan = plan_of(
+        layers_of(module),
+        num_workers=NUM_WORKERS,
+        num_microbatches=NUM_MICROBATCHES,
+        partition=Partition(forward=(2,), backward=(1, 2)),
+    )
+    assert len({plan.schedule.workers[0][0].worker, plan.schedule.workers[2][-1].worker}) == 2
+    return module, plan
+
+
+@contextmanager
+def opened(module: Regressor, plan: Plan, *, emulated: bool = True) -> Iterator[Engine]:
+    """Open an engine on checked emulated devices, or on CPU workers."""
+    server = EmulatedServer(NUM_WORKERS, checker=ProtocolChecker(), poison=True)
+    with server:
+        devices: list[Device] = [*server.devices]
+        if not emulated:
+            devices = [CpuDevice(index) for index in range(NUM_WORKERS)]
+        with Engine(
+            module,
+            stack=layers_of(module),
+            devices=devices,
+            plan=plan,
+            timeout_seconds=TIMEOUT_SECONDS,
+        ) as engine:
+            yield engine
+
+
+def begin(engine: Engine, number: int, *, call: Any = None) -> PendingStep:
+    """Begin the step of a batch."""
+    batches = [(x + number, y) for x, y in regression_batches(NUM_MICROBATCHES)]
+    torch.manual_seed(number)
+    return engine.begin_step(
+        batches,
+        call or (lambda view, batch, index: view.training_step(batch, index)),
+        loss_scales=[0.5] * NUM_MICROBATCHES,
+    )
+
+
+def assert_same(found: StepResult, wanted: StepResult) -> None:
+    """Compare bits."""
+    assert [x.item() for x in found.losses if x is not None] == [
+        x.item() for x in wanted.losses if x is not None
+    ]
+    assert found.gradients.keys() == wanted.gradients.keys()
+    for parameter, gradient in wanted.gradients.items():
+        assert torch.equal(found.gradients[parameter], gradient)
+
+
+@pytest.mark.parametrize("emulated", [True, False], ids=["emulated", "cpu"])
+def test_a_batch_begins_before_the_backward_pass_of_the_last_one_ends(*, emulated: bool) -> None:
+    module, plan = module_and_plan()
+    begun = threading.Event()
+    order: list[str] = []
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        order.append("forward of the next")
+        begun.set()
+        return view.training_step(batch, index)
+
+    def wait_for_next() -> None:
+        assert begun.wait(TIMEOUT_SECONDS), "the next batch did not begin"
+        order.append("backward")
+
+    with opened(module, plan, emulated=emulated) as engine:
+        wanted = [begin(engine, number).result() for number in range(3)]
+        let_first_block(module, wait_for_next)  # only when the next batch has begun
+        first = begin(engine, 0)
+        losses = first.outputs().losses
+        was_over = first.is_over
+        second = begin(engine, 1, call=call)
+        second.outputs()
+        assert first.is_over, "two batches at most"
+        third = begin(engine, 2)
+        found = [first.result(), second.result(), third.result()]
+    assert not was_over
+    assert losses == first.result().losses
+    assert order.index("forward of the next") < order.index("backward")
+    for ours, its in zip(found, wanted, strict=True):
+        assert_same(ours, its)
+        assert len(ours.timeline.entries) == len(its.timeline.entries)
+
+
+def test_the_first_batch_of_an_engine_is_waited_for() -> None:
+    module, plan = module_and_plan()
+    with opened(module, plan) as engine:
+        step = begin(engine, 0)
+        step.outputs()
+        assert step.is_over
+
+
+def test_a_batch_that_draws_is_waited_for() -> None:
+    module, plan = module_and_plan(dropout=0.5)
+    with opened(module, plan) as engine:
+        wanted = [begin(engine, number).result() for number in range(2)]
+        for number, result in enumerate(wanted):
+            step = begin(engine, number)
+            step.outputs()
+            assert step.is_over
+            assert_same(step.result(), result)
+
+
+def test_a_batch_that_writes_attributes_is_waited_for() -> None:
+    module, plan = module_and_plan()
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        view.num_seen = index
+        return view.training_step(batch, index)
+
+    with opened(module, plan) as engine:
+        begin(engine, 0).result()
+        step = begin(engine, 1, call=call)
+        step.outputs()
+        assert step.is_over
+    assert module.num_seen == NUM_MICROBATCHES - 1
+
+
+class Counting(Heard):
+    """A block that writes a buffer or an attribute.
+
+    Args:
+        buffer: Whether it is a buffer.
+    """
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.is_buffer = buffer
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_buffer:
+            self.calls += 1
+        else:
+            self.num_calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_batch_whose_blocks_write_is_waited_for(*, buffer: bool) -> None:
+    module, plan = module_and_plan(make_block=lambda: Counting(buffer=buffer))
+    with opened(module, plan) as engine:
+        begin(engine, 0).result()
+        step = begin(engine, 1)
+        step.outputs()
+        assert step.is_over
+
+
+def test_numbers_drawn_while_a_batch_drains_are_those_of_the_main_thread() -> None:
+    module, plan = module_and_plan()
+    drawn, heard = threading.Event(), threading.Event()
+
+    def hear() -> None:
+        heard.set()
+        assert drawn.wait(TIMEOUT_SECONDS)
+
+    with opened(module, plan) as engine:
+        begin(engine, 0).result()
+        torch.manual_seed(7)
+        wanted = torch.rand(3)
+        let_first_block(module, hear)
+        step = begin(engine, 1)
+        step.outputs()
+        torch.manual_seed(7)
+        assert heard.wait(TIMEOUT_SECONDS)
+        found = torch.rand(3)  # in the middle of a block's backward pass
+        drawn.set()
+        after = torch.default_generator.get_state()
+        step.result()
+        assert torch.equal(torch.default_generator.get_state(), after)
+    assert torch.equal(found, wanted)
+
+
+def test_an_error_of_a_draining_batch_is_raised_by_who_waits_next() -> None:
+    module, plan = module_and_plan()
+    returned = threading.Event()
+
+    def fail() -> None:
+        assert returned.wait(TIMEOUT_SECONDS)
+        raise ValueError("backward has failed")
+
+    with opened(module, plan) as engine:
+        wanted = begin(engine, 0).result()
+        let_first_block(module, fail)
+        begin(engine, 1).outputs()
+        returned.set()
+        with pytest.raises(ValueError, match="backward has failed") as caught:
+            begin(engine, 2).outputs()
+        assert "BACKWARD stage 1" in str(caught.value.__notes__)  # type: ignore[attr-defined]
+        let_first_block(module, lambda: None)
+        assert_same(begin(engine, 0).result(), wanted)
+
+
+def test_an_error_of_the_next_batch_ends_both() -> None:
+    module, plan = module_and_plan()
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        raise ValueError("forward has failed")
+
+    with opened(module, plan) as engine:
+        wanted = begin(engine, 0).result()
+        begin(engine, 1).outputs()
+        with pytest.raises(ValueError, match="forward has failed"):
+            begin(engine, 2, call=call).outputs()
+        assert_same(begin(engine, 0).result(), wanted)
+
+
+def test_an_engine_closes_while_a_batch_drains() -> None:
+    module, plan = module_and_plan()
+    with opened(module, plan) as engine:
+        begin(engine, 0).result()
+        step = begin(engine, 1)
+        step.outputs()
+        engine.close()
+        assert threading.active_count() < 2 + NUM_WORKERS
+
+
+def test_an_evaluation_waits_for_a_draining_batch() -> None:
+    module, plan = module_and_plan()
+    with opened(module, plan) as engine:
+        begin(engine, 0).result()
+        step = begin(engine, 1)
+        step.outputs()
+        engine.evaluate(lambda view, x: view(x), regression_batches(1)[0][0])
+        assert step.is_over

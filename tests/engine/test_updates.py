@@ -1,0 +1,386 @@
+"""The updater: gates, order, staleness, errors, threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.updates import (
+    UpdateAborted,
+    Updater,
+    UpdateUnit,
+    update_units,
+)
+
+
+class Model(nn.Module):
+    """An embedding, blocks that share a scale, and a head."""
+
+    embedding: Any
+    layers: Any
+    head: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(2, 3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        for layer in list(self.layers)[1:]:
+            layer.scale = self.layers[0].bias  # shared by all of them
+        self.head = nn.Linear(3, 2)
+
+
+class Steered:
+    """Runs the updates of units when it is told to."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.allowed = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+
+    def __call__(self, unit: UpdateUnit, step: CapturedStep) -> None:
+        self.begun.release()
+        assert self.allowed.acquire(timeout=10)
+        step.run(unit.parameters)
+        self.ran.append(unit.name)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def store(model: Model) -> Iterator[HostStore]:
+    store = HostStore(model, list(model.layers))
+    yield store
+    store.close()
+
+
+def units_of(model: Model, store: HostStore) -> list[UpdateUnit]:
+    blocks = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
+    return update_units(model, blocks, shared=store.shared)
+
+
+def sgd_with_gradients(model: nn.Module, *, lr: float = 1.0) -> torch.optim.SGD:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except UpdateAborted as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def test_a_unit_per_block_and_per_parameter_with_other_uses(model: Model, store: HostStore) -> None:
+    units = {unit.name: len(unit.parameters) for unit in units_of(model, store)}
+    assert units == {
+        "embedding.weight": 1,
+        "embedding.bias": 1,
+        "layers.0": 1,
+        "layers.0.bias": 1,
+        "layers.1": 2,
+        "layers.2": 2,
+        "head.weight": 1,
+        "head.bias": 1,
+    }
+
+
+def test_nobody_reads_a_block_before_its_update(model: Model, store: HostStore) -> None:
+    steered, before = Steered(), [p.detach().clone() for p in model.parameters()]
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        updater.submit(sgd_with_gradients(model))
+        assert steered.begun.acquire(timeout=10)
+        layer, device = model.layers[1], CpuDevice()
+        thread, results = in_thread(lambda: store.upload_block(layer, device))
+        steered.allowed.release(2)  # what runs already, and one of two that the block waits for
+        thread.join(0.3)
+        assert thread.is_alive()
+        steered.allowed.release()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert steered.ran == ["embedding.weight", "layers.0.bias", "layers.1"]
+        weight = results[0][layer.weight]
+        assert updater.is_running
+        steered.allowed.release(9)
+        updater.join()
+        assert torch.equal(weight, layer.weight)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old - 1)
+
+
+def test_parameters_outside_the_blocks_have_gates_of_their_own(
+    model: Model, store: HostStore
+) -> None:
+    steered = Steered()
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        updater.submit(sgd_with_gradients(model))
+        steered.allowed.release()
+        assert store.value(model.embedding.weight) is model.embedding.weight
+        thread, _ = in_thread(lambda: store.value(model.head.bias))
+        thread.join(0.2)
+        assert thread.is_alive()
+        steered.allowed.release(9)
+        thread.join(10)
+        updater.join()
+
+
+ORDER = [
+    "embedding.weight",
+    "embedding.bias",
+    "layers.0",
+    "layers.0.bias",
+    "layers.1",
+    "layers.2",
+    "head.weight",
+    "head.bias",
+]
+
+
+def test_what_a_thread_waits_for_comes_first(model: Model, store: HostStore) -> None:
+    steered = Steered()
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        updater.submit(sgd_with_gradients(model))
+        assert steered.begun.acquire(timeout=10)
+        thread, _ = in_thread(lambda: store.value(model.head.bias))
+        thread.join(0.2)
+        steered.allowed.release(2)  # for the one that runs already, and the next
+        thread.join(10)
+        assert not thread.is_alive()
+        assert steered.ran == ["embedding.weight", "head.bias"]
+        steered.allowed.release(9)
+        updater.join()
+        assert [span.name for span in updater.spans] == steered.ran
+
+
+def test_the_order_becomes_that_of_need(model: Model, store: HostStore) -> None:
+    steered = Steered()
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        updater.submit(sgd_with_gradients(model))
+        steered.allowed.release(4)
+        store.await_updated(model.layers[0])
+        steered.allowed.release(2)  # what runs already, and it
+        store.value(model.head.weight)
+        steered.allowed.release(9)
+        updater.join()
+        store.value(model.embedding.weight)  # when all was there already
+        first, steered.ran = steered.ran, []
+        assert sorted(first) == sorted(ORDER)
+        updater.submit(sgd_with_gradients(model))
+        steered.allowed.release(9)
+        updater.join()
+        assert steered.ran.index("head.weight") < steered.ran.index("layers.2")
+        assert steered.ran[-2:] == ["embedding.weight", "head.bias"]
+
+
+def test_callbacks_come_when_the_gate_opens(model: Model, store: HostStore) -> None:
+    called: list[Any] = []
+    steered, layer = Steered(), model.layers[0]
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        updater.when_updated(layer.parameters(), called.append)
+        assert called == [None]  # nothing runs
+        updater.submit(sgd_with_gradients(model))
+        updater.when_updated(layer.parameters(), called.append)
+        steered.allowed.release(3)  # not yet what it shares with others
+        assert all(steered.begun.acquire(timeout=10) for _ in range(4))
+        assert called == [None]
+        steered.allowed.release()
+        assert steered.begun.acquire(timeout=10)
+        assert called == [None, None]
+        steered.allowed.release(9)
+        updater.join()
+
+
+def test_callbacks_hear_of_an_update_that_failed(model: Model, store: HostStore) -> None:
+    called: list[Any] = []
+    may_fail = threading.Event()
+
+    def fail(unit: UpdateUnit, step: CapturedStep) -> None:
+        assert may_fail.wait(10)
+        raise OSError("the disk is full")
+
+    with Updater(store, units_of(model, store), run_unit=fail) as updater:
+        updater.submit(sgd_with_gradients(model))
+        updater.when_updated(model.layers[0].parameters(), called.append)
+        assert not called
+        may_fail.set()
+        with pytest.raises(OSError, match="full"):
+            updater.join()
+    assert [type(error) for error in called] == [UpdateAborted]
+
+
+def test_gradients_and_options_are_those_of_the_submission(model: Model, store: HostStore) -> None:
+    steered = Steered()
+    before = model.head.weight.detach().clone()
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        optimizer = sgd_with_gradients(model, lr=2.0)
+        updater.submit(optimizer)
+        optimizer.param_groups[0]["lr"] = 1000.0
+        model.zero_grad()
+        steered.allowed.release(9)
+        updater.join()
+    assert torch.equal(model.head.weight, before - 2)
+
+
+def test_used_gradients_are_released(model: Model, store: HostStore) -> None:
+    steered = Steered()
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        updater.submit(sgd_with_gradients(model), release_gradients=True)
+        newer = torch.zeros_like(model.head.bias)
+        model.head.bias.grad = newer
+        steered.allowed.release()
+        store.value(model.embedding.weight)
+        assert model.embedding.weight.grad is None
+        assert model.head.weight.grad is not None
+        steered.allowed.release(9)
+        updater.join()
+    assert model.head.weight.grad is None
+    assert model.head.bias.grad is newer
+
+
+def test_an_error_is_raised_once_and_lets_everybody_go(model: Model, store: HostStore) -> None:
+    def fail(unit: UpdateUnit, step: CapturedStep) -> None:
+        if unit.name == "layers.1":
+            time.sleep(0.1)  # somebody waits by now
+            raise OSError("the disk is full")
+        step.run(unit.parameters)
+
+    with Updater(store, units_of(model, store), run_unit=fail) as updater:
+        updater.submit(sgd_with_gradients(model))
+        thread, results = in_thread(lambda: store.await_updated(model.layers[1]))
+        thread.join(10)
+        assert isinstance(results[0], UpdateAborted)
+        with pytest.raises(OSError, match="the disk is full") as caught:
+            updater.join()
+        assert vars(caught.value)["__notes__"] == ["This happened while SGD updated 'layers.1'."]
+        updater.join()
+        store.await_updated(model.layers[2])
+        updater.submit(sgd_with_gradients(model))
+        with pytest.raises(OSError, match="the disk is full"):
+            updater.join()
+
+
+def test_the_thread_ends_although_nobody_joined_for_the_error(
+    model: Model, store: HostStore
+) -> None:
+    def fail(unit: UpdateUnit, step: CapturedStep) -> None:
+        raise OSError("the disk is full")
+
+    with Updater(store, units_of(model, store), run_unit=fail) as updater:
+        updater.submit(sgd_with_gradients(model))
+    assert "roundpipe-updates" not in {thread.name for thread in threading.enumerate()}
+    assert store.gate is None
+
+
+def test_closing_finishes_what_was_submitted(model: Model, store: HostStore) -> None:
+    before = model.head.weight.detach().clone()
+    with Updater(store, units_of(model, store)) as updater:
+        updater.submit(sgd_with_gradients(model))
+    assert torch.equal(model.head.weight, before - 1)
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_stale_values_are_those_of_before_the_update(
+    model: Model, store: HostStore, emulated: bool
+) -> None:
+    device = EmulatedDevice(0) if emulated else CpuDevice()
+    steered, layer = Steered(), model.layers[1]
+
+    def served() -> list[Tensor]:
+        values = store.upload_block(layer, device)
+        seen = [values[layer.weight], device.upload(store.value(model.head.weight))]
+        return [device.download(value).clone() for value in seen]
+
+    def masters() -> list[Tensor]:
+        return [layer.weight.detach().clone(), model.head.weight.detach().clone()]
+
+    with Updater(store, units_of(model, store), stale=True, run_unit=steered) as updater:
+        history = [masters()]
+        assert all(map(torch.equal, served(), history[0]))
+        for number in range(3):
+            optimizer = sgd_with_gradients(model)
+            updater.keep([optimizer])
+            updater.submit(optimizer)
+            assert all(map(torch.equal, served(), history[number]))  # while the update runs
+            steered.allowed.release(8)
+            with updater.latest():
+                assert all(map(torch.equal, served(), masters()))
+            assert all(map(torch.equal, served(), history[number]))  # and after it
+            history.append(masters())
+            assert torch.equal(history[-1][0], history[-2][0] - 1)
+        updater.forget()
+        assert all(map(torch.equal, served(), masters()))
+
+
+def test_a_step_that_was_left_out_makes_nothing_staler(model: Model, store: HostStore) -> None:
+    with Updater(store, units_of(model, store), stale=True) as updater:
+        optimizer = sgd_with_gradients(model)
+        updater.keep([optimizer])
+        updater.submit(optimizer)
+        updater.join()
+        assert not torch.equal(store.value(model.head.weight), model.head.weight)
+        updater.keep([optimizer])  # gradients overflowed: no update
+        assert torch.equal(store.value(model.head.weight), model.head.weight)
+
+
+def test_what_is_not_trained_has_no_second_copy(model: Model) -> None:
+    model.embedding.requires_grad_(False)
+    for layer in model.layers:
+        layer.weight.requires_grad_(False)
+    store = HostStore(model, list(model.layers))
+    with Updater(store, units_of(model, store), stale=True) as updater:
+        updater.keep([torch.optim.SGD([*model.head.parameters(), model.layers[0].bias], lr=1.0)])
+        updater.join()
+        assert model.embedding.weight not in store.previous
+        assert model.layers[1].weight not in store.previous
+        assert {model.head.weight, model.head.bias, model.layers[0].bias} <= set(store.previous)
+    store.close()
+
+
+def test_parameters_that_come_later_are_kept_too(model: Model, store: HostStore) -> None:
+    with Updater(store, units_of(model, store), stale=True) as updater:
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=1.0)
+        updater.keep([optimizer])
+        updater.join()
+        optimizer.add_param_group({"params": list(model.layers[1].parameters())})
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        updater.keep([optimizer])
+        before = model.layers[1].weight.detach().clone()
+        updater.submit(optimizer)
+        updater.join()
+        assert torch.equal(store.value(model.layers[1].weight), before)
+        assert torch.equal(model.layers[1].weight, before - 1)
+
+
+def test_parameters_that_are_not_the_modules_are_stepped_last(
+    model: Model, store: HostStore
+) -> None:
+    stranger = nn.Parameter(torch.ones(2))
+    stranger.grad = torch.ones(2)
+    with Updater(store, units_of(model, store)) as updater:
+        optimizer = sgd_with_gradients(model)
+        optimizer.add_param_group({"params": [stranger]})
+        updater.submit(optimizer)
+        updater.join()
+        assert updater.spans[-1].name == "parameters that are not the module's"
+    assert torch.equal(stranger, torch.zeros(2))

@@ -1,0 +1,199 @@
+"""Whole trainings on a real accelerator: precision, streams under load, memory and its end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.errors import RoundPipeError
+from tests.lightning.tiny_training import QUIET, make_trainer, parameter_error, same_bits
+
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a GPU; none is visible to torch"
+    ),
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+]
+
+WIDTH, HEADS, BLOCKS, STEPS = 64, 4, 6, 8
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Decoder(nn.Module):
+    """A decoder's layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, 4 * WIDTH)
+        self.outer = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS))
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.outer(functional.gelu(self.inner(x)))
+        return result
+
+
+class Model(LightningModule):
+    """Layers, and a loss that grows with the output."""
+
+    def __init__(self, *, blow_up_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Decoder() for _ in range(BLOCKS))
+        self.blow_up_at = blow_up_at
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (x,) = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.float().square().mean()
+        if batch_idx == self.blow_up_at:
+            loss = loss * float("inf")
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def data(*, length: int = 32, num_samples: int = 8 * STEPS) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(num_samples, length, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(samples), batch_size=8)
+
+
+def trained(folder: Path, module: Model | None = None, **settings: Any) -> Model:
+    """Train a model, on our strategy where `settings` has its arguments, else on one device."""
+    module = Model() if module is None else module
+    precision = settings.pop("precision", "32-true")
+    loader = settings.pop("loader", None) or data()
+    strategy: Any = RoundPipeStrategy(**settings) if settings else "auto"
+    trainer = make_trainer(
+        folder,
+        strategy=strategy,
+        accelerator="gpu",
+        devices=1,
+        precision=precision,
+        max_epochs=1,
+    )
+    trainer.fit(module, loader)
+    return module.cpu()
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("32-true", 1e-4), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("16-mixed", 1e-2)],
+)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_training_is_that_of_one_device(
+    tmp_path: Path, precision: str, tolerance: float, workers: int
+) -> None:
+    plain = trained(tmp_path / "plain", precision=precision)
+    ours = trained(
+        tmp_path / "ours", precision=precision, num_microbatches=4, workers_per_device=workers
+    )
+    assert parameter_error(ours, plain) < tolerance
+
+
+@pytest.mark.parametrize("recompute", ["selective", "none"])
+def test_what_is_recomputed_changes_nothing_but_rounding(tmp_path: Path, recompute: str) -> None:
+    full = trained(tmp_path / "full", recompute="full", num_microbatches=4)
+    other = trained(tmp_path / recompute, recompute=recompute, num_microbatches=4)
+    assert parameter_error(other, full) < 1e-5
+
+
+def test_the_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
+    """Attention's backward adds in no order unless it is told to."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    try:
+        runs = [
+            trained(
+                tmp_path / str(n),
+                num_microbatches=4,
+                workers_per_device=n,
+                hints={"team_size": 1, "round_size": 4},  # gradients are summed per team and round
+            )
+            for n in (1, 2, 4)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert same_bits(runs[1], runs[0])
+    assert same_bits(runs[2], runs[0])
+
+
+def test_streams_under_load_change_no_bit(tmp_path: Path) -> None:
+    """Another stream keeps the device busy, so that copies and kernels end late and out of step."""
+    quiet = trained(tmp_path / "quiet", num_microbatches=4, workers_per_device=2)
+    ended = threading.Event()
+
+    def load() -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            a = torch.randn(2048, 2048, device="cuda")
+            while not ended.is_set():
+                a = (a @ a).clamp(-1, 1)
+                stream.synchronize()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        busy = trained(tmp_path / "busy", num_microbatches=4, workers_per_device=2)
+    finally:
+        ended.set()
+        thread.join()
+    assert parameter_error(busy, quiet) < 1e-5
+
+
+def test_an_overflow_in_half_precision_skips_the_step(tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", Model(blow_up_at=3), precision="16-mixed")
+    ours = trained(tmp_path / "ours", Model(blow_up_at=3), precision="16-mixed", num_microbatches=4)
+    assert all(torch.isfinite(p).all() for p in ours.parameters())
+    assert parameter_error(ours, plain) < 1e-2
+
+
+def test_training_goes_on_after_a_device_was_out_of_memory(tmp_path: Path) -> None:
+    module = Model()  # planned for memory that is not there
+    strategy = RoundPipeStrategy(num_microbatches=4, trial_run=False, hardware="rtx4090x1")
+    trainer = make_trainer(tmp_path, strategy=strategy, accelerator="gpu", devices=1, max_epochs=1)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 256 * 2**20 / total))
+    try:
+        with pytest.raises((RuntimeError, RoundPipeError), match=r"(?i)memory"):
+            trainer.fit(module, data(length=16384, num_samples=8))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    again = make_trainer(
+        tmp_path / "again", strategy=RoundPipeStrategy(), accelerator="gpu", devices=1, max_epochs=1
+    )
+    again.fit(module, data())
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_nothing_is_left_on_the_device_after_a_training(tmp_path: Path) -> None:
+    trained(tmp_path / "first", num_microbatches=4)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for number in range(3):
+        trained(tmp_path / str(number), num_microbatches=4)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before

@@ -1,0 +1,142 @@
+"""Accumulated batches: the next one begins while the backward pass of the last one drains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor
+
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.heard import heard
+from tests.lightning.tiny_training import (
+    QUIET,
+    Block,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+TIMEOUT_SECONDS = 60.0
+NUM_WORKERS, NUM_MICROBATCHES = 3, 2
+PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1}
+"""The last stage is on another worker than the others."""
+
+
+class Emulated(RoundPipeStrategy):
+    """As many emulated devices as the Trainer has CPU workers."""
+
+    def _devices(self) -> list[Device]:
+        return [EmulatedDevice(index) for index in range(self.num_workers)]
+
+
+class HeardBlock(Block):
+    """A block whose backward pass can be heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hear: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return heard(super().forward(x), self.hear)
+
+
+def fit(
+    folder: Path,
+    *callbacks: Callback,
+    hear: Callable[[], None] = lambda: None,
+    on_step: Callable[[Any, Any, int], Any] | None = None,
+    dropout: float = 0.0,
+    **flags: Any,
+) -> tuple[Regressor, Trainer]:
+    """Train for six batches, three of which are accumulated."""
+    torch.manual_seed(0)
+    module = Regressor("adamw", on_step=on_step, dropout=dropout)
+    first = HeardBlock()
+    first.load_state_dict(module.layers[0].state_dict())
+    first.hear = hear
+    module.layers[0] = first
+    options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 3} | flags
+    trainer = make_trainer(
+        folder,
+        strategy=Emulated(
+            num_microbatches=NUM_MICROBATCHES, hints=PARTITION, timeout_seconds=TIMEOUT_SECONDS
+        ),
+        devices=NUM_WORKERS,
+        callbacks=list(callbacks),
+        **options,
+    )
+    trainer.fit(module, regression_data(num_samples=24, batch_size=4))
+    return module, trainer
+
+
+def test_the_next_batch_begins_before_the_backward_pass_ends(tmp_path: Path) -> None:
+    begun, is_third = threading.Event(), threading.Event()
+
+    def on_step(view: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            is_third.set()
+        elif index == 2:
+            begun.set()
+
+    def hear() -> None:
+        if is_third.is_set():  # in the backward pass of the second batch
+            assert begun.wait(TIMEOUT_SECONDS / 2), "the third batch has not begun"
+
+    module, trainer = fit(tmp_path, hear=hear, on_step=on_step)
+    gradients: list[int] = []
+    looking = LambdaCallback(on_after_backward=lambda *_: gradients.append(1))
+    plain, plain_trainer = fit(tmp_path, looking)
+    assert len(gradients) == 6
+    assert same_bits(module, plain)
+    assert trainer.logged_metrics == plain_trainer.logged_metrics
+    assert trainer.global_step == plain_trainer.global_step == 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_of_a_window_that_was_not_filled_are_there_in_the_end(
+    tmp_path: Path, dropout: float
+) -> None:
+    looking = LambdaCallback(on_after_backward=lambda *_: None)
+    found, _ = fit(tmp_path, dropout=dropout, limit_train_batches=5, max_epochs=2)
+    wanted, _ = fit(tmp_path, looking, dropout=dropout, limit_train_batches=5, max_epochs=2)
+    assert same_bits(found, wanted)
+
+
+def test_who_asks_for_the_last_step_gets_it(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Reader(Callback):
+        reads_parameters = False
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            strategy = trainer.strategy
+            assert isinstance(strategy, RoundPipeStrategy)
+            seen.append(strategy.last_timeline is not None and strategy.last_step is not None)
+            gradients = [p.grad for p in trainer.lightning_module.parameters()]
+            assert all(g is not None for g in gradients) or trainer.global_step
+
+    fit(tmp_path, Reader())
+    assert seen == [True] * 6
+
+
+def test_an_error_of_a_backward_pass_that_drains_is_raised(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def hear() -> None:
+        if len(steps) > NUM_MICROBATCHES:
+            raise ValueError("the second batch has failed")
+
+    with pytest.raises(ValueError, match="the second batch has failed"):
+        fit(tmp_path, hear=hear, on_step=lambda view, batch, index: steps.append(index))

@@ -1,0 +1,193 @@
+"""Checkpoints of other strategies, other models and other versions."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
+from roundpipe_lightning.errors import CheckpointError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.resumption import RESUME_QUIET, plain
+from tests.lightning.tiny_training import (
+    QUIET,
+    WIDTH,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+)
+
+DDP_QUIET = "ignore:It is recommended to use .self.log.*sync_dist=True"
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET, DDP_QUIET)]
+
+
+def _ddp() -> DDPStrategy:
+    return DDPStrategy(process_group_backend="gloo")
+
+
+def _fit(folder: Path, strategy: Any, *, num_epochs: int, **options: Any) -> Regressor:
+    torch.manual_seed(3)
+    module = Regressor("adamw", num_blocks=2)
+    trainer = make_trainer(
+        folder,
+        strategy=strategy,
+        callbacks=[ModelCheckpoint(folder, filename="x", enable_version_counter=False)],
+        enable_checkpointing=True,
+        max_epochs=num_epochs,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, regression_data(24), **options)
+    return module
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let DDP be a process group of this process alone, and end it."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("to_ddp", [True, False])
+def test_ddp_goes_on_from_ours_and_we_from_its(
+    tmp_path: Path, one_process: None, to_ddp: bool
+) -> None:
+    expected = _fit(tmp_path / "expected", "auto", num_epochs=3)
+    strategies: list[Any] = ["roundpipe", _ddp()] if to_ddp else [_ddp(), "roundpipe"]
+    _fit(tmp_path / "part", strategies[0], num_epochs=2)
+    path = tmp_path / "part" / "x.ckpt"
+    module = _fit(tmp_path / "rest", strategies[1], num_epochs=3, ckpt_path=path)
+    assert parameter_error(module, expected) < 1e-4
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def test_fsdp_goes_on_from_ours_and_we_from_its(tmp_path: Path) -> None:
+    """One epoch here, one in two processes with torch's FSDP2 (gloo, full state), one here."""
+    expected = _fit(tmp_path / "expected", "auto", num_epochs=3)
+    _fit(tmp_path, "roundpipe", num_epochs=1)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
+    places = [{**group, "RANK": f"{i}", "LOCAL_RANK": f"{i}", "GROUP_RANK": "0"} for i in (0, 1)]
+    command = [sys.executable, "-m", "tests.lightning.sharded_training"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(tmp_path), str(tmp_path / "x.ckpt")],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **place, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+    said = [process.communicate(timeout=150)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    path = tmp_path / "fsdp.ckpt"
+    saved = torch.load(path)
+    assert saved["epoch"] == 2
+    assert "roundpipe" not in saved
+    module = _fit(tmp_path / "rest", "roundpipe", num_epochs=3, ckpt_path=path)
+    assert parameter_error(module, expected) < 1e-4
+
+
+def test_nothing_of_ours_disturbs_lightnings_own_parts(tmp_path: Path) -> None:
+    for name, strategy in (("one", "auto"), ("ours", RoundPipeStrategy(num_microbatches=1))):
+        _fit(tmp_path / name, strategy, num_epochs=1)
+    one, ours = (torch.load(tmp_path / name / "x.ckpt") for name in ("one", "ours"))
+    assert set(ours) == {*one, "roundpipe"}
+    assert plain(ours["loops"]) == plain(one["loops"])
+
+
+def test_checkpoint_of_the_first_version_is_read(tmp_path: Path) -> None:
+    expected = _fit(tmp_path / "expected", "roundpipe", num_epochs=3)
+    _fit(tmp_path, "roundpipe", num_epochs=2)
+    path = tmp_path / "x.ckpt"
+    checkpoint = torch.load(path)
+    kept = {key: checkpoint["roundpipe"][key] for key in ("random_state", "planning")}
+    torch.save({**checkpoint, "roundpipe": {"format_version": 1, **kept}}, path)
+    module = _fit(tmp_path / "rest", "roundpipe", num_epochs=3, ckpt_path=path)
+    assert parameter_error(module, expected) < 1e-6
+
+
+# What does not fit -------------------------------------------------------------------------------
+
+
+class _Other(Regressor):
+    def __init__(self) -> None:
+        super().__init__("adamw", num_blocks=2)
+        self.head = nn.Linear(WIDTH, 2)
+        self.more = nn.Linear(2, 2)
+
+
+def _validate(folder: Path, module: LightningModule) -> None:
+    make_trainer(folder, strategy="roundpipe").validate(
+        module, regression_data(8), ckpt_path=folder / "x.ckpt"
+    )
+
+
+def test_checkpoint_of_another_model(tmp_path: Path) -> None:
+    _fit(tmp_path, "roundpipe", num_epochs=1)
+    with pytest.raises(CheckpointError) as error:
+        _validate(tmp_path, _Other())
+    message = str(error.value)
+    assert "another model than _Other is here" in message
+    assert "head.weight is (2, 8) here and (1, 8) there" in message
+    assert "missing in the checkpoint: more.weight, more.bias" in message
+    assert "ckpt_path" in message
+    with pytest.raises(CheckpointError, match=r"without a place in the module: .* and 3 more"):
+        _validate(tmp_path, Regressor("adamw", num_blocks=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"pytorch-lightning_version": "99.1.0"},
+            rf"by Lightning 99\.1\.0, and this is {lightning.__version__}.* lightning>=99\.1\.0",
+        ),
+        ({"roundpipe": {"format_version": 99}}, r"format_version=99.* Update roundpipe_lightning"),
+        ({"optimizer_states": []}, r"the states of 0 optimizers, .* returned 1"),
+        (
+            {"optimizer_states": [{"state": {}, "param_groups": [{"params": [0, 1]}]}]},
+            r"AdamW has parameter groups of 14 parameters, and the checkpoint's optimizer 2",
+        ),
+    ],
+)
+def test_checkpoint_that_does_not_fit(tmp_path: Path, change: Any, message: str) -> None:
+    _fit(tmp_path, "roundpipe", num_epochs=1)
+    path = tmp_path / "x.ckpt"
+    torch.save({**torch.load(path), **change}, path)
+    with pytest.raises(CheckpointError, match=message):
+        _fit(tmp_path / "again", "roundpipe", num_epochs=2, ckpt_path=path)
+
+
+def test_a_newer_patch_of_lightning_is_read(tmp_path: Path) -> None:
+    _fit(tmp_path, "roundpipe", num_epochs=1)
+    path = tmp_path / "x.ckpt"
+    major, minor, _ = lightning.__version__.split(".")[:3]
+    for version in (f"{major}.{minor}.999", "unknown"):
+        checkpoint = {**torch.load(path), "pytorch-lightning_version": version}
+        io = RoundPipeCheckpointIO()
+        io.save_checkpoint(checkpoint, path)
+        strategy = RoundPipeStrategy(checkpoint_io=RoundPipeAsyncCheckpointIO())
+        strategy.connect(Regressor())
+        assert strategy.load_checkpoint(path)["epoch"] == 0

@@ -1,0 +1,325 @@
+"""With `update="async"` the next step begins while the backward pass of the last one drains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from torch import Tensor, nn
+
+from roundpipe_lightning._lightning import session
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.protocol import HOST, ProtocolChecker
+from roundpipe_lightning.engine.updates import Updater, UpdateUnit
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.heard import heard
+from tests.lightning.tiny_training import (
+    QUIET,
+    WIDTH,
+    Block,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+TIMEOUT_SECONDS = 60.0
+NUM_WORKERS, NUM_MICROBATCHES = 3, 2
+PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1}
+"""The last stage is on another worker than the others."""
+
+LOOKS = LambdaCallback(on_after_backward=lambda *_: None)
+"""Looks at gradients: every batch is waited for."""
+
+
+class Emulated(RoundPipeStrategy):
+    """The devices of a server."""
+
+    server: EmulatedServer
+
+    def _devices(self) -> list[Device]:
+        return [*self.server.devices]
+
+
+class HeardBlock(Block):
+    """A block whose backward pass can be heard of."""
+
+    hear: Callable[[], None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return heard(super().forward(x), self.hear)
+
+
+class Scheduled(Regressor):
+    """A layer before the blocks, two groups that do not follow them, and a changing rate."""
+
+    def __init__(self, *, hear: Callable[[], None] = lambda: None, **options: Any) -> None:
+        super().__init__("adamw", **options)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers[0] = first = HeardBlock()
+        first.hear = hear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.embed(x))
+
+    def configure_optimizers(self) -> Any:
+        members = list(self.parameters())
+        groups: list[Any] = [{"params": members[::2]}, {"params": members[1::2], "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+
+class Watched:
+    """Counts steps that were put off, and declares what the updater does to the checker."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_deferred = 0
+        self.run: Callable[[UpdateUnit, CapturedStep], None] = lambda unit, step: step.run(
+            unit.parameters
+        )
+        self.checker = ProtocolChecker()
+        defer = Updater.defer
+
+        def counted(updater: Updater, optimizer: torch.optim.Optimizer) -> None:
+            self.num_deferred += 1
+            defer(updater, optimizer)
+
+        monkeypatch.setattr(Updater, "defer", counted)
+        monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=self.run_unit))
+
+    def run_unit(self, unit: UpdateUnit, step: CapturedStep) -> None:
+        """Make an update, and say that the parameters are written to."""
+        for parameter in unit.parameters:
+            self.checker.access(parameter.detach(), line=HOST, writes=True, what="an update")
+        self.run(unit, step)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def fit(
+    folder: Path,
+    *callbacks: Callback,
+    watched: Watched,
+    module: LightningModule | None = None,
+    num_batches: int = 6,
+    resume: Path | None = None,
+    validates: bool = False,
+    upload_dtype: Any = None,
+    **flags: Any,
+) -> tuple[Any, Trainer]:
+    """Train on emulated devices, whose every access is checked."""
+    torch.manual_seed(0)
+    module = Scheduled() if module is None else module
+    strategy = Emulated(
+        num_microbatches=NUM_MICROBATCHES,
+        hints=PARTITION,
+        update="async",
+        timeout_seconds=TIMEOUT_SECONDS,
+        trial_run=False,
+        upload_dtype=upload_dtype,
+    )
+    with EmulatedServer(NUM_WORKERS, checker=watched.checker, poison=True) as server:
+        strategy.server = server
+        trainer = make_trainer(
+            folder,
+            strategy=strategy,
+            devices=NUM_WORKERS,
+            callbacks=list(callbacks),
+            **{"max_epochs": 1, **flags},
+        )
+        data = regression_data(num_samples=4 * num_batches, batch_size=4)
+        trainer.fit(module, data, data if validates else None, ckpt_path=resume)
+    return module, trainer
+
+
+def test_the_next_step_begins_before_the_backward_pass_ends(
+    tmp_path: Path, watched: Watched
+) -> None:
+    begun, is_second = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def on_step(view: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            is_second.set()
+        elif index == 2:
+            order.append("forward of the third step")
+            begun.set()
+
+    def hear() -> None:
+        if is_second.is_set():
+            assert begun.wait(TIMEOUT_SECONDS / 2), "the third step has not begun"
+            order.append("backward of the second step, or later")
+
+    torch.manual_seed(0)
+    module = Scheduled(hear=hear, on_step=on_step)
+    found, trainer = fit(tmp_path, watched=watched, module=module)
+    assert order[0] == "forward of the third step"
+    assert watched.num_deferred == 5  # the first step of an engine is waited for
+    wanted, plain = fit(tmp_path, LOOKS, watched=watched)
+    assert watched.num_deferred == 5
+    assert same_bits(found, wanted)
+    assert trainer.logged_metrics == plain.logged_metrics
+
+
+def plainly_stale(num_steps: int, *, window: int = 1) -> Scheduled:
+    """Train in a plain loop, with gradients at the parameters of one update ago."""
+    torch.manual_seed(0)
+    module, older = Scheduled(), Scheduled()
+    older.load_state_dict(module.state_dict())
+    (optimizer,), (schedule,) = module.configure_optimizers()
+    batches = list(regression_data(num_samples=4 * num_steps * window, batch_size=4))
+    for step in range(num_steps):
+        sums = [torch.zeros_like(p) for p in older.parameters()]
+        for x, y in batches[step * window : (step + 1) * window]:
+            loss = torch.nn.functional.mse_loss(older(x), y) / window
+            found = torch.autograd.grad(loss, list(older.parameters()))
+            sums = [a + b for a, b in zip(sums, found, strict=True)]
+        older.load_state_dict(module.state_dict())
+        for parameter, gradient in zip(module.parameters(), sums, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        schedule["scheduler"].step()
+    return module
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_steps_are_exactly_one_update_stale(tmp_path: Path, watched: Watched, window: int) -> None:
+    flags: Any = {"num_batches": 4 * window, "accumulate_grad_batches": window}
+    found, _ = fit(tmp_path, watched=watched, **flags)
+    assert watched.num_deferred == 3
+    wanted, _ = fit(tmp_path, LOOKS, watched=watched, **flags)
+    assert watched.num_deferred == 3
+    assert same_bits(found, wanted)
+    assert parameter_error(found, plainly_stale(4, window=window)) < 1e-4
+    assert watched.checker.num_accesses > 0
+
+
+def test_with_validation_in_between_and_a_shorter_window(tmp_path: Path, watched: Watched) -> None:
+    flags: Any = {
+        "num_batches": 7,
+        "accumulate_grad_batches": 2,
+        "validates": True,
+        "val_check_interval": 3,
+        "limit_val_batches": 1,
+    }
+    found, trainer = fit(tmp_path, watched=watched, **flags)
+    assert watched.num_deferred == 3
+    wanted, plain = fit(tmp_path, LOOKS, watched=watched, **flags)
+    assert same_bits(found, wanted)
+    assert trainer.callback_metrics == plain.callback_metrics
+
+
+def test_one_step_in_so_many_is_waited_for(
+    tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_MOST_DRAINED", 2)
+    fit(tmp_path, watched=watched, num_batches=8)
+    assert watched.num_deferred == 8 - 3  # of batches 0, 3 and 6 nothing is put off
+
+
+def test_a_tied_embedding(tmp_path: Path, watched: Watched) -> None:
+    modules = []
+    for callbacks in ((), (LOOKS,)):
+        torch.manual_seed(0)
+        module: Any = Scheduled()
+        module.layers[2].inner.weight = module.layers[1].inner.weight
+        module.layers[3].outer.bias = module.embed.bias
+        modules.append(fit(tmp_path, *callbacks, watched=watched, module=module, num_batches=4)[0])
+    assert watched.num_deferred == 3
+    assert same_bits(*modules)
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_an_error_of_a_backward_pass_that_drains_is_raised(
+    tmp_path: Path, watched: Watched, step: int
+) -> None:
+    heard_of = count()  # one worker makes every backward pass of this block, one after the other
+
+    def hear() -> None:
+        if next(heard_of) == step * NUM_MICROBATCHES:
+            raise ValueError("the backward pass has failed")
+
+    torch.manual_seed(0)
+    module = Scheduled(hear=hear)
+    with pytest.raises(ValueError, match="the backward pass has failed") as caught:
+        fit(tmp_path, watched=watched, module=module)
+    assert "layers.0" in str(vars(caught.value)["__notes__"])
+    assert not [t for t in threading.enumerate() if t.name == "roundpipe-updates"]
+
+
+def test_an_error_of_an_update_is_raised_once(tmp_path: Path, watched: Watched) -> None:
+    made = count()
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        if unit.name == "layers.1" and next(made) == 1:
+            raise OSError("the disk is full")
+        step.run(unit.parameters)
+
+    watched.run = run
+    with pytest.raises(OSError, match="the disk is full") as caught:
+        fit(tmp_path, watched=watched)
+    assert vars(caught.value)["__notes__"] == ["This happened while AdamW updated 'layers.1'."]
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_checkpoint_and_a_resume_change_no_bit(tmp_path: Path, watched: Watched) -> None:
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1)
+    whole, _ = fit(tmp_path, saving, watched=watched, enable_checkpointing=True)
+    plain, _ = fit(tmp_path, LOOKS, watched=watched)
+    assert watched.num_deferred == 5
+    assert same_bits(whole, plain)
+    (written,) = (tmp_path / "saved").glob("*step=3.ckpt")
+    torch.manual_seed(1)
+    again = ModelCheckpoint(tmp_path / "again", every_n_train_steps=3, save_top_k=-1)
+    resumed, _ = fit(
+        tmp_path,
+        again,
+        watched=watched,
+        module=Scheduled(),
+        resume=written,
+        enable_checkpointing=True,
+    )
+    assert watched.num_deferred > 5
+    assert same_bits(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"gradient_clip_val": 1.0},
+        {"detect_anomaly": True},
+        {"precision": "bf16-mixed", "upload_dtype": "bf16"},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_where_it_is_not_done(tmp_path: Path, watched: Watched, flags: dict[str, Any]) -> None:
+    fit(tmp_path, watched=watched, num_batches=3, **flags)
+    assert not watched.num_deferred
+
+
+def test_cpu_workers_wait_for_every_batch(tmp_path: Path, watched: Watched) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        strategy=RoundPipeStrategy(num_microbatches=2, update="async", trial_run=False),
+        devices=2,
+        max_steps=3,
+    )
+    trainer.fit(Scheduled(), regression_data())
+    assert not watched.num_deferred

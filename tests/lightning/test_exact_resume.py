@@ -1,0 +1,419 @@
+"""A run that is resumed from any moment ends, to the bit, like one that was never stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
+
+from roundpipe_lightning._lightning.data_position import SlowResumeWarning
+from roundpipe_lightning._lightning.random_state import random_state, set_random_state
+from roundpipe_lightning._lightning.resume import InexactResumeWarning
+from roundpipe_lightning.data.loader import ResumableLoader, SeededOrder
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.resumption import (
+    RESUME_QUIET,
+    Moment,
+    Restless,
+    SaveEverywhere,
+    assert_same_end,
+    resumed_everywhere,
+    train,
+)
+from tests.lightning.tiny_training import QUIET, Regressor, regression_data
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
+
+BATCH_END = ["on_train_batch_end"]
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise from every generator of the process that loads them."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.data: Any = regression_data(num_samples).dataset
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.data[index]
+        noise = float(torch.rand(())) + random.random() + float(np.random.rand())  # noqa: NPY002
+        return x + noise, y
+
+
+class Fetched(Augmented):
+    """Samples that are fetched by the batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        assert indices, "an empty batch was asked for"
+        return [self[index] for index in indices]
+
+
+class Batches(Augmented):
+    """Whole batches as samples."""
+
+    def __len__(self) -> int:
+        return super().__len__() // 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        samples = [super(Batches, self).__getitem__(index * 8 + row) for row in range(8)]
+        x, y = zip(*samples, strict=True)
+        return torch.stack(x), torch.stack(y)
+
+
+class Shuffled(Sampler[int]):
+    """Draws with Python's generator, its own or the process's."""
+
+    def __init__(self, length: int, generator: Any) -> None:
+        self.length, self.generator = length, generator
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+class Counting(Shuffled):
+    """Another order in every epoch, which its state knows and the Trainer does not."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length, None)
+        self.num_begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = random.Random(self.num_begun)
+        self.num_begun += 1
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_begun": self.num_begun}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_begun = state["num_begun"]
+
+
+def test_in_every_hook(tmp_path: Path) -> None:
+    hooks = ["on_train_batch_end", "on_validation_end", "on_validation_batch_end"]
+    count = resumed_everywhere(
+        tmp_path,
+        [*hooks, "on_train_epoch_end", "on_before_zero_grad"],
+        picked=[0, 1, 3, 4, 5, 8, 10, 11, 12, 13],
+        train_data=lambda: regression_data(24, shuffle=True),
+        validation_data=regression_data(8),
+        val_check_interval=2,
+        max_epochs=2,
+    )
+    assert count == 10
+
+
+def test_at_the_end_of_every_epoch_the_last_one_too(tmp_path: Path) -> None:
+    count = resumed_everywhere(
+        tmp_path,
+        ["on_train_epoch_end"],
+        train_data=lambda: regression_data(24, shuffle=True),
+        validation_data=regression_data(8),
+        max_epochs=2,
+    )
+    assert count == 2
+
+
+def test_in_an_accumulation_window_and_after_its_early_end(tmp_path: Path) -> None:
+    resumed_everywhere(
+        tmp_path,
+        BATCH_END,
+        train_data=lambda: regression_data(24, shuffle=True),
+        accumulate_grad_batches=2,
+        max_epochs=2,
+    )
+
+
+def test_with_a_limit_of_steps(tmp_path: Path) -> None:
+    resumed_everywhere(
+        tmp_path,
+        [*BATCH_END, "on_train_epoch_end"],
+        picked=[1, 2, 3, 4],
+        train_data=lambda: regression_data(24, shuffle=True),
+        max_epochs=-1,
+        max_steps=7,
+    )
+
+
+def _combined() -> CombinedLoader:
+    loaders = [DataLoader(Augmented(count), batch_size=8, shuffle=True) for count in (40, 24)]
+    return CombinedLoader(loaders, "max_size_cycle")
+
+
+class _Both(Restless):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch[0], batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        joined = [torch.cat(parts) for parts in zip(*batch, strict=True)]
+        return super().training_step(joined, batch_idx)
+
+
+def _loader(num_samples: int = 40, **options: Any) -> Any:
+    return DataLoader(Augmented(num_samples), **{"batch_size": 8, **options})
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": _loader,
+    "own generator": lambda: _loader(shuffle=True, generator=_generator()),
+    "drawn with replacement": lambda: _loader(
+        sampler=RandomSampler(range(40), replacement=True, num_samples=40)
+    ),
+    "sampler's own numbers": lambda: _loader(sampler=Shuffled(40, random.Random(3))),
+    "sampler's state": lambda: _loader(sampler=Counting(40)),
+    "process's numbers": lambda: _loader(sampler=Shuffled(40, random)),
+    "batch sampler": lambda: _loader(
+        batch_size=1, batch_sampler=BatchSampler(RandomSampler(range(40)), 8, drop_last=True)
+    ),
+    "batches as samples": lambda: DataLoader(Batches(40), batch_size=None, shuffle=True),
+    "several": _combined,
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_in_the_middle_of_an_epoch_without_loading_again(tmp_path: Path, name: str) -> None:
+    resumed_everywhere(
+        tmp_path,
+        BATCH_END,
+        picked=[3, 4, 6],
+        train_data=LOADERS[name],
+        make=_Both if name == "several" else Restless,
+        max_epochs=2,
+    )
+
+
+PROCESSES: dict[str, Callable[[], Any]] = {
+    "for an epoch": lambda: _loader(shuffle=True, num_workers=2),
+    "for all epochs": lambda: _loader(shuffle=True, num_workers=2, persistent_workers=True),
+    "process's numbers": lambda: _loader(
+        sampler=Shuffled(40, random), num_workers=2, persistent_workers=True
+    ),
+    "fetched by the batch": lambda: DataLoader(
+        Fetched(40), batch_size=8, shuffle=True, num_workers=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_with_processes_that_draw_random_numbers(tmp_path: Path, name: str) -> None:
+    resumed_everywhere(
+        tmp_path,
+        [*BATCH_END, "on_train_epoch_end"],
+        picked=[2, 5],
+        train_data=PROCESSES[name],
+        max_epochs=2,
+    )
+
+
+def test_a_second_resume_is_exact_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train_data": PROCESSES["fetched by the batch"], "max_epochs": 1}
+    expected = train(tmp_path, seed=1, **options)
+    path = None
+    for name, index in (("first", 1), ("second", 2)):
+        saver = SaveEverywhere(tmp_path / name, BATCH_END)
+        train(tmp_path, seed=5, path=path, callbacks=[saver], **options) if path else train(
+            tmp_path, seed=1, callbacks=[saver], **options
+        )
+        path = saver.moments[index].path
+    run = train(tmp_path, seed=99, path=path, **options)
+    for key, value in expected.module.state_dict().items():
+        assert torch.equal(run.module.state_dict()[key], value)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        data = Augmented(32)
+        return (data[index] for index in range(number, len(data), count))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stream_without_a_state_is_read_again(tmp_path: Path, num_workers: int) -> None:
+    with pytest.warns(SlowResumeWarning, match=r"the 2 batches of this epoch .* loaded again"):
+        resumed_everywhere(
+            tmp_path,
+            BATCH_END,
+            picked=[1],
+            train_data=lambda: DataLoader(Stream(), batch_size=8, num_workers=num_workers),
+            max_epochs=1,
+        )
+
+
+class _Estimating(Restless):
+    """Has the loaders made before the checkpoint is read."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def _resumable() -> Any:
+    order = SeededOrder(40, seed=3)
+    return ResumableLoader(Augmented(40), order=order, batch_size=8, num_workers=0)
+
+
+@pytest.mark.parametrize("loader", [LOADERS["own generator"], _resumable])
+def test_loaders_made_before_the_checkpoint_is_read(tmp_path: Path, loader: Any) -> None:
+    resumed_everywhere(
+        tmp_path, BATCH_END, picked=[2], train_data=loader, make=_Estimating, max_epochs=2
+    )
+
+
+def test_loss_scale_and_its_growth(tmp_path: Path) -> None:
+    from roundpipe_lightning.precision import RoundPipePrecision
+
+    def plugin() -> RoundPipePrecision:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        return RoundPipePrecision("16-mixed", scaler=scaler)
+
+    saver = SaveEverywhere(tmp_path, BATCH_END)
+    options: dict[str, Any] = {"train_data": lambda: regression_data(40), "max_epochs": 2}
+    expected = train(tmp_path, seed=1, callbacks=[saver], plugins=[plugin()], **options)
+    run = train(tmp_path, seed=9, path=saver.moments[6].path, plugins=[plugin()], **options)
+    assert_same_end(run, expected, saver.moments[6])
+    scalers = [one.trainer.precision_plugin.state_dict() for one in (run, expected)]
+    assert scalers[0] == scalers[1]
+
+
+def test_accumulation_that_a_callback_changed(tmp_path: Path) -> None:
+    saver = SaveEverywhere(tmp_path, BATCH_END)
+    options: dict[str, Any] = {"train_data": lambda: regression_data(32), "max_epochs": 2}
+    runs = [
+        train(
+            tmp_path,
+            seed=seed,
+            path=saver.moments[5].path if saver.moments else None,
+            callbacks=[GradientAccumulationScheduler({0: 1, 1: 2}), *extra],
+            **options,
+        )
+        for seed, extra in ((1, [saver]), (9, []))
+    ]
+    assert_same_end(runs[1], runs[0], saver.moments[5])
+
+
+def test_saved_in_the_sanity_check(tmp_path: Path) -> None:
+    class Save(SaveEverywhere):
+        def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.sanity_checking:
+                trainer.save_checkpoint(tmp_path / "sanity.ckpt")
+
+    options: dict[str, Any] = {
+        "train_data": lambda: regression_data(24, shuffle=True),
+        "validation_data": regression_data(8),
+        "max_epochs": 1,
+    }
+    expected = train(tmp_path, seed=1, callbacks=[Save(tmp_path, [])], **options)
+    run = train(tmp_path, seed=9, path=tmp_path / "sanity.ckpt", **options)
+    assert_same_end(run, expected, Moment(tmp_path, 0, "on_validation_end"))
+
+
+class _Failing(Restless):
+    fails_at: int | None = None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == self.fails_at:
+            raise RuntimeError("stopped")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.fails_at is not None and self.trainer.global_step == -self.fails_at:
+            raise RuntimeError("stopped")
+
+
+def _failing(step: int | None) -> Callable[[], LightningModule]:
+    def make() -> LightningModule:
+        module = _Failing()
+        module.fails_at = step
+        return module
+
+    return make
+
+
+def _save_on_exception(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, save_on_exception=True, every_n_train_steps=100)
+
+
+def test_saved_on_an_exception(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train_data": lambda: _loader(shuffle=True), "max_epochs": 1}
+    options["enable_checkpointing"] = True
+    expected = train(tmp_path / "whole", seed=1, make=_failing(None), **options)
+    checkpoint = _save_on_exception(tmp_path / "part")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(tmp_path, seed=1, make=_failing(-3), callbacks=[checkpoint], **options)
+    (path,) = (tmp_path / "part").glob("*.ckpt")
+    run = train(tmp_path / "rest", seed=9, path=path, make=_failing(None), **options)
+    assert_same_end(run, expected, Moment(path, 3, "exception"))
+
+
+def test_moment_that_cannot_be_exact_is_said(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train_data": _loader, "max_epochs": 1, "enable_checkpointing": True}
+    checkpoint = _save_on_exception(tmp_path / "part")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(tmp_path, seed=1, make=_failing(2), callbacks=[checkpoint], **options)
+    (path,) = (tmp_path / "part").glob("*.ckpt")
+    with pytest.warns(InexactResumeWarning, match="written inside a batch"):
+        train(tmp_path / "rest", seed=9, path=path, make=_failing(None), **options)
+
+
+def test_users_loader_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set by `seed_everything(workers=True)`: then Lightning itself gives loaders a function.
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    loader = _loader(shuffle=True, num_workers=2)
+    before = dict(vars(loader))
+    seen: list[Any] = []
+    train(
+        tmp_path,
+        seed=1,
+        train_data=lambda: loader,
+        make=lambda: Regressor(on_step=lambda view, *_: seen.append(view.trainer.train_dataloader)),
+        max_epochs=1,
+        strategy=RoundPipeStrategy(num_microbatches=1),
+    )
+    assert all(one is loader for one in seen)
+    assert vars(loader) == before
+
+
+def test_generators_of_devices_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.arange(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]
+    restored: dict[int, Tensor] = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, index: restored.update({index: state})
+    )
+    set_random_state(random_state())
+    assert list(restored) == [0]
+    assert torch.equal(restored[0], states[0])

@@ -1,0 +1,311 @@
+"""Data of every form reaches the module as on one device: loaders, their combinations, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from roundpipe_lightning.errors import BatchError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class Combined(Regressor):
+    """Learns from every loader that gave a batch, and notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        parts = batch.values() if isinstance(batch, dict) else batch
+        self.given.append((batch_idx, [None if part is None else len(part[0]) for part in parts]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = batch.values() if isinstance(batch, dict) else batch
+        losses = [functional.mse_loss(self(x), y) for x, y in (p for p in parts if p is not None)]
+        loss = torch.stack(losses).sum()
+        size = sum(len(part[0]) for part in parts if part is not None)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=size)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.given.append(("val", batch_idx, dataloader_idx))
+        x, y = batch if not isinstance(batch, dict) else batch["a"] or batch["b"]
+        self.log("val_loss", functional.mse_loss(self(x), y), batch_size=len(x))
+        only = f"only_{dataloader_idx}"
+        self.log(only, functional.l1_loss(self(x), y), batch_size=len(x), add_dataloader_idx=False)
+
+
+def both(
+    folder: Path,
+    make: Callable[[], LightningModule],
+    run: Callable[[Trainer, Any], Any],
+    *,
+    num_microbatches: Any = 2,
+    kind: type[RoundPipeStrategy] = RoundPipeStrategy,
+    **flags: Any,
+) -> tuple[Any, Any]:
+    """Do the same on one device and with the strategy; compare parameters and metrics."""
+    results = []
+    for strategy in ("auto", kind(num_microbatches=num_microbatches)):
+        torch.manual_seed(3)
+        module = make()
+        devices = 1 if strategy == "auto" else 2
+        made = {key: value() if callable(value) else value for key, value in flags.items()}
+        trainer = make_trainer(
+            folder, strategy=strategy, devices=devices, **{"max_epochs": 2, **made}
+        )
+        outcome = run(trainer, module)
+        metrics = {key: value.clone() for key, value in trainer.callback_metrics.items()}
+        results.append((module, metrics, outcome, trainer.global_step))
+    (expected, logged, outcome, steps), (module, metrics, ours, our_steps) = results
+    assert our_steps == steps
+    assert parameter_error(module, expected) < 1e-5
+    assert list(metrics) == list(logged)
+    for key, value in logged.items():
+        torch.testing.assert_close(metrics[key], value, rtol=1e-4, atol=1e-6, msg=key)
+    if hasattr(expected, "given"):
+        assert module.given == expected.given
+    return outcome, ours
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_combined_loaders(tmp_path: Path, mode: Any, num_microbatches: int) -> None:
+    def fit(trainer: Trainer, module: Any) -> None:
+        loaders = {"a": regression_data(24), "b": regression_data(16)}
+        validation = {"a": regression_data(8), "b": regression_data(8, batch_size=2)}
+        trainer.fit(module, CombinedLoader(loaders, mode), CombinedLoader(validation, mode))
+
+    both(tmp_path, Combined, fit, num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size"])
+@pytest.mark.parametrize("num_microbatches", [2, "auto"])
+def test_combined_loaders_of_different_batch_sizes(
+    tmp_path: Path, mode: Any, num_microbatches: Any
+) -> None:
+    def fit(trainer: Trainer, module: Any) -> None:
+        loaders = {"a": regression_data(24), "b": regression_data(12, batch_size=6)}
+        trainer.fit(module, CombinedLoader(loaders, mode))
+
+    both(tmp_path, Combined, fit, num_microbatches=num_microbatches)
+
+
+def test_parts_that_cannot_be_divided_alike(tmp_path: Path) -> None:
+    loaders = [regression_data(8), regression_data(5, batch_size=5)]
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), devices=2)
+    message = (
+        r"parts of different lengths \(batch\[0\]: 8, batch\[1\]: 5\), which cannot all be "
+        r"divided by 2 microbatches.*drop_last=True.* num_microbatches"
+    )
+    with pytest.raises(BatchError, match=message):
+        trainer.fit(Combined(), CombinedLoader(loaders, "min_size"))
+
+
+def test_loaders_one_after_the_other(tmp_path: Path) -> None:
+    """Lightning has this mode for evaluation only."""
+
+    def run(trainer: Trainer, module: Any) -> Any:
+        loaders = {"a": regression_data(12), "b": regression_data(4)}
+        with pytest.raises(ValueError, match=r"does not support .*sequential"):
+            trainer.fit(module, CombinedLoader(loaders, "sequential"))
+        trainer.fit(module, [regression_data(8)], CombinedLoader(loaders, "sequential"))
+
+    both(tmp_path, Combined, run)
+
+
+def test_several_validation_loaders_and_predictions_in_order(tmp_path: Path) -> None:
+    class Predicting(Combined):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([batch], batch_idx)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def predict_step(  # type: ignore[override]
+            self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> dict[str, Any]:
+            return {"y": self(batch[0]), "place": (dataloader_idx, batch_idx)}
+
+    def run(trainer: Trainer, module: Any) -> Any:
+        trainer.fit(module, regression_data(), [regression_data(8), regression_data(13)])
+        return trainer.predict(module, [regression_data(9), regression_data(17, batch_size=3)])
+
+    for kind in (RoundPipeStrategy, EmulatedStrategy):
+        expected, predictions = both(tmp_path, Predicting, run, kind=kind)
+        assert [[p["place"] for p in part] for part in predictions] == [
+            [(0, 0), (0, 1)],
+            [(1, index) for index in range(6)],
+        ]
+        for part, other in zip(predictions, expected, strict=True):
+            joined, wanted = (torch.cat([p["y"] for p in x]) for x in (part, other))
+            torch.testing.assert_close(joined, wanted, rtol=1e-4, atol=1e-5)
+            assert joined.device.type == "cpu"
+
+
+class _Stream(IterableDataset[Any]):
+    """Samples without a known number."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.data = regression_data(num_samples).dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(len(self.data)))  # type: ignore[arg-type]
+
+
+def test_data_without_a_length(tmp_path: Path) -> None:
+    def fit(trainer: Trainer, module: Any) -> None:
+        trainer.fit(module, DataLoader(_Stream(27), batch_size=8), regression_data(8))
+
+    both(tmp_path, Regressor, fit, val_check_interval=2, max_steps=7, max_epochs=-1)
+
+
+class _Module(LightningDataModule):
+    """Grows by a batch whenever its training loader is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.stages: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.stages.append(stage)
+
+    def train_dataloader(self) -> Any:
+        self.made += 1
+        return regression_data(8 * self.made)
+
+    def val_dataloader(self) -> Any:
+        return regression_data(8)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [part * 1.5 for part in batch]
+
+
+def test_loaders_that_are_made_anew(tmp_path: Path) -> None:
+    def run(trainer: Trainer, module: Any) -> Any:
+        data = _Module()
+        trainer.fit(module, datamodule=data)
+        trainer.validate(module, datamodule=data, verbose=False)
+        return data.made, data.stages, data.trainer is trainer
+
+    expected, ours = both(
+        tmp_path, Regressor, run, reload_dataloaders_every_n_epochs=1, max_epochs=3
+    )
+    assert ours == expected == (3, ["fit", "validate"], True)
+
+
+class _Position(Callback):
+    """Saves in the middle of an epoch, and notes which samples are trained on."""
+
+    def __init__(self, path: Path, *, save_after: int | None) -> None:
+        self.path = path
+        self.save_after = save_after
+        self.samples: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.samples += batch[0][:, 0].tolist()
+        if trainer.global_step == self.save_after:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stateful_loader_goes_on_where_it_was(tmp_path: Path, num_workers: int) -> None:
+    """torchdata's loader: a resumed run trains on the samples that were left, each once."""
+
+    def loader() -> Any:
+        data: Any = regression_data(32).dataset
+        return StatefulDataLoader(data, batch_size=8, shuffle=True, num_workers=num_workers)
+
+    runs: list[list[float]] = []
+    for make in (lambda: "auto", lambda: RoundPipeStrategy(num_microbatches=2)):
+        torch.manual_seed(3)
+        path = tmp_path / f"{len(runs)}.ckpt"
+        whole = _Position(path, save_after=2)
+        trainer = make_trainer(tmp_path, strategy=make(), callbacks=[whole], max_epochs=1)
+        trainer.fit(Regressor(), loader())
+        torch.manual_seed(4)
+        rest = _Position(path, save_after=None)
+        trainer = make_trainer(tmp_path, strategy=make(), callbacks=[rest], max_epochs=1)
+        trainer.fit(Regressor(), loader(), ckpt_path=path)
+        assert rest.samples == whole.samples[16:]
+        runs.append(whole.samples)
+    assert runs[1] == runs[0]
+    assert len(set(runs[0])) == 32
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "batches": {"limit_train_batches": 3, "limit_val_batches": 1},
+    "shares": {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
+    "no validation": {"limit_val_batches": 0},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "all sanity checks": {"num_sanity_val_steps": -1},
+    "validation at shares of an epoch": {"val_check_interval": 0.5},
+    "validation every third batch": {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    "validation every second epoch": {"check_val_every_n_epoch": 2, "max_epochs": 4},
+    "the same batches again": {"overfit_batches": 2},
+    "a share of the batches again": {"overfit_batches": 0.5},
+    "a development run": {"fast_dev_run": 3},
+    "steps": {"max_steps": 5, "max_epochs": -1},
+    "fewest epochs": {"min_epochs": 2, "max_epochs": 3},
+    "fewest steps": {"min_steps": 6, "max_epochs": 3},
+    "no epoch": {"max_epochs": 0},
+    "windows that end early": {"accumulate_grad_batches": 3, "limit_train_batches": 4},
+    "no distributed sampler": {"use_distributed_sampler": False},
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_limits(tmp_path: Path, name: str) -> None:
+    class Counting(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: list[Any] = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.given.append(("train", batch_idx, float(batch[0].sum())))
+
+        def on_validation_batch_start(
+            self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            self.given.append(("val", batch_idx))
+
+    def fit(trainer: Trainer, module: Any) -> None:
+        trainer.fit(module, regression_data(shuffle=True), regression_data(12))
+
+    both(tmp_path, Counting, fit, **LIMITS[name])
+
+
+def test_limits_of_tests_and_predictions(tmp_path: Path) -> None:
+    def run(trainer: Trainer, module: Any) -> Any:
+        trainer.test(module, regression_data(), verbose=False)
+        predictions = trainer.predict(module, regression_data())
+        assert predictions is not None
+        return len(predictions)
+
+    assert both(tmp_path, Regressor, run, limit_test_batches=2, limit_predict_batches=3) == (3, 3)

@@ -1,0 +1,288 @@
+"""torchmetrics of every kind have the values of one device, per step and per epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import (
+    Accuracy,
+    F1Score,
+    MeanSquaredError,
+    Metric,
+    MetricCollection,
+    PearsonCorrCoef,
+    Precision,
+    R2Score,
+    Recall,
+    SpearmanCorrCoef,
+)
+from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, RunningMean
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.filterwarnings("ignore:The variance of predictions"),
+    pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef`"),
+    pytest.mark.filterwarnings("ignore:The ``compute`` method of metric"),
+]
+
+
+class _MeanState(Metric):
+    """Holds what the last update was given, averaged: no sum of parts."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, prediction: Tensor, target: Tensor) -> None:
+        self.value = (prediction - target).square().mean()
+
+    def compute(self) -> Tensor:
+        return torch.as_tensor(self.value)
+
+
+class _Measured(Regressor):
+    """Calls a metric for the whole batch and logs it."""
+
+    def __init__(self, metric: nn.Module, call: str) -> None:
+        super().__init__()
+        self.metric = metric
+        self.call = call
+
+    def arguments(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return prediction.flatten(), target.flatten()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prediction = self(batch[0])
+        arguments = self.arguments(prediction, batch[1])
+        if self.call == "update":
+            self.metric.update(*arguments)  # type: ignore[operator]
+        else:
+            self.metric(*arguments)
+        if isinstance(self.metric, MetricCollection):
+            self.log_dict(self.metric, on_step=self.call == "forward", on_epoch=True)
+        elif not isinstance(self.metric, (MinMaxMetric, MetricTracker)):
+            metric: Any = self.metric
+            self.log("metric", metric, on_step=self.call == "forward", on_epoch=True)
+        return functional.mse_loss(prediction, batch[1])
+
+
+class _Classified(_Measured):
+    def arguments(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return (prediction.flatten() > 0.1).int(), (target.flatten() > 0).int()
+
+
+class _Numbers(_Measured):
+    """Gives the metric the loss: a number without samples."""
+
+    def arguments(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return (functional.mse_loss(prediction, target).detach(),)
+
+
+class _Values(Callback):
+    """Everything that is known of metrics after every batch and epoch, wrappers computed."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen.append({key: value.clone() for key, value in trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metric: Any = pl_module.metric
+        value = metric.compute()
+        self.seen.append(dict(value) if isinstance(value, dict) else {"value": value})
+        if isinstance(metric, MetricTracker):
+            metric.increment()
+        self.seen.append({key: value.clone() for key, value in trainer.callback_metrics.items()})
+
+
+def _of_classes() -> MetricCollection:
+    kinds = {"f1": F1Score, "precision": Precision, "recall": Recall, "accuracy": Accuracy}
+    return MetricCollection({name: kind(task="binary") for name, kind in kinds.items()})
+
+
+def _with_one_that_cannot_be_merged() -> MetricCollection:
+    return MetricCollection([PearsonCorrCoef(), MeanSquaredError(), R2Score()], prefix="all_")
+
+
+def _tracker() -> MetricTracker:
+    tracker = MetricTracker(MeanSquaredError(), maximize=False)
+    tracker.increment()
+    return tracker
+
+
+METRICS: dict[str, tuple[type[_Measured], Callable[[], nn.Module]]] = {
+    "sums": (_Measured, MeanSquaredError),
+    "running moments": (_Measured, PearsonCorrCoef),
+    "all samples": (_Measured, SpearmanCorrCoef),
+    "a state that is averaged": (_Measured, _MeanState),
+    "wrapper": (_Measured, lambda: MinMaxMetric(MeanSquaredError())),
+    "tracker": (_Measured, _tracker),
+    "groups": (_Classified, _of_classes),
+    "a mixed collection": (_Measured, _with_one_that_cannot_be_merged),
+    "largest": (_Measured, lambda: MaxMetric(nan_strategy="ignore")),
+    "numbers": (_Numbers, MeanMetric),
+    "the last numbers": (_Numbers, lambda: RunningMean(window=3)),
+}
+
+
+class _OneArgument(_Measured):
+    def arguments(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return (prediction.flatten(),)
+
+
+METRICS["largest"] = (_OneArgument, METRICS["largest"][1])
+
+
+def _values(folder: Path, strategy: Any, module: LightningModule, **flags: Any) -> list[Any]:
+    values = _Values()
+    devices = 1 if strategy == "auto" else 2
+    trainer = make_trainer(
+        folder, strategy=strategy, devices=devices, callbacks=[values], max_epochs=2, **flags
+    )
+    trainer.fit(module, regression_data(23))
+    return values.seen
+
+
+@pytest.mark.parametrize("call", ["update", "forward"])
+@pytest.mark.parametrize("name", METRICS)
+def test_values_per_step_and_per_epoch(tmp_path: Path, name: str, call: str) -> None:
+    kind, make = METRICS[name]
+    runs = []
+    strategies: list[Any] = ["auto", RoundPipeStrategy(num_microbatches=3)]
+    if call == "forward" and name in ("sums", "wrapper", "tracker", "a mixed collection"):
+        strategies.append(EmulatedStrategy(num_microbatches=3))
+    for strategy in strategies:
+        torch.manual_seed(3)
+        runs.append(_values(tmp_path, strategy, kind(make(), call)))
+    for seen in runs[1:]:
+        for values, expected in zip(seen, runs[0], strict=True):
+            assert list(values) == list(expected)
+            for key, value in expected.items():
+                torch.testing.assert_close(values[key], value, rtol=2e-4, atol=1e-5, msg=key)
+
+
+def test_calls_of_some_microbatches_only(tmp_path: Path) -> None:
+    """As on one device, where the rows of the whole batch are asked for."""
+
+    class Selected(_Measured):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            prediction = self(batch[0])
+            rows = batch[0][:, 0] > 0.8
+            if rows.any():
+                self.metric.update(prediction[rows].flatten(), batch[1][rows].flatten())  # type: ignore[operator]
+            return functional.mse_loss(prediction, batch[1])
+
+    values = []
+    for strategy in ("auto", RoundPipeStrategy(num_microbatches=4)):
+        torch.manual_seed(3)
+        values.append(_values(tmp_path, strategy, Selected(PearsonCorrCoef(), "update")))
+    for found, expected in zip(values[1], values[0], strict=True):
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+# What cannot be ----------------------------------------------------------------------------------
+
+
+class _Step(_Measured):
+    """Does something with its metric in training_step."""
+
+    def __init__(self, do: Callable[[Any, Tensor, Tensor], Any], metric: Any = None) -> None:
+        super().__init__(MeanSquaredError() if metric is None else metric, "update")
+        self.do = do
+        self.kept = [MeanSquaredError()]
+        self.aliases = {"mse": self.metric}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prediction = self(batch[0])
+        self.do(self, prediction.flatten().detach(), batch[1].flatten())
+        return functional.mse_loss(prediction, batch[1])
+
+
+def _write_into_an_argument(module: Any, prediction: Tensor, target: Tensor) -> None:
+    module.metric.update(prediction, target)
+    prediction.zero_()
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], Any, str]] = {
+    "compute": (lambda m, p, t: m.metric.compute(), None, r"compute\(\) of the metric 'metric'"),
+    "reset": (lambda m, p, t: m.metric.reset(), None, r"calls reset\(\).*on_train_batch_end"),
+    "list": (lambda m, p, t: m.kept[0](p, t), None, r"kept\[0\] \(MeanSquaredError\).*ModuleList"),
+    "alias": (lambda m, p, t: m.aliases["mse"](p, t), None, r"updated metric \(MeanSquaredE"),
+    "shapes": (
+        lambda m, p, t: m.metric.update(p[None], t[None]),
+        _MeanState,
+        r"tensors of shapes \(1, 3\), \(1, 3\), \(1, 2\).*one value per sample",
+    ),
+    "counts": (
+        lambda m, p, t: m.metric.update(len(p)),
+        lambda: RunningMean(window=2),
+        "3, 3, 2 differ",
+    ),
+    "mixed": (
+        lambda m, p, t: (m.metric.update(p.mean()), m.metric.update(p)),
+        MeanMetric,
+        "numbers in one call and samples in another",
+    ),
+    "write": (_write_into_an_argument, PearsonCorrCoef, "training_step wrote into one"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_meaning_for_a_part_of_a_batch(tmp_path: Path, name: str) -> None:
+    do, metric, message = REFUSED[name]
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=3), max_epochs=1)
+    with pytest.raises(ConfigurationError, match=message) as error:
+        trainer.fit(_Step(do, metric and metric()), regression_data())
+    assert "num_microbatches=1" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["compute", "list", "alias", "counts"])
+def test_it_works_with_one_microbatch(tmp_path: Path, name: str) -> None:
+    do, metric, _ = REFUSED[name]
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=1), max_epochs=1)
+    trainer.fit(_Step(do, metric and metric()), regression_data())
+    assert trainer.global_step == 4
+
+
+# Metrics on the wrong device ---------------------------------------------------------------------
+
+
+def test_metric_without_values(tmp_path: Path) -> None:
+    module = _Measured(MeanSquaredError().to("meta"), "update")
+    with pytest.raises(ConfigurationError, match=r"'metric' is on the meta device.*host memory"):
+        make_trainer(tmp_path, strategy="roundpipe").fit(module, regression_data())
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_metric_that_nobody_finds_on_a_device(tmp_path: Path, num_microbatches: int) -> None:
+    module = _Step(lambda m, p, t: m.kept[0](p, t))
+    strategy = EmulatedStrategy(num_microbatches=num_microbatches)
+    with pytest.raises(ConfigurationError, match=r"kept\[0\].*another device|another device.*kept"):
+        make_trainer(tmp_path, strategy=strategy).fit(module, regression_data())
+
+
+def test_metric_that_nobody_finds_in_validation_on_a_device(tmp_path: Path) -> None:
+    class Validating(_Step):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.kept[0](self(batch[0]), batch[1])
+
+    module = Validating(lambda *_: None, CatMetric())
+    with pytest.raises(ConfigurationError, match=r"device: kept\[0\].*Leave \.to\(device\)"):
+        make_trainer(tmp_path, strategy=EmulatedStrategy()).validate(module, regression_data())

@@ -1,0 +1,447 @@
+"""What Lightning's own tests ask of a strategy: its life with a Trainer, flags to interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from roundpipe_lightning.errors import CheckpointError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    WIDTH,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+STRATEGIES: list[Callable[[], Any]] = [lambda: "auto", RoundPipeStrategy]
+
+
+def trained(
+    folder: Path, make: Callable[[], Any], run: Callable[[Trainer, Any], Any], **flags: Any
+) -> list[tuple[Any, Trainer, Any]]:
+    """Run the same on one device and with the strategy; return modules, Trainers and results."""
+    found = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(3)
+        module = make()
+        given = strategy()
+        trainer = make_trainer(
+            folder,
+            strategy=given,
+            devices=1 if given == "auto" else 2,
+            **{"max_epochs": 1, **{k: v() if callable(v) else v for k, v in flags.items()}},
+        )
+        found.append((module, trainer, run(trainer, module)))
+    assert parameter_error(found[1][0], found[0][0]) < 1e-5
+    assert found[1][1].global_step == found[0][1].global_step
+    return found
+
+
+# Names and what belongs to whom ------------------------------------------------------------------
+
+
+def test_the_name_is_registered_as_lightnings_own_are() -> None:
+    assert StrategyRegistry["roundpipe"]["strategy"] is RoundPipeStrategy
+    assert StrategyRegistry["roundpipe"]["init_params"] == {}
+    assert isinstance(StrategyRegistry.get("roundpipe"), RoundPipeStrategy)
+    assert RoundPipeStrategy.strategy_name in StrategyRegistry.available_strategies()
+
+
+@pytest.mark.parametrize("strategy", ["roundpipe", RoundPipeStrategy(num_microbatches=2)])
+def test_module_and_trainer_know_each_other(tmp_path: Path, strategy: Any) -> None:
+    module = Regressor()
+    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+    trainer.fit(module, regression_data(16))
+    assert trainer.model is trainer.strategy.model is module
+    assert trainer.lightning_module is trainer.strategy.lightning_module is module
+    assert trainer.optimizers == trainer.strategy.optimizers
+    assert module.trainer is trainer
+    assert not trainer.is_global_zero or trainer.global_rank == trainer.local_rank == 0
+    assert trainer.strategy.checkpoint_io is trainer.strategy.checkpoint_io
+    assert module.device == torch.device("cpu")
+
+
+def test_set_up_and_torn_down_in_order(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Watched(RoundPipeStrategy):
+        def connect(self, model: Any) -> None:
+            calls.append("connect")
+            super().connect(model)
+
+        def setup_environment(self) -> None:
+            calls.append("setup_environment")
+            super().setup_environment()
+
+        def setup(self, trainer: Trainer) -> None:
+            calls.append("setup")
+            super().setup(trainer)
+
+        def teardown(self) -> None:
+            calls.append("teardown")
+            super().teardown()
+
+    class Module(Regressor):
+        def configure_model(self) -> None:
+            calls.append("configure_model")
+
+    trainer = make_trainer(tmp_path, strategy=Watched(num_microbatches=2), max_epochs=1)
+    trainer.fit(Module(), regression_data(16))
+    once = ["connect", "setup_environment", "configure_model", "setup", "teardown"]
+    assert calls == once
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, regression_data(16))
+    assert calls == once * 2
+    assert trainer.global_step == 4
+
+
+def test_layers_are_made_in_configure_model(tmp_path: Path) -> None:
+    class Late(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.made = nn.ModuleList(), 0
+
+        def configure_model(self) -> None:
+            if not len(self.layers):
+                self.made += 1
+                self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def run(trainer: Trainer, module: Any) -> int:
+        trainer.fit(module, regression_data(16))
+        trainer.validate(module, regression_data(8), verbose=False)
+        return int(module.made)
+
+    found = trained(tmp_path, Late, run)
+    assert found[0][2] == found[1][2] == 1
+
+
+# Ends --------------------------------------------------------------------------------------------
+
+
+def test_training_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.should_stop |= trainer.global_step == 5
+
+    found = trained(
+        tmp_path,
+        Regressor,
+        lambda trainer, module: trainer.fit(module, regression_data()),
+        callbacks=lambda: [Stop()],
+        max_epochs=3,
+        min_steps=2,
+    )
+    assert found[1][1].global_step == 5
+
+
+def test_training_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    class Slow(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            time.sleep(0.6)
+
+    trainer = make_trainer(
+        tmp_path, strategy="roundpipe", max_time={"seconds": 1}, callbacks=[Slow()], max_epochs=100
+    )
+    trainer.fit(Regressor(), regression_data())
+    assert 1 <= trainer.global_step <= 2
+
+
+class _Exceptions(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.seen.append((type(exception), trainer.global_step))
+
+
+def _exceptions_of(trainer: Any) -> _Exceptions:
+    found: _Exceptions = next(c for c in trainer.callbacks if isinstance(c, _Exceptions))
+    return found
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_exceptions_and_interrupts(tmp_path: Path, error: type[BaseException]) -> None:
+    class Failing(Regressor):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise error("mine")
+
+    def run(trainer: Trainer, module: Any) -> Any:
+        expected = SystemExit if error is KeyboardInterrupt else error
+        with pytest.raises(expected):
+            trainer.fit(module, regression_data())
+        return _exceptions_of(trainer).seen, str(trainer.state.status), trainer.interrupted
+
+    found = trained(tmp_path, Failing, run, callbacks=lambda: [_Exceptions()])
+    assert found[1][2] == found[0][2]
+    assert found[0][2][0] == [(error, 2)]
+
+
+def test_slurm_signals_save_and_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives within a step; the checkpoint is that of a batch's end, and is resumed."""
+    numbers = dict.fromkeys(("NODEID", "LOCALID", "PROCID"), "0")
+    for name, value in {**numbers, "NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr("subprocess.call", lambda *_, **__: 0)
+
+    def signalled(module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and not module.sent:
+            module.sent = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    class Signalled(Regressor):
+        def __init__(self) -> None:
+            super().__init__(on_step=signalled)
+            self.sent = False
+
+    strategy = RoundPipeStrategy(num_microbatches=2, trial_run=False)
+    plugin = SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
+    before = signal.getsignal(signal.SIGUSR1)
+    trainer = make_trainer(tmp_path, strategy=strategy, plugins=[plugin], max_epochs=1)
+    trainer.fit(Signalled(), regression_data())
+    assert signal.getsignal(signal.SIGUSR1) == before
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt")
+    assert saved["global_step"] in (1, 2)
+
+    again = make_trainer(
+        tmp_path,
+        strategy=RoundPipeStrategy(num_microbatches=2),
+        plugins=[SLURMEnvironment(auto_requeue=False)],
+        max_epochs=1,
+    )
+    again.fit(Regressor(), regression_data())
+    assert again.global_step == 4
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def test_weights_alone_and_missing_ones(tmp_path: Path) -> None:
+    module = Regressor()
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer.fit(module, regression_data(16))
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "weights.ckpt")
+    assert "optimizer_states" not in saved
+    assert saved["state_dict"].keys() == module.state_dict().keys()
+
+    class More(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(2, 2)
+
+    strict = More()
+    for strategy in STRATEGIES:
+        trainer = make_trainer(tmp_path, strategy=strategy())
+        with pytest.raises((RuntimeError, CheckpointError), match=r"(?s)[Mm]issing.*more\.weight"):
+            trainer.validate(strict, regression_data(8), ckpt_path=tmp_path / "weights.ckpt")
+    lenient = More()
+    lenient.strict_loading = False
+    trainer = make_trainer(tmp_path, strategy="roundpipe")
+    trainer.validate(lenient, regression_data(8), ckpt_path=tmp_path / "weights.ckpt")
+    assert torch.equal(lenient.head.weight, module.head.weight)
+    loaded = Regressor.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert same_bits(loaded, module)
+
+
+# Flags -------------------------------------------------------------------------------------------
+
+
+class _Modes(Regressor):
+    """Notes under which modes its evaluation runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[tuple[str, bool, bool, bool]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inference, gradient = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self.modes.append(("val", inference, gradient, self.training))
+        super().validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.enable_grad():
+            inference, gradient = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self.modes.append(("predict", inference, gradient, self.training))
+        return super().predict_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_modes_of_evaluation(tmp_path: Path, inference_mode: bool) -> None:
+    def run(trainer: Trainer, module: Any) -> Any:
+        trainer.validate(module, regression_data(8), verbose=False)
+        trainer.fit(module, regression_data(16), regression_data(8))
+        trainer.predict(module, regression_data(8))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, regression_data(16), regression_data(8))
+        return module.modes
+
+    found = trained(tmp_path, _Modes, run, inference_mode=inference_mode)
+    assert found[1][2] == found[0][2]
+    assert found[0][2][0] == ("val", inference_mode, False, False)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
+def test_profilers(tmp_path: Path, profiler: str) -> None:
+    trained(
+        tmp_path,
+        Regressor,
+        lambda trainer, module: trainer.fit(module, regression_data(16)),
+        profiler=profiler,
+    )
+
+
+def test_a_profiler_counts_a_step_once(tmp_path: Path) -> None:
+    counts = []
+    for strategy in STRATEGIES:
+        profiler = SimpleProfiler()
+        trainer = make_trainer(tmp_path, strategy=strategy(), profiler=profiler, max_epochs=1)
+        trainer.fit(Regressor(), regression_data(16))
+        name = f"[Strategy]{type(trainer.strategy).__name__}.training_step"
+        counts.append(len(profiler.recorded_durations[name]))
+    assert counts == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomalies_are_found_where_they_arise(tmp_path: Path) -> None:
+    class Bad(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self(batch[0]) * 0).sqrt().sum() * 0  # its gradient is no number
+
+    for strategy in STRATEGIES:
+        trainer = make_trainer(tmp_path, strategy=strategy(), detect_anomaly=True, max_epochs=1)
+        with pytest.raises(RuntimeError, match=r"returned nan values in its 0th output"):
+            trainer.fit(Bad(), regression_data(16))
+        assert not torch.is_anomaly_enabled()
+
+
+BARE = (
+    *("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+    "log_every_n_steps",
+)
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "barebones": {"barebones": True, **dict.fromkeys(BARE)},
+    "deterministic": {"deterministic": True},
+    "deterministic with warnings": {"deterministic": "warn"},
+    "benchmark": {"benchmark": True},
+    "hyper-parameters": {"enable_autolog_hparams": False, "model_registry": "name"},
+    "summary and bar": {"enable_progress_bar": True, "enable_model_summary": True},
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_flags_that_change_nothing(tmp_path: Path, name: str) -> None:
+    trained(
+        tmp_path,
+        Regressor,
+        lambda trainer, module: trainer.fit(module, regression_data(16)),
+        **FLAGS[name],
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_parts_are_trained(tmp_path: Path) -> None:
+    """`compile()` keeps a call of the module itself, which must not be mistaken for the view's."""
+
+    class Compiled(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.layers:
+                layer.compile(backend="eager")
+
+    trained(tmp_path, Compiled, lambda trainer, module: trainer.fit(module, regression_data(16)))
+
+
+# Parameters while a step is in flight ------------------------------------------------------------
+
+
+class _Reader(Callback):
+    """Reads parameters, gradients and optimizer states wherever it may."""
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+
+    def _read(self, where: str, trainer: Trainer, module: LightningModule) -> None:
+        optimizer = trainer.optimizers[0]
+        moments = [state["momentum_buffer"] for state in optimizer.state.values() if state]
+        values = [*module.parameters(), *module.state_dict().values(), *moments]
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        self.read.append(
+            (
+                where,
+                *(float(sum(v.detach().double().sum() for v in x)) for x in (values, gradients)),
+            )
+        )
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._read("zero_grad", trainer, pl_module)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self._read("backward", trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._read("step", trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._read("start", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._read("end", trainer, pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._read("validation", trainer, pl_module)
+
+
+def test_callbacks_read_the_values_of_the_moment(tmp_path: Path) -> None:
+    runs = []
+    strategies: list[Any] = ["auto", RoundPipeStrategy(), EmulatedStrategy()]
+    for strategy in strategies:
+        torch.manual_seed(3)
+        reader = _Reader()
+        trainer = make_trainer(
+            tmp_path,
+            strategy=strategy,
+            devices=1 if strategy == "auto" else 2,
+            callbacks=[reader],
+            max_epochs=1,
+        )
+        trainer.fit(Regressor(), regression_data(24), regression_data(8))
+        runs.append(reader.read)
+    for read in runs[1:]:
+        assert [place for place, *_ in read] == [place for place, *_ in runs[0]]
+        for (_, *values), (_, *expected) in zip(read, runs[0], strict=True):
+            assert values == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_functions_that_reduce_are_lightnings_four(tmp_path: Path) -> None:
+    def log(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("x", 1.0, on_epoch=True, reduce_fx=lambda values: values.median())
+
+    for strategy in STRATEGIES:
+        trainer = make_trainer(tmp_path, strategy=strategy(), max_epochs=1)
+        with pytest.raises(MisconfigurationException, match=r"reduce_fx=\{min,max,mean,sum\}"):
+            trainer.fit(Regressor(on_step=log), regression_data(16))

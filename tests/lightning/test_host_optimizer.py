@@ -1,0 +1,170 @@
+"""The optimizer in host memory under a Trainer: exact, resumable, in every format and place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.optim.lr_scheduler import StepLR
+
+from roundpipe_lightning import optim
+from roundpipe_lightning._lightning.machine import storage_of
+from roundpipe_lightning.engine.optim import disk
+from roundpipe_lightning.errors import OffloadError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class _Small(Regressor):
+    """Trained by the optimizer that a function makes."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 1, gamma=0.5)}
+
+
+def _train(folder: Path, make: Any, *, max_epochs: int = 3, seed: int = 3, **given: Any) -> Any:
+    seed_everything(seed, verbose=False)
+    module = _Small(make)
+    trainer = make_trainer(
+        folder,
+        strategy=RoundPipeStrategy(num_microbatches=2),
+        devices=2,
+        max_epochs=max_epochs,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(module, regression_data(), **given)
+    return module, trainer
+
+
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("offload", [None, "disk"])
+def test_trains_as_torch_fused_to_the_bit(offload: str | None, tmp_path: Path) -> None:
+    module, _ = _train(
+        tmp_path,
+        lambda p: optim.HostAdamW(p, lr=0.01, offload=offload, offload_dir=tmp_path),
+    )
+    reference, _ = _train(tmp_path, _fused)
+    assert same_bits(module, reference)
+
+
+def test_a_disk_that_fills_up_in_the_middle_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def fills_up(number: int, start: int, size: int) -> None:
+        calls.append(size)
+        if len(calls) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk, "_sync", fills_up)
+    made: list[optim.HostAdamW] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(optim.HostAdamW(parameters, lr=0.01, offload="disk", offload_dir=tmp_path))
+        return made[0]
+
+    with pytest.raises(OffloadError, match=r"kept on disk.*No space left.*are free there"):
+        _train(tmp_path, make)
+    states = made[0].state_dict()["state"].values()
+    assert all(state["exp_avg_sq"].isfinite().all() for state in states)  # can still be saved
+    assert any(state["step"] > 1 for state in states)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_resumes_to_the_bit(moments: str, tmp_path: Path) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return optim.HostAdamW(parameters, lr=0.01, moments=moments)
+
+    whole, _ = _train(tmp_path, make)
+    _, half = _train(tmp_path, make, max_epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = _train(tmp_path, make, seed=99, ckpt_path=str(tmp_path / "half.ckpt"))
+    assert same_bits(resumed, whole)
+
+
+def test_a_checkpoint_goes_on_with_torch_fused(tmp_path: Path) -> None:
+    whole, _ = _train(tmp_path, _fused)
+    _, half = _train(tmp_path, lambda p: optim.HostAdamW(p, lr=0.01), max_epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = _train(tmp_path, _fused, seed=99, ckpt_path=str(tmp_path / "half.ckpt"))
+    assert same_bits(resumed, whole)
+
+
+@pytest.mark.parametrize(("moments", "expected"), [("fp32", 8), ("bf16", 4), ("8bit", 2 + 8 / 256)])
+def test_the_plan_counts_the_state(moments: str, expected: float, tmp_path: Path) -> None:
+    module = Regressor()
+    module.head.requires_grad_(requires_grad=False)
+    kept = optim.HostAdamW(module.parameters(), moments=moments)
+    assert storage_of([kept]).optimizer_bytes == expected
+    away = optim.HostAdamW(
+        module.parameters(), moments=moments, offload="disk", offload_dir=tmp_path
+    )
+    storage = storage_of([away])
+    assert (storage.optimizer_bytes, storage.disk_bytes) == (0, expected)
+
+
+def test_its_threads_end_with_the_training(tmp_path: Path) -> None:
+    _, trainer = _train(tmp_path, lambda p: optim.HostAdamW(p, lr=0.01), max_epochs=1)
+    assert trainer.optimizers  # still there, with its state
+    assert not [t for t in threading.enumerate() if t.name.startswith("roundpipe-optimizer")]
+
+
+class _SmallGradients(_Small):
+    """Gradients are summed up in a dtype that is not the parameters'."""
+
+    def __init__(self, make: Any, wanted: torch.dtype) -> None:
+        super().__init__(make)
+        self._wanted = wanted
+        self.seen: set[torch.dtype] = set()
+
+    def configure_optimizers(self) -> Any:
+        for parameter in self.parameters():
+            parameter.grad_dtype = self._wanted
+        return super().configure_optimizers()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen |= {p.grad.dtype for p in self.parameters() if p.grad is not None}
+
+
+def test_gradients_are_summed_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    moved = []
+    for asked in (torch.bfloat16, torch.float32):
+        seed_everything(3, verbose=False)
+        module = _SmallGradients(lambda p: optim.HostAdamW(p, lr=0.01, eps=1e-3), asked)
+        before = module.head.weight.detach().clone()
+        trainer = make_trainer(
+            tmp_path,
+            strategy=RoundPipeStrategy(num_microbatches=2),
+            devices=2,
+            max_epochs=1,
+            accumulate_grad_batches=4,
+        )
+        trainer.fit(module, regression_data())
+        assert module.seen == {asked}
+        moved.append(module.head.weight.detach() - before)
+    assert moved[1].norm() > 0
+    assert 0 < (moved[0] - moved[1]).norm() < 0.1 * moved[1].norm()

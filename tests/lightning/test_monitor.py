@@ -1,0 +1,344 @@
+"""The monitor logs right figures in trainings of every kind, and nothing where nothing trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import CSVLogger
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
+
+from roundpipe_lightning import PipelineMonitor
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.idle import IdleCause
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.resumption import MemoryLogger
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    LanguageModel,
+    PaddedSequences,
+    Regressor,
+    make_trainer,
+    regression_data,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+Rows = list[dict[str, float]]
+
+
+class _Seen(Callback):
+    """Keeps what was logged after each batch."""
+
+    def __init__(self) -> None:
+        self.rows: Rows = []
+        self.shown: Rows = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        values = {key: float(value) for key, value in trainer.logged_metrics.items()}
+        self.rows.append({k[10:]: v for k, v in values.items() if k.startswith("roundpipe/")})
+        self.shown.append({key: float(v) for key, v in trainer.progress_bar_metrics.items()})
+
+
+def _fit(
+    folder: Path,
+    module: LightningModule,
+    data: Any,
+    *,
+    monitor: PipelineMonitor | None = None,
+    validation: Any = None,
+    **flags: Any,
+) -> tuple[_Seen, Trainer]:
+    seen, callback = _Seen(), monitor or PipelineMonitor(every_n_steps=1)
+    settings = {"strategy": "roundpipe", "devices": 2, "callbacks": [callback, seen], **flags}
+    trainer = make_trainer(folder, **settings)
+    trainer.fit(module, data, validation)
+    seen.on_train_batch_start(trainer)
+    return seen, trainer
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+def test_figures_of_a_training(tmp_path: Path, kind: type[RoundPipeStrategy]) -> None:
+    data = PaddedSequences(24)
+    loader = DataLoader(data, batch_size=8)
+    seen, trainer = _fit(
+        tmp_path, LanguageModel(), loader, strategy=kind(num_microbatches=4, replan=False)
+    )
+    rows = [row for row in seen.rows if row]
+    assert len(rows) == 9 + 1 - 2, "from the second batch on, seen one batch later"
+    for number, row in enumerate(rows[:-1], start=1):
+        batch = slice(number % 3 * 8, number % 3 * 8 + 8)
+        seconds = row["batch_seconds"]
+        assert row["samples_per_second"] * seconds == pytest.approx(8, rel=1e-3)
+        assert row["tokens_per_second"] * seconds == pytest.approx(8 * 12, rel=1e-3)
+        targets = int((data.labels[batch][:, 1:] != -100).sum())
+        assert row["targets_per_second"] * seconds == pytest.approx(targets, rel=1e-3)
+        parts = [row[f"idle_{cause.value}_share"] for cause in IdleCause]
+        assert sum(parts) == pytest.approx(row["idle_share"], abs=1e-4)
+        assert min(parts) >= -1e-4
+        assert 0 < row["step_idle_share"] < row["idle_share"] < 1
+        assert row["num_microbatches"] == 4
+        assert row["num_plans"] == 1
+        assert row["peak_host_gib"] > 0.05
+        assert 0 < row["peak_device_gib"] < 0.05
+    assert isinstance(trainer.strategy, RoundPipeStrategy)
+    plan = trainer.strategy.plan
+    assert plan is not None
+    assert rows[-1]["num_stages"] == plan.partition.num_stages
+    assert (rows[-1]["round_size"], rows[-1]["team_size"]) == (plan.round_size, plan.team_size)
+
+
+def test_operations_are_those_of_the_layers(tmp_path: Path) -> None:
+    strategy = RoundPipeStrategy(replan=False, hints={"forward": [2], "backward": [2, 2]})
+    seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy=strategy)
+    row = seen.rows[-1]
+    block = 2 * 8 * (8 * 16 + 16 * 8)  # a multiply-add is two, of eight samples
+    head = 2 * 8 * 8
+    model = 3 * (4 * block + head)
+    done = row["tflop_per_second"] * row["batch_seconds"] * 1e12
+    assert done == pytest.approx(model, rel=0.01)
+    computed = row["computed_tflop_per_second"] * row["batch_seconds"] * 1e12
+    assert computed == pytest.approx(model + 2 * block, rel=0.01)
+    assert "share_of_peak" not in row, "rates of CPU workers are assumed"
+
+
+def test_share_of_the_peak_of_a_machine_that_is_given(tmp_path: Path) -> None:
+    machine = replace(load_hardware("cpu"), num_devices=2)
+    strategy = RoundPipeStrategy(hardware=machine)
+    seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy=strategy)
+    row = seen.rows[-1]
+    rate = 2 * machine.matrix_rates.float32
+    assert row["share_of_peak"] == pytest.approx(row["tflop_per_second"] * 1e12 / rate, rel=1e-4)
+
+
+class _Slow(IterableDataset[Any]):
+    """Vectors that take a while."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(32):
+            time.sleep(0.01)
+            yield torch.ones(8), torch.ones(1)
+
+
+def test_waiting_for_data_and_for_the_optimizer(tmp_path: Path) -> None:
+    class SlowUpdate(Regressor):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            time.sleep(0.05)
+
+    monitor = PipelineMonitor()
+    _fit(tmp_path, SlowUpdate(), DataLoader(_Slow(), batch_size=8), monitor=monitor, max_epochs=3)
+    figures = monitor.figures
+    assert figures["idle_data_share"] * figures["batch_seconds"] >= 0.08
+    assert figures["idle_optimizer_share"] * figures["batch_seconds"] >= 0.05
+    assert figures["idle_data_share"] + figures["idle_optimizer_share"] < figures["idle_share"]
+
+
+def test_validation_is_not_counted(tmp_path: Path) -> None:
+    class SlowValidation(Regressor):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.3)
+
+    monitor = PipelineMonitor()
+    began = time.perf_counter()
+    _fit(
+        tmp_path,
+        SlowValidation(),
+        regression_data(),
+        validation=regression_data(8),
+        monitor=monitor,
+        max_epochs=3,
+        val_check_interval=2,
+    )
+    seconds = time.perf_counter() - began
+    assert monitor.figures["batch_seconds"] * 11 < seconds - 7 * 0.3
+
+
+def test_interval_and_accumulation(tmp_path: Path) -> None:
+    seen, _ = _fit(
+        tmp_path,
+        Regressor(),
+        regression_data(32, batch_size=4),
+        monitor=PipelineMonitor(every_n_steps=3),
+        accumulate_grad_batches=2,
+        max_epochs=4,
+    )
+    speeds = [row.get("batch_seconds") for row in seen.rows]
+    changed = [n for n in range(1, len(speeds)) if speeds[n] != speeds[n - 1]]
+    # After step 1 (two batches, the first left out), then every three steps of two batches.
+    assert changed == [2, 8, 14, 20, 26, 32]
+
+
+def test_loggers_and_progress_bar_have_them(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, version=0)
+    monitor = PipelineMonitor(every_n_steps=1, count_tokens=lambda batch: batch[0].numel())
+    seen, _ = _fit(
+        tmp_path, Regressor(), regression_data(), monitor=monitor, logger=logger, max_epochs=2
+    )
+    header = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
+    assert "roundpipe/tokens_per_second" in header.split(",")
+    assert "tok/s" not in header
+    assert {"tok/s", "TFLOP/s", "idle"} <= set(seen.shown[-1])
+    assert seen.shown[-1]["tok/s"] == seen.rows[-1]["tokens_per_second"]
+    seen, _ = _fit(
+        tmp_path, Regressor(), regression_data(), monitor=PipelineMonitor(progress_bar=False)
+    )
+    assert set(seen.shown[-1]) <= {"loss", "loss_step", "loss_epoch"}
+    assert seen.rows[-1]
+
+
+@pytest.mark.parametrize(("log_every", "steps"), [(1, [2, 5, 8]), (2, [2, 6, 8])])
+def test_loggers_have_each_measurement_once(
+    tmp_path: Path, log_every: int, steps: list[int]
+) -> None:
+    logger = MemoryLogger()
+    seen, _ = _fit(
+        tmp_path,
+        Regressor(),
+        regression_data(16, batch_size=4),
+        monitor=PipelineMonitor(every_n_steps=3),
+        logger=logger,
+        log_every_n_steps=log_every,
+        accumulate_grad_batches=1,
+        max_epochs=2,
+    )
+    rows = [(step, row) for step, row in logger.rows if "roundpipe/batch_seconds" in row]
+    assert [(step or 0) + 1 for step, _ in rows] == steps
+    speeds = [row["roundpipe/batch_seconds"] for _, row in rows]
+    assert len(set(speeds)) == 3
+    # Who looks at metrics finds the last ones at any time.
+    assert seen.rows[-1]["batch_seconds"] == pytest.approx(speeds[-1])
+    assert all(row for row in seen.rows[2:])
+
+
+def test_with_another_strategy_it_does_what_it_can(tmp_path: Path) -> None:
+    seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy="auto", devices=1)
+    assert set(seen.rows[-1]) == {
+        "samples_per_second",
+        "batch_seconds",
+        "data_share",
+        "peak_host_gib",
+    }
+
+
+def test_manual_optimization_has_speed_alone(tmp_path: Path) -> None:
+    class Manual(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            assert isinstance(optimizer, LightningOptimizer)
+            optimizer.zero_grad()
+            self.manual_backward(functional.mse_loss(self(batch[0]), batch[1]))
+            optimizer.step()
+
+    strategy = RoundPipeStrategy(num_microbatches=1)
+    seen, _ = _fit(tmp_path, Manual(), regression_data(), strategy=strategy, max_epochs=2)
+    assert {"samples_per_second", "batch_seconds", "data_share"} <= set(seen.rows[-1])
+    assert not [name for name in seen.rows[-1] if "idle" in name or "tflop" in name]
+
+
+def test_fit_again_begins_anew(tmp_path: Path) -> None:
+    monitor = PipelineMonitor(every_n_steps=1)
+    _fit(tmp_path, Regressor(), regression_data(), monitor=monitor)
+    first = monitor.figures
+    seen, _ = _fit(tmp_path, Regressor(), regression_data(16), monitor=monitor, max_epochs=2)
+    assert monitor.figures["batch_seconds"] != first["batch_seconds"]
+    assert len([row for row in seen.rows if row]) == 4 + 1 - 2
+
+
+def test_it_rests_where_logging_would_cost_more_than_the_steps(tmp_path: Path) -> None:
+    monitor = PipelineMonitor()
+    seen, _ = _fit(tmp_path, Regressor(), regression_data(), monitor=monitor, max_epochs=8)
+    assert len({row["batch_seconds"] for row in seen.rows if row}) == 1
+    every = PipelineMonitor(every_n_steps=1)
+    seen, _ = _fit(tmp_path, Regressor(), regression_data(), monitor=every, max_epochs=2)
+    assert len({row["batch_seconds"] for row in seen.rows if row}) == 7
+
+
+def test_fast_dev_run_evaluation_and_failures(tmp_path: Path) -> None:
+    monitor = PipelineMonitor(every_n_steps=1)
+    seen, trainer = _fit(
+        tmp_path, Regressor(), regression_data(), monitor=monitor, fast_dev_run=True
+    )
+    assert monitor.figures == {}
+    trainer.validate(Regressor(), regression_data(8), verbose=False)
+    trainer.test(Regressor(), regression_data(8), verbose=False)
+    assert monitor.figures == {}
+
+    def fail(module: Any, batch: Any, batch_idx: int) -> None:
+        if module.global_step == 3:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        _fit(tmp_path, Regressor(on_step=fail), regression_data(), monitor=monitor)
+    assert monitor.figures["samples_per_second"] > 0
+    seen, _ = _fit(tmp_path, Regressor(), regression_data(), monitor=monitor, max_epochs=1)
+    assert len([row for row in seen.rows if row]) == 4 + 1 - 2
+
+
+def test_checkpoints_do_not_depend_on_it(tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    _, trainer = _fit(tmp_path, Regressor(), regression_data(), max_epochs=1)
+    trainer.save_checkpoint(path)
+    resumed = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=2)
+    resumed.fit(Regressor(), regression_data(), ckpt_path=str(path), weights_only=True)
+    assert resumed.global_step == 8
+
+
+@pytest.mark.parametrize("steps", [0, -2])
+def test_bad_intervals_are_refused(steps: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"every_n_steps={steps}.* must be 1 or more"):
+        PipelineMonitor(every_n_steps=steps)
+
+
+def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
+    """Six blocks go up in a step, two per stage, over a link that takes 20 ms for each."""
+    block_bytes = sum(parameter.nbytes for parameter in Regressor().layers[0].parameters())
+    timing = EmulatedTiming(upload_bytes_per_second=block_bytes / 0.02)
+    monitor = PipelineMonitor(every_n_steps=1)
+    with EmulatedServer(2, timing=timing) as server:
+
+        class Strategy(RoundPipeStrategy):
+            def _devices(self) -> list[Device]:
+                return list(server.devices)
+
+        hints = {"forward": [2], "backward": [2, 2], "team_size": 1, "round_size": 4}
+        strategy = Strategy(num_microbatches=4, replan=False, hints=hints)
+        seen, _ = _fit(
+            tmp_path,
+            Regressor(),
+            regression_data(),
+            monitor=monitor,
+            strategy=strategy,
+            max_epochs=2,
+        )
+        assert strategy.last_step is not None
+        counters = strategy.last_step.counters
+    weights, boundaries = 6 * block_bytes, 3 * 4 * 2 * 8 * 4
+    assert weights <= counters.uploaded_bytes <= 1.25 * weights + boundaries
+    gradients = 4 * block_bytes
+    assert gradients <= counters.downloaded_bytes <= 1.25 * gradients + boundaries
+    row = seen.rows[-1]
+    for direction, moved in (("up", counters.uploaded_bytes), ("down", counters.downloaded_bytes)):
+        rate = row[f"{direction}load_gb_per_second"] * 1e9
+        assert rate * row["batch_seconds"] == pytest.approx(moved, rel=1e-3)
+    waited = monitor.figures["idle_upload_share"] * 2 * monitor.figures["batch_seconds"]
+    assert waited >= 0.02, "a worker waits for its first stage at least"
+    parts = [monitor.figures[f"idle_{cause.value}_share"] for cause in IdleCause]
+    assert sum(parts) == pytest.approx(monitor.figures["idle_share"])

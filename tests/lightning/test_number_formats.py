@@ -1,0 +1,301 @@
+"""`upload_dtype` and `gradient_dtype` through the Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch import Tensor
+
+from roundpipe_lightning import optim
+from roundpipe_lightning._lightning.machine import storage_of
+from roundpipe_lightning._lightning.number_formats import TravelSizes
+from roundpipe_lightning._lightning.resume import _set_gradients
+from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.transfers import TransferQueue
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.blocks import find_stacks
+from roundpipe_lightning.models.profile import parameter_work
+from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.footprint import MemoryKind
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.layout import PipelineLayout
+from roundpipe_lightning.planning.memory import MemoryModel
+from roundpipe_lightning.planning.work import MicrobatchShape, size_model
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    WIDTH,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class _Chosen(Regressor):
+    """Steps with an optimizer of choice."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(num_blocks=2)
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters(), lr=0.01)
+
+
+class _Watched(_Chosen):
+    """Keeps the gradients that its optimizer sees."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(make)
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        named = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+        self.gradients.append(named)
+
+
+class _Clips(Callback):
+    """Writes to weights in a way that PyTorch does not count."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for layer in pl_module.layers:
+            layer.inner.weight.data.clamp_(-0.2, 0.2)
+
+
+def train(
+    folder: Path, strategy: Any, make: Any, kind: Any = _Chosen, **flags: Any
+) -> tuple[Any, Any]:
+    seed_everything(3, verbose=False)
+    module = kind(make)
+    trainer = make_trainer(folder, strategy=strategy, **{"max_epochs": 1, **flags})
+    trainer.fit(module, regression_data(16, batch_size=4), regression_data(9))
+    return module, trainer
+
+
+@pytest.mark.parametrize(
+    ("make", "update", "callbacks"),
+    [
+        (torch.optim.AdamW, "exact", []),
+        (torch.optim.AdamW, "async", []),
+        (optim.HostAdamW, "exact", []),
+        (optim.HostAdamW, "exact", [_Clips()]),
+        (optim.HostAdamW, "async", []),
+    ],
+)
+def test_uploads_of_half_the_bytes_train_the_same(
+    tmp_path: Path, make: Any, update: str, callbacks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = []
+    uploaded: list[int] = []
+    close = TransferQueue.close
+
+    def count(queue: TransferQueue) -> None:
+        close(queue)
+        uploaded[-1] += queue.num_bytes * ("upload" in queue.name)
+
+    monkeypatch.setattr(TransferQueue, "close", count)
+    for dtype in (None, "bf16"):
+        uploaded.append(0)
+        strategy = EmulatedStrategy(
+            num_microbatches=2, trial_run=False, update=update, upload_dtype=dtype
+        )
+        module, _ = train(
+            tmp_path, strategy, make, precision="bf16-mixed", callbacks=callbacks, devices=2
+        )
+        modules.append(module)
+    assert same_bits(modules[1], modules[0])
+    assert uploaded[1] < 0.75 * uploaded[0]
+
+
+def test_nothing_is_copied_on_cpu_workers(tmp_path: Path) -> None:
+    modules = [
+        train(
+            tmp_path,
+            RoundPipeStrategy(num_microbatches=2, trial_run=False, upload_dtype=dtype),
+            torch.optim.AdamW,
+            precision="bf16-mixed",
+        )[0]
+        for dtype in (None, "bf16")
+    ]
+    assert same_bits(modules[1], modules[0])
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+def test_gradients_of_bf16_parameters_are_summed_over_batches_in_float32(
+    tmp_path: Path, kind: Any
+) -> None:
+    def gradients(sums: str | None, batches: int) -> tuple[Any, list[dict[str, Tensor]]]:
+        strategy = kind(num_microbatches=2, trial_run=False, gradient_dtype=sums)
+        module, _ = train(
+            tmp_path,
+            strategy,
+            lambda p, lr: optim.HostAdamW(p, lr=0.0),
+            _Watched,
+            precision="bf16-true",
+            accumulate_grad_batches=batches,
+        )
+        return module, module.gradients
+
+    _module, (summed,) = gradients("fp32", 4)
+    # What each batch gives by itself, a quarter of it, as Lightning scales the loss.
+    expected = {name: torch.zeros_like(g) for name, g in summed.items()}
+    for each in gradients("fp32", 1)[1]:
+        expected = {name: total + each[name] / 4 for name, total in expected.items()}
+    narrow = gradients(None, 4)[1][0]
+    for name, gradient in summed.items():
+        assert torch.equal(gradient, expected[name])
+        assert gradient.dtype is torch.float32
+        assert narrow[name].dtype is torch.bfloat16
+    assert any((narrow[name].float() != gradient).any() for name, gradient in summed.items())
+
+
+@pytest.mark.parametrize("sums", ["fp32", "bf16"])
+def test_sums_are_the_same_on_every_device(tmp_path: Path, sums: str) -> None:
+    modules = []
+    for kind in (RoundPipeStrategy, EmulatedStrategy):
+        strategy = kind(num_microbatches=2, trial_run=False, gradient_dtype=sums)
+        precision = "bf16-true" if sums == "fp32" else "bf16-mixed"
+        flags: Any = {"precision": precision, "accumulate_grad_batches": 2}
+        module, _ = train(tmp_path, strategy, optim.HostAdamW, _Watched, **flags)
+        wanted = torch.float32 if sums == "fp32" else torch.bfloat16
+        assert {g.dtype for seen in module.gradients for g in seen.values()} == {wanted}
+        modules.append(module)
+    if sums == "fp32":  # else a device rounds the sum of its microbatches, the host each of them
+        assert same_bits(modules[1], modules[0])
+
+
+def test_a_window_goes_on_with_sums_of_their_dtype() -> None:
+    module = Regressor().bfloat16()
+    module.head.weight.grad_dtype = torch.float32
+    third = torch.full((1, WIDTH), 1 / 3)
+    trainer: Any = SimpleNamespace(lightning_module=module)
+    _set_gradients(trainer, {"head.weight": third, "head.bias": torch.ones(1)})
+    assert module.head.weight.grad is not None
+    assert torch.equal(module.head.weight.grad, third)
+    assert module.head.bias.grad is not None
+    assert module.head.bias.grad.dtype is torch.bfloat16
+
+
+def test_parameters_are_put_back(tmp_path: Path) -> None:
+    module, _ = train(
+        tmp_path,
+        RoundPipeStrategy(num_microbatches=1, trial_run=False, gradient_dtype="fp32"),
+        torch.optim.SGD,
+        _Watched,
+        precision="bf16-true",
+        max_steps=1,
+    )
+    module.zero_grad()
+    module.layers[0](torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    assert module.gradients[0]["layers.0.inner.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "make", "message"),
+    [
+        ({"upload_dtype": "int8"}, {}, None, r"upload_dtype='int8': set 'bf16', 'fp16' or None"),
+        ({"gradient_dtype": "fp8"}, {}, None, r"gradient_dtype='fp8': set 'fp32', 'bf16' or None"),
+        (
+            {"upload_dtype": "bf16"},
+            {"precision": "32-true"},
+            torch.optim.SGD,
+            r"upload_dtype='bf16' with precision='32-true'.*Set Trainer\(precision='bf16-mixed'\)",
+        ),
+        (
+            {"gradient_dtype": "fp32"},
+            {"precision": "bf16-true"},
+            torch.optim.AdamW,
+            r"gradient_dtype='fp32': AdamW cannot step with gradients of another dtype.*HostAdamW",
+        ),
+        (
+            {"gradient_dtype": "bf16"},
+            {},
+            lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
+            r"gradient_dtype='bf16': SGD cannot step .*\(its step is another then\)",
+        ),
+    ],
+)
+def test_refusals(tmp_path: Path, options: Any, flags: Any, make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train(tmp_path, RoundPipeStrategy(num_microbatches=1, **options), make, **flags)
+
+
+def test_any_optimizer_that_is_stepped_in_float32_takes_float32_gradients(tmp_path: Path) -> None:
+    strategy = RoundPipeStrategy(
+        num_microbatches=1, trial_run=False, gradient_dtype="fp32", stochastic_rounding=True
+    )
+    module, _ = train(
+        tmp_path, strategy, torch.optim.AdamW, _Watched, precision="bf16-true", max_steps=1
+    )
+    assert module.gradients[0]["head.weight"].dtype is torch.float32
+
+
+def test_the_planner_counts_masters_and_copies() -> None:
+    module = _Chosen(torch.optim.AdamW)
+    optimizer = torch.optim.AdamW(module.parameters())
+    stacks = find_stacks(module, None)
+    chain = Chain.of(stacks)
+    work = parameter_work(module, chain)
+    hardware = load_hardware("rtx4090x8")
+    needs = []
+    for dtype in (None, torch.bfloat16):
+        sizes = TravelSizes(stacks, dtype)
+        sized = sizes.of(work, chain)
+        storage = storage_of([optimizer], masters=sizes.narrow)
+        shape = MicrobatchShape(sequences=1, seq_len=1)
+        model = MemoryModel(work=sized, hardware=hardware, storage=storage)
+        plan = default_plan(size_model(sized, shape=shape), num_workers=8, num_microbatches=8)
+        report = model.report(PipelineLayout.of(plan), shape=shape)
+        needs.append(report)
+    wide, narrow = needs
+    num = sum(p.numel() for p in module.layers.parameters() if p.dim() == 2)
+    host = [need.host.of(MemoryKind.WEIGHTS) + need.host.of(MemoryKind.MASTERS) for need in needs]
+    assert host[1] - host[0] == 2 * num
+    assert narrow.device.of(MemoryKind.WEIGHTS) < wide.device.of(MemoryKind.WEIGHTS)
+
+
+def test_the_planner_counts_gradients_in_their_dtype() -> None:
+    module = _Chosen(None).bfloat16()
+    for parameter in module.parameters():
+        parameter.grad_dtype = torch.float32
+    storage = storage_of([torch.optim.SGD(module.parameters(), lr=0.1)])
+    assert storage.gradient_bytes == 4.0
+    stacks = find_stacks(module, None)
+    chain = Chain.of(stacks)
+    work = parameter_work(module, chain)
+    moved = TravelSizes(stacks, None).of(work, chain)
+    assert moved.blocks[0].trainable_bytes == 2 * work.blocks[0].trainable_bytes
+
+
+class _Unseen(torch.optim.Optimizer):
+    """Steps in a way that PyTorch does not count, as compiled kernels do, and as a whole."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.num_steps += 1  # something that the blocks share
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+def test_steps_that_nobody_sees_reach_the_copies(tmp_path: Path) -> None:
+    modules = []
+    for dtype in (None, "bf16"):
+        strategy = EmulatedStrategy(num_microbatches=2, trial_run=False, upload_dtype=dtype)
+        module, _ = train(tmp_path, strategy, _Unseen, precision="bf16-mixed")
+        modules.append(module)
+    assert same_bits(modules[1], modules[0])

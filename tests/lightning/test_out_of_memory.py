@@ -1,0 +1,82 @@
+"""Lightning's batch-size scaler and its users meet a device without memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.tuner.tuning import Tuner
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch.utils.data import DataLoader
+
+from roundpipe_lightning.errors import DeviceMemoryError, RoundPipeError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class _Hungry(Regressor):
+    """Runs out of memory for more than four samples at a time."""
+
+    message = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) > 4:
+            raise torch.OutOfMemoryError(self.message)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return regression_data(64, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return regression_data(8)  # the scaler asks for one where there is a validation_step
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("power", 8), ("binsearch", 7)],  # Lightning's search ends one below what fits
+)
+def test_batch_size_scaler_finds_the_largest_batch(
+    tmp_path: Path, mode: str, expected: int
+) -> None:
+    module = _Hungry()
+    strategy = RoundPipeStrategy(num_microbatches=2, trial_run=False)
+    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+    found = Tuner(trainer).scale_batch_size(
+        module, mode=mode, steps_per_trial=1, max_trials=5, init_val=2
+    )
+    assert found == expected  # of two microbatches of four
+    module.batch_size = 8
+    trainer.fit(module)
+    assert trainer.global_step == 8
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        _Hungry.message,
+        "HIP out of memory. Tried to allocate 1.00 GiB.",
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+    ],
+)
+def test_error_is_lightnings_kind_and_ours(tmp_path: Path, message: str) -> None:
+    module = _Hungry()
+    module.message = message
+    module.batch_size = 32
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    with pytest.raises(DeviceMemoryError, match="stage 0") as caught:
+        trainer.fit(module)
+    assert is_oom_error(caught.value)
+    assert isinstance(caught.value, RoundPipeError)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    module.batch_size = 8
+    again = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    again.fit(module)
+    assert again.global_step == 2

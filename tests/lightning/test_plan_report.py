@@ -1,0 +1,170 @@
+"""The plan is reported before the first step, when it changes, and for other shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from roundpipe_lightning import PlanReport
+from roundpipe_lightning._lightning import planning
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.test_planning import _AnotherPlanEveryStep
+from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+def _fit(
+    folder: Path,
+    report: PlanReport,
+    *,
+    module: Regressor | None = None,
+    samples: int = 32,
+    **flags: Any,
+) -> RoundPipeStrategy:
+    strategy = flags.pop("strategy", None) or RoundPipeStrategy()
+    trainer = make_trainer(folder, strategy=strategy, devices=2, callbacks=[report], **flags)
+    trainer.fit(module or Regressor(), regression_data(samples))
+    return strategy
+
+
+def test_the_plan_is_told_before_the_first_step(tmp_path: Path) -> None:
+    events: list[str] = []
+    report = PlanReport(write=events.append)
+    module = Regressor(on_step=lambda *_: events.append("step"))
+    _fit(tmp_path, report, module=module, max_epochs=1)
+    told = events.index(report.texts[0])
+    assert told <= 1, "but for the trial without values"
+    assert events[told + 1 :] == ["step"] * 16
+
+
+def test_the_first_plan_is_told_whole(tmp_path: Path) -> None:
+    report = PlanReport()
+    strategy = _fit(tmp_path, report, max_epochs=1)
+    (text,) = report.texts
+    assert strategy.plan is not None
+    lines = text.splitlines()
+    assert lines[0].startswith("The plan of this training, on cpu: 2 x CPU, ")
+    assert lines[1] == "Model: 1,193 parameters in 4 blocks, 100.000% of them trained, 32-true"
+    assert "Batch: 4 microbatches on 2 workers" in lines
+    stages = strategy.plan.partition
+    assert f"{stages.num_forward} forward, 1 fused, {stages.num_backward} backward" in text
+    assert f"Teams of {strategy.plan.team_size}, " in text
+    assert f"of {strategy.plan.round_size} microbatches" in text
+    assert "  device at stage " in text
+    assert "  host: " in text
+    assert "(at assumed rates; measured times will replace them)" in text
+    assert "workers wait " in text
+
+
+def test_memory_is_told_by_kind_against_what_there_is(tmp_path: Path) -> None:
+    report = PlanReport()
+    machine = replace(load_hardware("rtx4090x4"), num_devices=2)
+    _fit(tmp_path, report, strategy=EmulatedStrategy(hardware=machine), max_epochs=1)
+    text = report.texts[0]
+    assert "The plan of this training, on rtx4090x4: 2 x GeForce RTX 4090, 23.99 GiB each" in text
+    assert "    reserved             0.38 GiB" in text
+    assert " of 23.99 GiB" in text
+    assert " of 512.00 GiB" in text
+    assert "Slots for weights: " in text
+    assert "Moved per step: " in text
+    assert "assumed" not in text
+
+
+def test_a_plan_that_changes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "improved_plan", _AnotherPlanEveryStep())
+    monkeypatch.setattr(planning.StepPlanner, "_is_due", lambda self, planned: True)
+    report = PlanReport()
+    strategy = _fit(tmp_path, report, max_epochs=2)
+    assert len(report.texts) == 8
+    before, after = report.texts[5].splitlines()[1:3]
+    assert before.removeprefix("  from ") == report.texts[4].splitlines()[2].removeprefix("  to   ")
+    assert strategy.last_plan is not None
+    assert report.texts[-1].splitlines()[2] == f"  to   {strategy.last_plan.partition}"
+    assert report.texts[-1].startswith("The plan changes after 7 measured steps\n")
+    assert after != before
+
+
+def test_other_shapes_are_told_once(tmp_path: Path) -> None:
+    report = PlanReport()
+    _fit(tmp_path, report, samples=27, max_epochs=3)
+    assert len(report.texts) == 2
+    assert report.texts[1].startswith("The plan for batches of another shape, in 3 microbatches\n")
+
+
+def test_what_is_not_known_is_not_told(tmp_path: Path) -> None:
+    report = PlanReport()
+    _fit(tmp_path, report, strategy=RoundPipeStrategy(trial_run=False), max_epochs=1)
+    (text,) = report.texts
+    assert "Predicted step: unknown" in text
+    assert "Note: Activations are not counted in the memory above" in text
+    assert "workers wait" not in text
+
+
+def test_memory_that_is_tight_and_idle_workers_are_noted(tmp_path: Path) -> None:
+    needs: list[int] = []
+    machine = replace(load_hardware("cpu"), num_devices=2)
+    for device_bytes in (machine.device_bytes, 0):
+        report = PlanReport()
+        size = device_bytes or needs[0] + 10
+        strategy = RoundPipeStrategy(
+            hardware=replace(machine, device_bytes=size), num_microbatches=1
+        )
+        strategy.plan_watchers.append(
+            lambda news: needs.append(news.description.memory.device.total_bytes)
+        )
+        _fit(tmp_path, report, strategy=strategy, max_epochs=1)
+    (text,) = report.texts
+    assert "Note: Device memory is tight: the plan needs 100% of what there is." in text
+    assert "Note: Workers wait " in text
+
+
+def test_it_logs_where_nobody_takes_the_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lightning_utilities.core.rank_zero")
+    _fit(tmp_path, PlanReport(), max_epochs=1)
+    assert "The plan of this training, on cpu" in caplog.text
+
+
+def test_fits_failures_and_evaluations(tmp_path: Path) -> None:
+    class Fail(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ValueError("enough")
+
+    report, strategy = PlanReport(), RoundPipeStrategy()
+    trainer = make_trainer(
+        tmp_path, strategy=strategy, devices=2, callbacks=[report, Fail()], max_epochs=1
+    )
+    with pytest.raises(ValueError, match="enough"):
+        trainer.fit(Regressor(), regression_data())
+    assert len(report.texts) == 1
+    trainer.callbacks.pop(1)  # type: ignore[attr-defined]
+    trainer.validate(Regressor(), regression_data(), verbose=False)
+    assert strategy.plan_watchers == []
+    assert len(report.texts) == 1
+    trainer.fit(Regressor(), regression_data())
+    assert len(report.texts) == 1, "that of the second fit, once"
+    assert strategy.plan_watchers == []
+
+
+def test_fast_dev_run(tmp_path: Path) -> None:
+    report = PlanReport()
+    _fit(tmp_path, report, fast_dev_run=True)
+    assert len(report.texts) == 1
+
+
+def test_other_strategies_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[PlanReport()])
+    with pytest.raises(
+        ConfigurationError,
+        match=r"PlanReport needs Trainer\(strategy='roundpipe'\), found SingleDeviceStrategy\.",
+    ):
+        trainer.fit(Regressor(), regression_data())

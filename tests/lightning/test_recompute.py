@@ -1,0 +1,123 @@
+"""The recompute policies, and compiled blocks, give the same training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from roundpipe_lightning._lightning import planning
+from roundpipe_lightning.engine.compiled import BlockCompiler
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.fit import FitAnswer, TrainingJob, fit_training
+from roundpipe_lightning.planning.recompute import RecomputePolicy
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import QUIET, make_trainer, parameter_error, same_bits
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+WIDTH, HEADS = 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(x).unflatten(-1, (3, HEADS, WIDTH // HEADS))
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        dropped: Tensor = self.drop(y.transpose(1, 2).flatten(2))
+        return x + dropped
+
+
+class Attending(LightningModule):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Attention(drop) for _ in range(4))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        (x,) = batch
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def trained(
+    folder: Path,
+    recompute: str,
+    *,
+    compile: bool = False,  # noqa: A002 - the strategy's word
+    drop: float = 0.1,
+) -> tuple[Attending, RoundPipeStrategy]:
+    strategy = RoundPipeStrategy(
+        num_microbatches=2,
+        recompute=recompute,
+        compile=compile,
+        hints=None if recompute == "none" else {"forward": [2, 1], "backward": [1, 2, 1]},
+    )
+    torch.manual_seed(1)
+    data = DataLoader(TensorDataset(torch.randn(16, 5, WIDTH)), batch_size=4)
+    module = Attending(drop)
+    trainer = make_trainer(folder, strategy=strategy, devices=2, max_epochs=2)
+    trainer.fit(module, data)
+    return module, strategy
+
+
+@pytest.mark.parametrize("policy", ["selective", "none"])
+def test_every_policy_trains_as_full_does(tmp_path: Path, policy: str) -> None:
+    full, _ = trained(tmp_path / "full", "full")
+    module, strategy = trained(tmp_path / policy, policy)
+    assert strategy.last_plan is not None
+    assert strategy.last_plan.recompute is RecomputePolicy(policy)
+    assert same_bits(full, module)
+
+
+def test_compiled_blocks_train_as_plain_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs as PyTorch's compiler makes them, without the code that needs a C++ compiler."""
+    full, _ = trained(tmp_path / "full", "full")
+    monkeypatch.setattr(BlockCompiler.__init__, "__defaults__", ("aot_eager",))
+    module, strategy = trained(tmp_path / "compiled", "full", compile=True, drop=0.0)
+    plain, _ = trained(tmp_path / "plain", "full", drop=0.0)
+    assert strategy._seen is not None
+    compiler = strategy._seen.compiler
+    assert compiler is not None
+    assert compiler.num_kinds == 1
+    assert not compiler.left_as_they_are
+    assert parameter_error(module, plain) < 1e-5
+    assert not same_bits(plain, full)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_only_blocks_that_are_not_compiled_may_keep_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    asked: list[tuple[RecomputePolicy, ...]] = []
+
+    def planned(job: TrainingJob) -> FitAnswer:
+        asked.append(job.hints.recompute or tuple(RecomputePolicy))
+        return fit_training(job)
+
+    monkeypatch.setattr(planning, "fit_training", planned)
+    monkeypatch.setattr(BlockCompiler.__init__, "__defaults__", ("eager",))
+    trained(tmp_path, "auto", compile=compiles)
+    assert asked
+    assert all((RecomputePolicy.SELECTIVE in policies) != compiles for policies in asked)
+
+
+def test_compiling_with_a_selective_recompute_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="compile=True with recompute='selective'"):
+        RoundPipeStrategy(compile=True, recompute="selective")

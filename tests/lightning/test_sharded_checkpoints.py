@@ -1,0 +1,204 @@
+"""Checkpoints as folders of files: written, replaced, read and removed as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from roundpipe_lightning._lightning.checkpoint_folder import split_checkpoint
+from roundpipe_lightning.checkpoint import (
+    RoundPipeAsyncCheckpointIO,
+    RoundPipeCheckpointIO,
+    merge_checkpoint,
+)
+from roundpipe_lightning.cli.merge import main
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.resumption import RESUME_QUIET, plain
+from tests.lightning.test_checkpoint import full_disk
+from tests.lightning.tiny_training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
+
+
+def _checkpoint(value: float = 1.0) -> dict[str, Any]:
+    tied = torch.full((1000,), value)
+    state = {f"layers.{index}": torch.full((1000,), value + index) for index in range(3)}
+    return {
+        "state_dict": {"embedding": tied, **state, "head": tied, "part": tied[10:20]},
+        "optimizer_states": [{"state": {0: {"moment": torch.ones(1000), "step": torch.ones(())}}}],
+        "epoch": 3,
+    }
+
+
+def _sharded(**options: Any) -> RoundPipeCheckpointIO:
+    return RoundPipeCheckpointIO(form="sharded", **{"max_file_bytes": 8000, **options})
+
+
+def test_files_are_of_a_limited_size_and_share_no_memory() -> None:
+    structure, *files = split_checkpoint(_checkpoint(), max_file_bytes=8000)
+    assert [list(file.content) for file in files] == [
+        ["state_dict/embedding", "state_dict/layers.0", "state_dict/head", "state_dict/part"],
+        ["state_dict/layers.1", "state_dict/layers.2"],
+        ["optimizer_states/0/state/0/moment"],
+    ]
+    assert structure.content["state_dict"]["layers.1"] == {
+        "roundpipe_tensor": [1, "state_dict/layers.1"]
+    }
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_what_is_read_is_what_was_saved(tmp_path: Path, weights_only: bool) -> None:
+    path = tmp_path / "x.ckpt"
+    for value in (1.0, 2.0):
+        _sharded().save_checkpoint(_checkpoint(value), path)
+        loaded = RoundPipeCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+        assert plain(loaded) == plain(_checkpoint(value))
+        assert len(os.listdir(path)) == 5  # noqa: PTH208 - hidden files count
+    state = loaded["state_dict"]
+    assert state["embedding"].data_ptr() == state["head"].data_ptr()
+    assert state["part"].untyped_storage()._cdata == state["head"].untyped_storage()._cdata
+    RoundPipeCheckpointIO().remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_either_form_replaces_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    for io in (RoundPipeCheckpointIO(), _sharded(), RoundPipeCheckpointIO()):
+        io.save_checkpoint(_checkpoint(), path)
+        assert path.is_dir() == (io.form == "sharded")
+        assert plain(io.load_checkpoint(path)) == plain(_checkpoint())
+        assert os.listdir(tmp_path) == ["last.ckpt"]  # noqa: PTH208 - hidden files count
+
+
+def test_full_disk_leaves_the_previous_folder(tmp_path: Path) -> None:
+    path, io = tmp_path / "x.ckpt", _sharded(max_file_bytes=1)
+    io.save_checkpoint(_checkpoint(1.0), path)
+    large = {**_checkpoint(2.0), "more": torch.ones(10_000)}
+    with full_disk(after_bytes=20_000), pytest.raises(CheckpointError, match="untouched"):
+        io.save_checkpoint(large, path)
+    assert plain(io.load_checkpoint(path)) == plain(_checkpoint(1.0))
+    assert len(os.listdir(path)) == 7  # noqa: PTH208 - hidden files count
+    assert os.listdir(tmp_path) == ["x.ckpt"]  # noqa: PTH208 - hidden files count
+
+
+def test_killed_writer_leaves_the_previous_folder(tmp_path: Path) -> None:
+    """Killed at each of its renames in turn."""
+    path = tmp_path / "x.ckpt"
+    _sharded().save_checkpoint(_checkpoint(1.0), path)
+    for number in range(1, 6):
+        pid = os.fork()
+        if pid == 0:
+            _kill_at_rename(number)
+            _sharded().save_checkpoint(_checkpoint(2.0), path)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 9
+        assert plain(_sharded().load_checkpoint(path)) == plain(_checkpoint(1.0))
+    _sharded().save_checkpoint(_checkpoint(3.0), path)
+    assert plain(_sharded().load_checkpoint(path)) == plain(_checkpoint(3.0))
+    assert len(os.listdir(path)) == 5  # noqa: PTH208 - what the killed ones left is gone
+    assert os.listdir(tmp_path) == ["x.ckpt"]  # noqa: PTH208 - hidden files count
+
+
+def _kill_at_rename(number: int) -> None:
+    """Let this process be killed before its `number`-th rename."""
+    count = 0
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), 9)
+            return function(*arguments)
+
+        return call
+
+    Path.rename = counted(Path.rename)  # type: ignore[method-assign]
+    Path.replace = counted(Path.replace)  # type: ignore[method-assign]
+
+
+def _damaged(folder: Path) -> dict[str, str]:
+    """Damage copies of a folder; return the message for each."""
+    index = json.loads((folder / "index.json").read_text())
+    file = index["files"]["tensors-00001"]["file"]
+    for name in ("truncated", "missing", "newer", "no index", "bad index"):
+        shutil.copytree(folder, folder.parent / name)
+    beside = folder.parent
+    (beside / "truncated" / file).write_bytes((folder / file).read_bytes()[:100])
+    (beside / "missing" / file).unlink()
+    (beside / "newer" / "index.json").write_text(json.dumps({**index, "format_version": 9}))
+    (beside / "no index" / "index.json").unlink()
+    (beside / "bad index" / "index.json").write_text("{")
+    return {
+        "truncated": rf"its file {file} has 100 of \d+ bytes\. Copy the folder again",
+        "missing": rf"its file {file} is missing",
+        "newer": r"format_version=9, but this version .* reads 1\. Update roundpipe_lightning",
+        "no index": r"is a folder without index\.json.*FSDP or DeepSpeed",
+        "bad index": r"its index\.json is damaged",
+    }
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    _sharded().save_checkpoint(_checkpoint(), tmp_path / "x.ckpt")
+    for name, message in _damaged(tmp_path / "x.ckpt").items():
+        with pytest.raises(CheckpointError, match=message) as error:
+            RoundPipeCheckpointIO().load_checkpoint(tmp_path / name)
+        assert name in str(error.value)
+
+
+def test_settings_that_cannot_work() -> None:
+    with pytest.raises(ConfigurationError, match="form='parts': set 'file' or 'sharded'"):
+        RoundPipeCheckpointIO(form="parts")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="max_file_bytes=0"):
+        RoundPipeCheckpointIO(max_file_bytes=0)
+
+
+def test_one_file_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _sharded().save_checkpoint(_checkpoint(), tmp_path / "x.ckpt")
+    merge_checkpoint(tmp_path / "x.ckpt", tmp_path / "one.ckpt")
+    assert plain(torch.load(tmp_path / "one.ckpt", weights_only=True)) == plain(_checkpoint())
+    assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "two.ckpt")]) == 0
+    assert plain(torch.load(tmp_path / "two.ckpt")) == plain(_checkpoint())
+    assert main([str(tmp_path), str(tmp_path / "three.ckpt")]) == 1
+    assert "without index.json" in capsys.readouterr().err
+
+
+# With the Trainer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [RoundPipeCheckpointIO, RoundPipeAsyncCheckpointIO])
+def test_training_goes_on_from_a_folder(tmp_path: Path, kind: Any) -> None:
+    def fit(num_epochs: int, **options: Any) -> Regressor:
+        torch.manual_seed(3)
+        module = Regressor("adamw", dropout=0.2)
+        io = kind(form="sharded", max_file_bytes=2000)
+        trainer = make_trainer(
+            tmp_path,
+            strategy=RoundPipeStrategy(num_microbatches=2, checkpoint_io=io),
+            callbacks=[ModelCheckpoint(tmp_path / "saved", monitor="loss", save_last=True)],
+            enable_checkpointing=True,
+            max_epochs=num_epochs,
+        )
+        trainer.fit(module, regression_data(24, shuffle=True), **options)
+        return module
+
+    expected = fit(3)
+    left = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert len(left) == 2, "the folders that are not the best are removed"
+    shutil.rmtree(tmp_path / "saved")
+    fit(2)
+    assert same_bits(fit(3, ckpt_path="last"), expected)

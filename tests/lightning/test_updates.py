@@ -1,0 +1,789 @@
+"""Overlapped steps of optimizers give the bits of plain ones; whoever reads parameters waits."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roundpipe_lightning._lightning import readers, session
+from roundpipe_lightning._lightning.commit import loss_with_gradients
+from roundpipe_lightning._lightning.machine import storage_of
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.updates import Updater, UpdateUnit
+from roundpipe_lightning.errors import ConfigurationError, GradientError
+from roundpipe_lightning.models.batches import split_batch
+from roundpipe_lightning.models.weights import microbatch_weights
+from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    WIDTH,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class Overlapping(RoundPipeStrategy):
+    """Overlaps steps on CPU workers, too."""
+
+    _overlaps_on_host = True
+
+
+class Emulated(RoundPipeStrategy):
+    """As many emulated devices as the Trainer has CPU workers."""
+
+    def _devices(self) -> list[Device]:
+        return [EmulatedDevice(index) for index in range(self.num_workers)]
+
+
+class PlainLoop(SingleDeviceStrategy):
+    """Lightning's one device, which runs the microbatches of a batch one after the other."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        super().__init__(device=torch.device("cpu"))
+        self.num_microbatches = num_microbatches
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        microbatches = split_batch(batch, self.num_microbatches)
+        shares = microbatch_weights(microbatches, "auto")
+        scale = 1.0 / module.trainer.accumulate_grad_batches
+        sums: dict[nn.Parameter, Tensor] = {}
+        total = torch.zeros(())
+        for microbatch, share in zip(microbatches, shares, strict=True):
+            loss: Any = module.training_step(microbatch, batch_idx)
+            trained = [p for p in module.parameters() if p.requires_grad]
+            found = torch.autograd.grad(
+                loss, trained, torch.full_like(loss, share * scale), allow_unused=True
+            )
+            for parameter, gradient in zip(trained, found, strict=True):
+                if gradient is not None:
+                    sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+            total = total + loss.detach() * share
+        return loss_with_gradients(total, gradients=sums, backward_scale=scale)
+
+
+@pytest.fixture
+def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the update of every unit take a while, so that nobody who waits too little gets by."""
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        time.sleep(0.003)
+        step.run(unit.parameters)
+
+    monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
+
+
+class Grouped(Regressor):
+    """Two groups that do not follow the blocks, and a schedule that changes with every step."""
+
+    kind: Callable[..., Optimizer] = torch.optim.AdamW
+
+    def configure_optimizers(self) -> Any:
+        members = list(self.parameters())
+        optimizer = type(self).kind(
+            [{"params": members[::2]}, {"params": members[1::2], "lr": 0.02}], lr=0.01
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fit(
+    folder: Path, strategy: Any, module: LightningModule | None = None, **flags: Any
+) -> tuple[LightningModule, Trainer]:
+    torch.manual_seed(3)
+    module = Grouped() if module is None else module
+    trainer = make_trainer(folder, strategy=strategy, **{"max_epochs": 2, **flags})
+    trainer.fit(module, regression_data(29, shuffle=True), regression_data(9))
+    return module, trainer
+
+
+def _fit_with_everything_on(
+    folder: Path, strategy: Any, devices: int
+) -> tuple[LightningModule, Trainer]:
+    """Make 50 steps in four epochs of 25 batches, the last of which is a step by itself."""
+    torch.manual_seed(3)
+    module = Grouped(num_blocks=3)
+    trainer = make_trainer(
+        folder,
+        strategy=strategy,
+        devices=devices,
+        callbacks=[
+            EMAWeightAveraging(decay=0.9, use_buffers=False),
+            ModelCheckpoint(folder / "saved", every_n_train_steps=17),
+        ],
+        enable_checkpointing=True,
+        gradient_clip_val=0.05,
+        accumulate_grad_batches=2,
+        val_check_interval=12,
+        max_epochs=4,
+        max_steps=50,
+    )
+    trainer.fit(module, regression_data(98, batch_size=4, shuffle=True), regression_data(4))
+    assert trainer.global_step == 50
+    return module, trainer
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[LightningModule, Trainer]:
+    return _fit_with_everything_on(tmp_path_factory.mktemp("one"), PlainLoop(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [(RoundPipeStrategy, 2), (Overlapping, 2), (Emulated, 2)]
+)
+def test_50_steps_with_everything_on_are_those_of_one_device(
+    tmp_path: Path, one_device: tuple[LightningModule, Trainer], strategy: Any, devices: int
+) -> None:
+    expected, one = one_device
+    run = strategy(num_microbatches=2, trial_run=False)
+    module, many = _fit_with_everything_on(tmp_path, run, devices)
+    assert same_bits(module, expected)
+    assert many.fit_loop.state_dict() == one.fit_loop.state_dict()
+    assert many.callback_metrics["val_loss"] == one.callback_metrics["val_loss"]
+
+
+class _Early:
+    """Counts what was stepped before the step was submitted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_begun = self.num_taken = 0
+        begin, submit = Updater.begin, Updater.submit
+
+        def counted(updater: Updater, optimizer: Optimizer) -> None:
+            self.num_begun += 1
+            begin(updater, optimizer)
+
+        def told(updater: Updater, optimizer: Optimizer, **options: Any) -> None:
+            members = [p for group in optimizer.param_groups for p in group["params"]]
+            self.num_taken += sum(parameter.grad is None for parameter in members)
+            submit(updater, optimizer, **options)
+
+        monkeypatch.setattr(Updater, "begin", counted)
+        monkeypatch.setattr(Updater, "submit", told)
+
+
+@pytest.mark.parametrize("strategy", [Overlapping, Emulated])
+def test_blocks_stepped_during_the_backward_pass(
+    tmp_path: Path, strategy: Any, slow_updates: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = _Early(monkeypatch)
+    expected, _ = fit(tmp_path, PlainLoop(2), max_epochs=3)
+    module, trainer = fit(
+        tmp_path, strategy(num_microbatches=2, trial_run=False), devices=2, max_epochs=3
+    )
+    assert same_bits(module, expected)
+    assert early.num_begun == trainer.global_step > 0
+    in_blocks = len([name for name, _ in module.named_parameters() if "layers" in name])
+    assert early.num_taken == early.num_begun * in_blocks
+
+
+def _small_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device="cpu", init_scale=2.0)  # no step is skipped
+
+
+class _Looks(Callback):
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda *_: None)
+
+
+class _Saves(Callback):
+    def on_exception(self, *_: Any) -> None:
+        """Save, perhaps."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"gradient_clip_val": 1.0},
+        {"accumulate_grad_batches": 2},
+        {"callbacks": [_Looks("on_after_backward")]},
+        {"callbacks": [_Looks("on_before_zero_grad")]},
+        {"callbacks": [_Looks("on_train_batch_end")]},
+        {"callbacks": [_Saves()]},
+        {"callbacks": [ModelCheckpoint(save_on_exception=True)], "enable_checkpointing": True},
+        {"detect_anomaly": True},
+        {"plugins": [RoundPipePrecision("16-mixed", scaler=_small_scaler())]},
+    ],
+)
+def test_who_looks_at_all_gradients_gets_them(
+    tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = _Early(monkeypatch)
+    fit(tmp_path, Emulated(num_microbatches=1, trial_run=False), max_steps=2, **flags)
+    assert not early.num_begun
+
+
+def test_hooks_of_parameters_get_their_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = _Early(monkeypatch)
+    module: Any = Grouped()
+    seen: list[Any] = []
+    module.layers[1].inner.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    fit(tmp_path, Emulated(num_microbatches=1, trial_run=False), module, max_steps=3)
+    assert len(seen) == 3
+    assert not early.num_begun
+
+
+class _FailsLate(torch.autograd.Function):
+    """Fails in the backward pass of the second step, when some block has been stepped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, is_broken: bool, taken: threading.Event) -> Tensor:
+        ctx.is_broken, ctx.taken = is_broken, taken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.is_broken:
+            assert ctx.taken.wait(timeout=20)
+            raise ValueError("late in the backward pass")
+        return gradient, None, None
+
+
+class _Broken(Regressor):
+    def __init__(self, taken: threading.Event) -> None:
+        super().__init__(num_blocks=2)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.taken = [taken]
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_broken = self.trainer.global_step == 1
+        late: Any = _FailsLate.apply
+        return super().forward(late(self.embed(x), is_broken, *self.taken))
+
+
+def test_a_step_that_fails_half_way_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = threading.Event()
+    take = Updater._take
+
+    def told(updater: Updater, gradients: Any) -> Any:
+        found = take(updater, gradients)
+        taken.set()
+        return found
+
+    monkeypatch.setattr(Updater, "_take", told)
+    module = _Broken(taken)
+    with pytest.raises(ValueError, match="late in the backward pass") as caught:
+        fit(tmp_path, Emulated(num_microbatches=1, trial_run=False), module)
+    notes = " ".join(vars(caught.value)["__notes__"])
+    assert re.search(r"\d+ parameters had been updated already when the step failed", notes)
+    assert not [t for t in threading.enumerate() if t.name == "roundpipe-updates"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Adafactor,
+        partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        partial(torch.optim.AdamW, fused=True),
+    ],
+)
+def test_other_optimizers(tmp_path: Path, kind: Any, slow_updates: None) -> None:
+    class Chosen(Grouped):
+        pass
+
+    Chosen.kind = staticmethod(kind)
+    modules = []
+    for strategy, devices in ((PlainLoop(4), 1), (Overlapping(num_microbatches=4), 2)):
+        torch.manual_seed(3)
+        modules.append(fit(tmp_path, strategy, Chosen(), devices=devices)[0])
+    assert same_bits(*modules)
+
+
+class _Reader(Callback):
+    """Notes what the parameters are whenever it is called."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def note(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.seen.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+
+
+def _reader_of(hook: str) -> _Reader:
+    kind: Any = type("Reads", (_Reader,), {hook: _Reader.note})
+    reader: _Reader = kind()
+    return reader
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_end",
+        "on_train_batch_start",
+        "on_train_epoch_end",
+        "on_train_epoch_start",
+        "on_validation_start",
+        "on_train_end",
+        "on_before_zero_grad",
+        "on_after_backward",
+    ],
+)
+def test_callbacks_see_finished_parameters(tmp_path: Path, hook: str, slow_updates: None) -> None:
+    callbacks = []
+    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
+        callbacks.append(_reader_of(hook))
+        fit(tmp_path, strategy, callbacks=[callbacks[-1]])
+    expected, found = (callback.seen for callback in callbacks)
+    assert len(found) == len(expected) > 0
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_end",
+        "on_validation_model_zero_grad",
+        "on_after_batch_transfer",
+        "lr_scheduler_step",
+        "optimizer_step",
+    ],
+)
+def test_hooks_of_the_module_see_finished_parameters(
+    tmp_path: Path, hook: str, slow_updates: None
+) -> None:
+    runs = []
+    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
+        seen: list[Tensor] = []
+
+        def note(self: Any, *args: Any, seen: list[Tensor] = seen, **kwargs: Any) -> Any:
+            result = getattr(super(Grouped, self), hook)(*args, **kwargs)
+            seen.append(torch.cat([p.detach().flatten() for p in self.parameters()]))
+            return result
+
+        torch.manual_seed(3)
+        fit(tmp_path, strategy, type("Reads", (Grouped,), {hook: note})())
+        runs.append(seen)
+    expected, found = runs
+    assert len(found) == len(expected) > 0
+    assert all(map(torch.equal, found, expected))
+
+
+def test_who_may_read() -> None:
+    class Mine(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass
+
+    class Blind(Mine):
+        reads_parameters = False
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass
+
+    class Seeing(Blind):
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass
+
+    hook = "on_train_batch_end"
+    assert readers.may_read(Mine(), hook)
+    assert not readers.may_read(Mine(), "on_train_batch_start")
+    assert not readers.may_read(Blind(), hook)
+    assert readers.may_read(Seeing(), hook)
+    assert readers.may_read(LambdaCallback(on_train_batch_end=lambda *_: None), hook)
+    assert readers.may_read(EMAWeightAveraging(), hook)
+    assert not readers.may_read(ModelCheckpoint(), hook)
+    assert not readers.may_read(LearningRateMonitor(), "on_train_batch_start")
+    assert not readers.may_read(Regressor(), hook)
+
+
+def test_a_step_runs_while_the_next_batch_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = threading.Event()
+    waited: list[bool] = []
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        waited.append(fetched.wait(10))
+        step.run(unit.parameters)
+
+    class Batches(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 1:
+                fetched.set()
+            return torch.ones(8), torch.ones(1)
+
+    monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
+    trainer = make_trainer(
+        tmp_path, strategy=Overlapping(num_microbatches=1), max_epochs=1, limit_val_batches=0
+    )
+    # Lightning fetches a batch ahead where it does not know how many there are.
+    loader = torch.utils.data.DataLoader(Batches(), batch_size=1)
+    trainer.fit(Regressor(), loader)
+    assert all(waited)
+    assert trainer.global_step == 2
+
+
+def test_step_hooks_see_the_whole_step(tmp_path: Path) -> None:
+    class Hooked(Grouped):
+        seen: Any
+
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            made[0][0].register_step_post_hook(
+                lambda *_: self.seen.append(self.head.weight.detach().clone())
+            )
+            return made
+
+    runs = []
+    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
+        torch.manual_seed(3)
+        module = Hooked()
+        module.seen = []
+        fit(tmp_path, strategy, module)
+        runs.append(module.seen)
+    assert len(runs[0]) == 8
+    assert all(map(torch.equal, *runs))
+
+
+def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path) -> None:
+    class Looks(Callback):
+        reads_parameters = False
+        left: list[int]
+
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            trainer.strategy.join_updates()  # type: ignore[attr-defined]
+            self.left.append(sum(p.grad is not None for p in module.parameters()))
+
+    for release, kind in ((True, Looks), (False, type("Sees", (Looks,), dict(vars(Looks))))):
+        look = kind()
+        look.left = []
+        if not release:
+            type(look).reads_parameters = True
+        fit(tmp_path, Overlapping(num_microbatches=2), callbacks=[look], limit_val_batches=0)
+        assert (set(look.left) == {0}) is release
+
+
+class _Fails(torch.optim.SGD):
+    """Fails in the update of the head, after so many that went well."""
+
+    count = 0
+    allowed = 0
+
+    def step(self, closure: Any = None) -> Any:
+        members = [p for group in self.param_groups for p in group["params"]]
+        if any(p.ndim == 2 and len(p) == 1 for p in members):  # the head
+            type(self).count += 1
+            if self.count > self.allowed:
+                raise OSError("the disk is full")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("allowed", [2, 7])  # the latter: in the last step
+def test_an_error_in_the_updater_is_raised_once(tmp_path: Path, allowed: int) -> None:
+    class Kind(_Fails):
+        pass
+
+    class Failing(Regressor):
+        def configure_optimizers(self) -> Any:
+            optimizer = Kind(self.parameters(), lr=0.1)
+            Kind.allowed = 10**9
+            return optimizer
+
+        def on_fit_start(self) -> None:
+            Kind.count, Kind.allowed = 0, allowed
+
+    with pytest.raises(OSError, match="the disk is full") as caught:
+        fit(tmp_path, Overlapping(num_microbatches=2), Failing(), limit_val_batches=0)
+    notes = vars(caught.value)["__notes__"]
+    assert notes == ["This happened while Kind updated 'head.weight'."]
+    module, _ = fit(tmp_path, Overlapping(num_microbatches=2))
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_an_error_of_the_user_does_not_lose_the_last_step(
+    tmp_path: Path, slow_updates: None
+) -> None:
+    def fail(view: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise KeyError("mine")
+
+    modules = []
+    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
+        torch.manual_seed(3)
+        modules.append(Regressor(on_step=fail))
+        with pytest.raises(KeyError, match="mine"):
+            fit(tmp_path, strategy, modules[-1])
+    assert same_bits(*modules)
+
+
+def test_callbacks_are_the_users_again_afterwards(tmp_path: Path) -> None:
+    mine = [LambdaCallback()]
+    _, trainer = fit(tmp_path, Overlapping(num_microbatches=2), callbacks=mine)
+    assert trainer.callbacks == mine  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------ asynchronous
+
+
+class _Adds(nn.Module):
+    """Adds its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class Sum(LightningModule):
+    """Half the square of the sum of two weights: each one's gradient is their sum."""
+
+    layers: Any
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Adds() for _ in range(2))
+        self.rates = rates
+        self.history: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.zeros_like(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return (x * x).mean() / 2
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        x = torch.zeros_like(batch)
+        for layer in self.layers:
+            x = layer(x)
+        self.evaluated = float(x[0].detach()) / 2
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.history.append(float(self.layers[0].weight.detach()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rates[step])
+        return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+
+RATES = [0.25, 0.125, 0.25, 0.5, 0.125, 0.25, 0.5, 0.25, 0.5, 0.5]
+
+
+def by_hand(staleness: int, *, window: int = 1, num_batches: int = 8) -> list[float]:
+    """Weights after every batch, when gradients are of weights that are so many updates old."""
+    weights = [1.0]
+    after = []
+    for batch in range(num_batches):
+        if batch % window == window - 1:
+            step = len(weights) - 1
+            gradient = 2 * weights[max(0, step - staleness)]
+            weights.append(weights[-1] - RATES[step] * gradient)
+        after.append(weights[-1])
+    return after
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("update", "staleness"), [("exact", 0), ("async", 1)])
+def test_staleness_by_hand(
+    tmp_path: Path, emulated: bool, window: int, update: str, staleness: int, slow_updates: None
+) -> None:
+    kind = Emulated if emulated else Overlapping
+    module = Sum(RATES)
+    trainer = make_trainer(
+        tmp_path,
+        strategy=kind(num_microbatches=2, update=update),
+        devices=2,
+        max_epochs=2,
+        accumulate_grad_batches=window,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, vectors(), vectors(1))
+    assert module.history == by_hand(staleness, window=window)
+    assert module.history not in (by_hand(1 - staleness, window=window), by_hand(2, window=window))
+    assert module.evaluated == module.history[-1]  # the newest
+
+
+def vectors(num_batches: int = 4) -> Any:
+    return torch.utils.data.DataLoader([torch.zeros(1)] * 4 * num_batches, batch_size=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_async_goes_on_after_a_resume_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    def run(name: str, **flags: Any) -> Sum:
+        module = Sum(RATES)
+        trainer = make_trainer(
+            tmp_path / name,
+            strategy=RoundPipeStrategy(num_microbatches=2, update="async"),
+            limit_val_batches=0,
+            **{"max_epochs": 2, **flags.pop("flags", {})},
+        )
+        trainer.fit(module, vectors(), **flags)
+        return module
+
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_epochs=1, save_top_k=-1)
+    first = run("first", flags={"callbacks": [saving], "enable_checkpointing": True})
+    assert first.history == by_hand(1)
+    written = min((tmp_path / "saved").glob("*.ckpt"))
+    saved = torch.load(written, weights_only=True)
+    assert float(saved["state_dict"]["layers.0.weight"]) == by_hand(1)[3]
+    again = ModelCheckpoint(tmp_path / "again", every_n_epochs=1, save_top_k=-1)
+    flags = {"callbacks": [again], "enable_checkpointing": True}
+    second = run("second", flags=flags, ckpt_path=written)
+    assert second.history == by_hand(1)[4:]
+
+
+def test_async_with_an_optimizer_that_is_stepped_whole(tmp_path: Path) -> None:
+    class Counts(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.count += 1
+            return super().step(closure)
+
+    class Whole(Sum):
+        def configure_optimizers(self) -> Any:
+            optimizer = Counts(self.parameters(), lr=1.0)
+            rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rates[step])
+            return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+    module = Whole(RATES)
+    trainer = make_trainer(
+        tmp_path,
+        strategy=RoundPipeStrategy(num_microbatches=2, update="async"),
+        max_epochs=2,
+        limit_val_batches=0,
+    )
+    trainer.fit(module, vectors())
+    assert module.history == by_hand(1)
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+class _Poisoned(Regressor):
+    """A NaN in the gradient of one block's parameter, in one batch."""
+
+    layers: Any
+
+    def on_train_start(self) -> None:
+        self.handle = self.layers[2].inner.weight.register_hook(self._poison)
+
+    def _poison(self, gradient: Tensor) -> Tensor:
+        poisoned = gradient.clone()
+        if self.trainer.global_step == 3:
+            poisoned[0, :2] = float("nan")
+        return poisoned
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, Overlapping])
+def test_a_nan_is_named(tmp_path: Path, kind: Any) -> None:
+    message = (
+        r"gradient of 'layers\.2\.inner\.weight' \(block 'layers\.2'\) has 2 values of 128 that "
+        r"are not finite .* in batch 3 of epoch 0\. The optimizer has not stepped"
+    )
+    module = _Poisoned()
+    strategy = kind(num_microbatches=2, check_gradients=True)
+    with pytest.raises(GradientError, match=message):
+        fit(tmp_path, strategy, module, gradient_clip_val=0.1)
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_names_it_too(tmp_path: Path) -> None:
+    with pytest.raises(GradientError, match=r"layers\.2\.inner\.weight"):
+        fit(tmp_path, RoundPipeStrategy(num_microbatches=2), _Poisoned(), detect_anomaly=True)
+
+
+def test_without_a_wish_a_nan_is_what_it_is_on_one_device(tmp_path: Path) -> None:
+    module, _ = fit(tmp_path, RoundPipeStrategy(num_microbatches=2), _Poisoned())
+    assert module.get_parameter("layers.2.inner.weight").isnan().any()
+
+
+class _Manual(Regressor):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def test_async_is_refused_where_the_module_steps_itself(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="update='async': _Manual sets automatic_opt"):
+        fit(tmp_path, RoundPipeStrategy(num_microbatches=1, update="async"), _Manual())
+
+
+def test_a_parameter_in_two_optimizers(tmp_path: Path) -> None:
+    class Twice(_Manual):
+        def configure_optimizers(self) -> Any:
+            one = torch.optim.SGD(self.parameters(), lr=0.1)
+            return one, torch.optim.AdamW(self.head.parameters())
+
+    message = r"'head\.weight' is in two optimizers: number 0 \(SGD\) and number 1 \(AdamW\)"
+    with pytest.raises(ConfigurationError, match=message):
+        fit(tmp_path, RoundPipeStrategy(num_microbatches=1), Twice())
+
+
+class _Unfreezes(Callback):
+    """Hands the optimizer a parameter that it has not."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.head.bias.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": [module.head.bias], "lr": 0.5})
+
+
+class _Starts(Grouped):
+    """The bias of the head is not trained from the start."""
+
+    head: Any
+
+    def configure_optimizers(self) -> Any:
+        self.head.bias.requires_grad_(False)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_parameters_added_to_the_optimizer_later(tmp_path: Path, slow_updates: None) -> None:
+    modules = []
+    for strategy in (PlainLoop(4), Overlapping(num_microbatches=4), Emulated(num_microbatches=4)):
+        torch.manual_seed(3)
+        module = _Starts()
+        before = module.head.bias.detach().clone()
+        fit(tmp_path, strategy, module, callbacks=[_Unfreezes()])
+        assert not torch.equal(module.head.bias, before)
+        modules.append(module)
+    assert same_bits(modules[1], modules[0])
+    assert same_bits(modules[2], modules[0])
+
+
+def test_the_second_copy_is_counted() -> None:
+    module = Regressor()
+    module.layers.requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before, after = (storage_of([optimizer], keeps_previous=way) for way in (False, True))
+    assert after.optimizer_bytes - before.optimizer_bytes == 4.0

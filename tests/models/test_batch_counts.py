@@ -1,0 +1,58 @@
+"""Samples, tokens and targets of batches of several kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_lightning.models.batch_counts import BatchCounts, count_batch
+
+IDS = torch.tensor([[5, 6, 7, 0], [5, 6, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+LABELS = torch.tensor([[5, -100, 7, -100], [5, 6, -100, -100]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "tokens", "targets"),
+    [
+        pytest.param({"input_ids": IDS}, 2, 8, None, id="no mask: every position"),
+        pytest.param({"input_ids": IDS, "attention_mask": MASK}, 2, 5, None, id="padding"),
+        pytest.param({"input_ids": IDS, "attention_mask": MASK.bool()}, 2, 5, None, id="bools"),
+        pytest.param(
+            {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}, 2, 5, 2, id="shifted"
+        ),
+        pytest.param(
+            {"input_ids": IDS, "labels": torch.full_like(IDS, 9)}, 2, 8, 8, id="other labels"
+        ),
+        pytest.param(
+            {"input_ids": IDS, "labels": torch.tensor([1, 0])}, 2, 8, None, id="a class per text"
+        ),
+        pytest.param(
+            {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 4, 4)}, 2, 8, None, id="4d mask"
+        ),
+        pytest.param(
+            {
+                "chosen_input_ids": IDS,
+                "chosen_attention_mask": MASK,
+                "rejected_input_ids": IDS[:, :3],
+            },
+            2,
+            5 + 6,
+            None,
+            id="pairs",
+        ),
+        pytest.param((torch.zeros(3, 5), torch.zeros(3)), 3, None, None, id="no tokens"),
+        pytest.param({"pixels": torch.zeros(3, 5)}, 3, None, None, id="no ids"),
+        pytest.param({"input_ids": [1, 2]}, None, None, None, id="a list"),
+        pytest.param(7, None, None, None, id="no batch"),
+    ],
+)
+def test_counts(batch: Any, samples: int | None, tokens: int | None, targets: int | None) -> None:
+    assert count_batch(batch) == BatchCounts(samples=samples, tokens=tokens, targets=targets)
+
+
+def test_a_function_counts_tokens() -> None:
+    found = count_batch((torch.zeros(3, 5), torch.zeros(3)), tokens=lambda batch: batch[0].numel())
+    assert found == BatchCounts(samples=3, tokens=15, targets=None)

@@ -1,0 +1,110 @@
+"""Idle time is classified as in timelines made by hand, and always adds up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts
+from roundpipe_lightning.planning.idle import IdleCause, idle_seconds
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.schedule import Action
+from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
+
+PARTITION = Partition(forward=(1,), backward=(1, 1))
+
+
+def entry(text: str, start: float, end: float, waiting: float = 0.0) -> TimelineEntry:
+    return TimelineEntry(
+        action=Action.parse(text), start_seconds=start, end_seconds=end, waiting_seconds=waiting
+    )
+
+
+# worker 0 |F|F|.......|B|   |B|      from 10 s to 22 s
+# worker 1 |   |X.....X|X| .......    (one second of the first X0 is waiting)
+TIMELINE = Timeline(
+    num_workers=2,
+    entries=(
+        entry("F0.0@0", 10, 11),
+        entry("F0.1@0", 11, 12),
+        entry("X0.0@1", 11.5, 15, waiting=1),
+        entry("X0.1@1", 15, 17),
+        entry("B1.0@0", 15.5, 18),
+        entry("B1.1@0", 20, 22),
+    ),
+)
+
+
+def test_a_timeline_made_by_hand() -> None:
+    parts = idle_seconds(TIMELINE, partition=PARTITION)
+    assert parts == {
+        IdleCause.FILL: 1.5,  # worker 1 before 11.5
+        IdleCause.DRAIN: 5.0,  # worker 1 after 17
+        IdleCause.BOUNDARY: 3.0 + 1.0,  # worker 0 until X0.0 has ended at 15, and inside X0.0
+        IdleCause.OTHER: 0.5 + 2.0,  # 15 to 15.5, and 18 to 20: X0.1 had ended at 17
+        IdleCause.UPLOAD: 0.0,
+        IdleCause.OPTIMIZER: 0.0,
+        IdleCause.DATA: 0.0,
+    }
+    assert sum(parts.values()) == 2 * 12 - TIMELINE.busy_seconds
+
+
+def test_worker_without_actions_fills() -> None:
+    timeline = Timeline(num_workers=2, entries=(entry("X0.0@0", 1, 4),))
+    parts = idle_seconds(timeline, partition=Partition(forward=(), backward=(1,)))
+    assert parts[IdleCause.FILL] == 3
+    assert sum(parts.values()) == 3
+
+
+def test_nothing_ran() -> None:
+    parts = idle_seconds(Timeline(num_workers=3, entries=()), partition=PARTITION)
+    assert set(parts) == set(IdleCause)
+    assert sum(parts.values()) == 0
+
+
+def test_other_stages_are_refused() -> None:
+    timeline = Timeline(num_workers=1, entries=(entry("F0.0@0", 0, 1), entry("F7.0@0", 1, 4)))
+    with pytest.raises(PlanError, match=r"The timeline has F7\.0, which is of none of the"):
+        idle_seconds(timeline, partition=PARTITION)
+
+
+@given(
+    num_workers=st.integers(1, 4),
+    num_microbatches=st.integers(1, 6),
+    costs=st.lists(st.floats(0.01, 5.0), min_size=5, max_size=5),
+    start=st.sampled_from(RecomputeStart),
+)
+def test_parts_add_up(
+    num_workers: int,
+    num_microbatches: int,
+    costs: list[float],
+    start: RecomputeStart,
+) -> None:
+    partition = Partition(forward=(2, 1), backward=(1, 2, 1))
+    schedule = round_robin_schedule(
+        partition,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        round_size=num_microbatches,
+        team_size=1,
+    )
+    timeline = simulate(
+        schedule,
+        partition=partition,
+        costs=StageCosts(
+            forward=tuple(ActionCost(compute_seconds=c) for c in costs[:2]),
+            backward=tuple(
+                ActionCost(compute_seconds=c, recompute_seconds=c / 4) for c in costs[2:]
+            ),
+            hop_seconds=0.1,
+            recompute_start=start,
+        ),
+    )
+    parts = idle_seconds(timeline, partition=partition)
+    idle = num_workers * timeline.makespan_seconds - timeline.busy_seconds
+    assert sum(parts.values()) == pytest.approx(idle, abs=1e-9)
+    assert min(parts.values()) >= -1e-9

@@ -1,0 +1,70 @@
+"""Programs, run in the test's own process: the same code as in a new one, without its start."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        returncode: Its exit status.
+        stdout: What it printed.
+        stderr: What it printed as errors.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_program(program: Callable[[], object], folder: Path, *arguments: str) -> Ended:
+    """Run a program's main function in `folder`, with arguments of the command line.
+
+    Args:
+        program: Returns, or raises SystemExit.
+        folder: The working directory.
+        arguments: What stands behind the program's name.
+    """
+    output, errors = io.StringIO(), io.StringIO()
+    returncode = 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        _own_logging(),
+        redirect_stdout(output),
+        redirect_stderr(errors),
+    ):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["program", *arguments])
+        try:
+            program()
+        except SystemExit as ended:
+            returncode = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return Ended(returncode=returncode, stdout=output.getvalue(), stderr=errors.getvalue())
+
+
+@contextmanager
+def _own_logging() -> Iterator[None]:
+    """Put back what a program may have set up of logging, and close what it opened."""
+    root = logging.getLogger()
+    loggers = [root, *map(logging.getLogger, logging.root.manager.loggerDict)]
+    handlers, levels = root.handlers[:], [logger.level for logger in loggers]
+    try:
+        yield
+    finally:
+        for handler in root.handlers:
+            if handler not in handlers:
+                handler.close()
+        root.handlers[:] = handlers
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
