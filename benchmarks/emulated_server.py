@@ -1,0 +1,423 @@
+"""How much of the workers' time the engine's own dispatcher costs, on an emulated server.
+
+    python benchmarks/emulated_server.py [--models qwen3_32b ...] [--time-scale 4] [--output json]
+
+The engine runs steps of a chain of tiny blocks on eight emulated devices, in real threads. The
+blocks' parameters and boundaries are those of a model of the timings file made smaller by one
+factor, and so are the links; a device computes for each block as long as was published. The plan is
+the planner's. `simulated` is what `simulate_transfers` predicts for the same plan, `measured` the
+median of the steps, without the first. Times are from the first computation to the end of the last.
+
+A boundary goes down and up again: its size is such that this takes the published hop.
+
+What the first step leaves is frozen for Python's collector (`gc.freeze`): its search through all
+objects of the process holds all threads for a quarter of a second, and finds nothing.
+
+With `--optimizer-seconds-share 0.5` steps are also measured from one's first computation to the
+next one's, without an optimizer and with one whose update takes half a simulated step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from published_bubbles import machine
+from published_timings import DEFAULT_TIMINGS, PublishedModel, PublishedTimings, load_timings
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.engine.engine import Engine, StepResult
+from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.updates import Updater, UpdateUnit, update_units
+from roundpipe_lightning.planning.costs import stage_costs
+from roundpipe_lightning.planning.hardware import HardwareSpec
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.planning.transfers import simulate_transfers
+
+BYTES_PER_BYTE = 10_000
+"""Bytes of a model for each byte of the tiny one."""
+
+_CHUNK_BYTES = 100_000_000
+"""Of a model: longest copy that cannot be overtaken. Real ones are shorter; each costs the host."""
+
+_NUMBER_BYTES = 4
+
+
+class TimedBlock(nn.Module):
+    """Parameters that are as many bytes as a block's, and nothing but time to compute with them.
+
+    Args:
+        profile: The block.
+        server: Where it computes.
+        time_scale: Seconds per second.
+    """
+
+    def __init__(self, profile: BlockProfile, *, server: EmulatedServer, time_scale: float) -> None:
+        super().__init__()
+        self.server = server
+        self.forward_seconds = profile.forward_seconds * time_scale
+        self.backward_seconds = profile.backward_seconds * time_scale
+        frozen = profile.parameter_bytes - profile.trainable_bytes
+        self.trained = _parameter(profile.trainable_bytes)
+        self.frozen = _parameter(frozen).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take the time of the block."""
+        x = self.server.work(
+            x, forward_seconds=self.forward_seconds, backward_seconds=self.backward_seconds
+        )
+        weight = self.trained if self.trained.numel() else self.frozen
+        return x + weight[:1]
+
+
+def _parameter(num_bytes: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(math.ceil(num_bytes / BYTES_PER_BYTE / _NUMBER_BYTES)))
+
+
+class TimedModel(nn.Module):
+    """A chain of timed blocks and a tail segment.
+
+    Args:
+        profile: The model.
+        server: Where it computes.
+        time_scale: Seconds per second.
+    """
+
+    def __init__(self, profile: ModelProfile, *, server: EmulatedServer, time_scale: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            TimedBlock(block, server=server, time_scale=time_scale) for block in profile.blocks
+        )
+        self.tail = TimedBlock(profile.tail, server=server, time_scale=time_scale)
+        self.embedding = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return a number that depends on every block."""
+        del batch_idx
+        x = batch + self.embedding
+        for layer in self.layers:
+            x = layer(x)
+        total: Tensor = self.tail(x).sum()
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        profile: The model, with the boundaries' size that makes a hop of two copies.
+        plan: The planner's.
+        simulated: What is predicted for it.
+        hardware: The server.
+    """
+
+    profile: ModelProfile
+    plan: Plan
+    simulated: Timeline
+    hardware: HardwareSpec
+
+
+def case_of(model: PublishedModel, timings: PublishedTimings) -> Case:
+    """Plan a model and predict its step."""
+    hardware = machine(timings.num_devices)
+    boundary_bytes = round(model.hop_seconds / 2 * hardware.upload_bytes_per_second)
+    profile = replace(
+        model.profile,
+        blocks=tuple(replace(b, boundary_bytes=boundary_bytes) for b in model.profile.blocks),
+    )
+    request = PlanningRequest(
+        num_microbatches=timings.num_microbatches, hop_seconds=model.hop_seconds
+    )
+    plan = plan_training(profile, hardware=hardware, request=request).plan
+    costs = stage_costs(
+        profile,
+        partition=plan.partition,
+        hop_seconds=model.hop_seconds,
+        recompute=plan.recompute,
+    )
+    simulated = simulate_transfers(
+        plan.schedule,
+        partition=plan.partition,
+        costs=costs,
+        profile=profile,
+        hardware=hardware,
+        weight_slots=plan.weight_slots,
+        resident=plan.resident,
+        recompute=plan.recompute,
+    )
+    return Case(profile=profile, plan=plan, simulated=simulated, hardware=hardware)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One step.
+
+    Attributes:
+        begin_seconds: When its first computation began.
+        makespan_seconds: From the first computation to the end of the last, of the unscaled time.
+        idle_share: Share of the workers' time in which they did not compute.
+        host_share: Processor time of the whole process over the time of the step.
+    """
+
+    begin_seconds: float
+    makespan_seconds: float
+    idle_share: float
+    host_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What happens between steps.
+
+    Attributes:
+        update: `none`, `exact` or `async`.
+        seconds: How long an update of all parameters takes.
+    """
+
+    update: str = "none"
+    seconds: float = 0.0
+
+    @contextmanager
+    def running(self, engine: Engine, model: nn.Module) -> Iterator[Callable[[StepResult], None]]:
+        """Give what is to be called with a step's result."""
+        if self.update == "none":
+            yield lambda result: None
+            return
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        blocks = {n: b for s in engine.stacks for n, b in zip(s.names, s.blocks, strict=True)}
+        units = update_units(model, blocks, shared=engine.store.shared)
+        total = sum(unit.num_bytes for unit in units)
+
+        def run_unit(unit: UpdateUnit, step: CapturedStep) -> None:
+            del step
+            time.sleep(self.seconds * unit.num_bytes / total)
+
+        stale = self.update == "async"
+        with Updater(engine.store, units, stale=stale, run_unit=run_unit) as updater:
+
+            def update(result: StepResult) -> None:
+                updater.join()
+                for parameter, gradient in result.gradients.items():
+                    parameter.grad = gradient
+                if stale:
+                    updater.keep([optimizer])
+                updater.submit(optimizer)
+
+            yield update
+            updater.join()
+
+
+def measure(
+    case: Case,
+    *,
+    num_steps: int,
+    time_scale: float,
+    tags: bool = False,
+    optimizer: Optimizer | None = None,
+) -> list[Measured]:
+    """Run steps; the first is not among those returned."""
+    hardware, plan = case.hardware, case.plan
+    optimizer = Optimizer() if optimizer is None else optimizer
+    scale = BYTES_PER_BYTE * time_scale
+    timing = EmulatedTiming(
+        upload_bytes_per_second=hardware.upload_bytes_per_second / scale,
+        download_bytes_per_second=hardware.download_bytes_per_second / scale,
+        host_bytes_per_second=hardware.host_bytes_per_second / scale,
+    )
+    boundary = case.profile.blocks[0].boundary_bytes / BYTES_PER_BYTE
+    batches = [torch.zeros(math.ceil(boundary / _NUMBER_BYTES))] * plan.num_microbatches
+    chunk_bytes = _CHUNK_BYTES // BYTES_PER_BYTE
+    with EmulatedServer(
+        plan.num_workers, timing=timing, tags=tags, chunk_bytes=chunk_bytes
+    ) as server:
+        model = TimedModel(case.profile, server=server, time_scale=time_scale)
+        names = tuple(f"layers.{index}" for index in range(len(model.layers)))
+        stack = BlockStack(name="layers", blocks=tuple(model.layers), names=names)
+        with (
+            Engine(model, stack=stack, devices=server.devices, plan=plan) as engine,
+            optimizer.running(engine, model) as update,
+        ):
+            measured = []
+            with frozen_objects() as freeze:
+                for _ in range(num_steps + 1):
+                    step, result = _step(engine, server, batches, time_scale=time_scale)
+                    measured.append(step)
+                    update(result)
+                    freeze()
+    return measured[1:]
+
+
+@contextmanager
+def frozen_objects() -> Iterator[Callable[[], None]]:
+    """Give what takes all objects out of the collector's sight, when it is first called."""
+    is_frozen = False
+
+    def freeze() -> None:
+        nonlocal is_frozen
+        if not is_frozen:
+            gc.collect()
+            gc.freeze()
+            is_frozen = True
+
+    try:
+        yield freeze
+    finally:
+        gc.unfreeze()
+
+
+def _step(
+    engine: Engine, server: EmulatedServer, batches: Sequence[Tensor], *, time_scale: float
+) -> tuple[Measured, StepResult]:
+    begin, processor = time.perf_counter(), time.process_time()
+    result = engine.step(
+        batches,
+        lambda view, batch, index: view.training_step(batch, index),
+        loss_scales=[1 / len(batches)] * len(batches),
+    )
+    host_share = (time.process_time() - processor) / (time.perf_counter() - begin)
+    rows = [device.compute.spans for device in server.devices]
+    starts = [start for row in rows for start, _ in row]
+    ends = [end for row in rows for _, end in row]
+    makespan = max(ends) - min(starts)
+    busy = sum(end - start for row in rows for start, end in row)
+    measured = Measured(
+        begin_seconds=min(starts) / time_scale,
+        makespan_seconds=makespan / time_scale,
+        idle_share=1 - busy / (makespan * len(rows)),
+        host_share=host_share,
+    )
+    return measured, result
+
+
+def measure_updates(
+    case: Case, *, share: float, num_steps: int, time_scale: float
+) -> dict[str, Any]:
+    """Measure steps, from one's first computation to the next one's, with and without updates.
+
+    Args:
+        case: The case.
+        share: Seconds of an update per second of a simulated step.
+        num_steps: Measured steps.
+        time_scale: Seconds per second.
+    """
+    seconds = share * case.simulated.makespan_seconds * time_scale
+    found: dict[str, Any] = {"seconds_share": share}
+    for update in ("none", "exact", "async"):
+        steps = measure(
+            case,
+            num_steps=num_steps + 1,
+            time_scale=time_scale,
+            optimizer=Optimizer(update=update, seconds=seconds),
+        )
+        begins = [step.begin_seconds for step in steps]
+        periods = [second - first for first, second in pairwise(begins)]
+        found[f"{update}_step_ms"] = statistics.median(periods) * 1e3
+    for update in ("exact", "async"):
+        found[f"{update}_over_none"] = found[f"{update}_step_ms"] / found["none_step_ms"]
+    return found
+
+
+def run_model(
+    model: PublishedModel, timings: PublishedTimings, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Plan, predict and measure one model."""
+    case = case_of(model, timings)
+    steps = measure(case, num_steps=options.steps, time_scale=options.time_scale, tags=options.tags)
+    result = {
+        "simulated_idle_share": case.simulated.idle_share,
+        "measured_idle_share": statistics.median(step.idle_share for step in steps),
+        "simulated_makespan_ms": case.simulated.makespan_seconds * 1e3,
+        "measured_makespan_ms": statistics.median(step.makespan_seconds for step in steps) * 1e3,
+        "measured_idle_shares": [step.idle_share for step in steps],
+        "host_share": statistics.median(step.host_share for step in steps),
+        "num_actions": sum(map(len, case.plan.schedule.workers)),
+        "team_size": case.plan.team_size,
+        "round_size": case.plan.round_size,
+    }
+    if options.optimizer_seconds_share is not None:
+        result["optimizer"] = measure_updates(
+            case,
+            share=options.optimizer_seconds_share,
+            num_steps=options.steps,
+            time_scale=options.time_scale,
+        )
+    return result
+
+
+def format_text(result: dict[str, Any]) -> str:
+    """Write the result for people."""
+    lines = [
+        f"{'':16}{'idle':>21}{'makespan':>23}{'host':>8}",
+        f"{'':16}{'simulated':>11}{'measured':>10}{'simulated':>12}{'measured':>11}",
+    ]
+    for name, row in result["models"].items():
+        lines.append(
+            f"{name:16}{row['simulated_idle_share']:11.2%}{row['measured_idle_share']:10.2%}"
+            f"{row['simulated_makespan_ms']:9.0f} ms{row['measured_makespan_ms']:8.0f} ms"
+            f"{row['host_share']:8.0%}"
+        )
+        if "optimizer" in row:
+            steps = row["optimizer"]
+            words = [
+                f"{name} {steps[f'{name}_step_ms']:.0f} ms" for name in ("none", "exact", "async")
+            ]
+            lines.append(f"{'':4}updates of {steps['seconds_share']:g} steps: {', '.join(words)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--timings", type=Path, default=DEFAULT_TIMINGS, help="a YAML file")
+    parser.add_argument("--models", nargs="+", help="of the file (default all)")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (default 3)")
+    parser.add_argument(
+        "--time-scale", type=float, default=1.0, help="make everything but the host slower"
+    )
+    parser.add_argument(
+        "--optimizer-seconds-share",
+        type=float,
+        help="measure steps with updates of so many simulated steps' time, too",
+    )
+    parser.add_argument("--tags", action="store_true", help="let tensors refuse to mix devices")
+    parser.add_argument("--output", choices=("text", "json"), default="text")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    timings = load_timings(options.timings)
+    names = [model.name for model in timings.models]
+    unknown = sorted(set(options.models or ()) - set(names))
+    if unknown:
+        parser.error(f"--models {unknown[0]}: the file has {', '.join(names)}")
+    models = {
+        model.name: run_model(model, timings, options)
+        for model in timings.models
+        if options.models is None or model.name in options.models
+    }
+    result = {
+        "num_workers": timings.num_devices,
+        "time_scale": options.time_scale,
+        "models": models,
+    }
+    print(json.dumps(result) if options.output == "json" else format_text(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""Hunts for races: random models, schedules and delays on an emulated server.
+
+    python benchmarks/race_hunt.py [--cases 1000] [--seed 0] [--seconds 500] [--processes 2]
+                                   [--fault NAME] [--output json]
+
+Each case trains a random tiny model for two steps with a random plan, on devices whose copies and
+computations take random times; a step accumulates one batch or more, which are in flight together,
+or its blocks are updated while its backward pass runs. Weights go up as they are, or rounded.
+Losses, gradients and parameters must be those of a plain loop to the bit, and the checker must find
+every access ordered by an event. Targets of copies hold not-a-numbers until they are filled.
+
+With `--fault` one kind of wait is left out, on purpose: the share of the cases in which that was
+found says what the hunt can find. Faults: see `FAULTS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from race_faults import FAULTS, Fault, ForgetfulServer
+from race_models import ModelSpec, PlainModel, RaceModel, make_batches, make_model
+from torch import Tensor
+
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.protocol import ProtocolChecker, ProtocolError
+from roundpipe_lightning.engine.result import StepResult
+from roundpipe_lightning.engine.updates import Updater, update_units
+from roundpipe_lightning.planning.cuts import call_lengths
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.roundrobin import round_robin_schedule
+from roundpipe_lightning.planning.stages import Partition
+
+_NUM_STEPS = 2
+_LEARNING_RATE = 0.25
+_TIMEOUT_SECONDS = 60.0
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One case.
+
+    Attributes:
+        model: The model.
+        planned_passes: Passes of the first stack that the plan has; others run unplanned.
+        num_microbatches: Microbatches of a batch.
+        num_batches: Batches of a step.
+        num_workers: Workers.
+        team_size: Workers per stage.
+        round_size: Microbatches that travel together.
+        weight_slots: Stages whose weights a worker holds.
+        resident: Blocks that stay on each worker.
+        partition: The stages.
+        is_checked: Whether tensors have tags and the checker watches; else only numbers tell.
+        max_delay_seconds: Of copies and computations.
+        bytes_per_second: Of the links.
+        is_direct: Whether devices reach each other.
+        is_early: Whether blocks are updated as soon as their gradients are there.
+        seed: Of all else.
+    """
+
+    model: ModelSpec
+    planned_passes: int
+    num_microbatches: int
+    num_batches: int
+    num_workers: int
+    team_size: int
+    round_size: int
+    weight_slots: int
+    resident: tuple[tuple[int, ...], ...]
+    partition: Partition
+    is_checked: bool
+    max_delay_seconds: float
+    bytes_per_second: float
+    is_direct: bool
+    is_early: bool
+    seed: int
+
+    @classmethod
+    def drawn(cls, seed: int, *, is_small: bool = False) -> Case:
+        """Draw the case of a seed.
+
+        Args:
+            seed: The seed.
+            is_small: Draw few blocks and microbatches.
+        """
+        numbers = random.Random(seed)
+        spec = ModelSpec.drawn(numbers, most_blocks=2 if is_small else 4)
+        planned = numbers.randint(1, spec.num_passes)
+        num_workers = numbers.randint(1, 8)
+        teams = [size for size in range(1, num_workers + 1) if num_workers % size == 0]
+        num_microbatches = numbers.randint(1, 3 if is_small else 4)
+        lengths = [spec.num_first] * planned + [spec.num_second] * bool(spec.num_second)
+        num_blocks = sum(lengths)
+        stays = numbers.random() < 0.4
+        others = random.Random(f"others {seed}")
+        num_batches = others.choice((1, 1, 1, 2) if is_small else (1, 1, 2, 3))
+        return cls(
+            model=replace(spec, rounds=others.random() < 0.3),
+            planned_passes=planned,
+            num_microbatches=num_microbatches,
+            num_batches=num_batches,
+            num_workers=num_workers,
+            team_size=numbers.choice(teams),
+            round_size=numbers.randint(1, num_microbatches),
+            weight_slots=numbers.choice((1, 2, 2)),
+            resident=tuple(
+                tuple(block for block in range(num_blocks) if stays and numbers.random() < 0.4)
+                for _ in range(num_workers)
+            ),
+            partition=_partition(lengths, numbers),
+            is_checked=numbers.random() < (0.2 if is_small else 0.4),
+            max_delay_seconds=numbers.choice((0.0002, 0.001) if is_small else (0.001, 0.003)),
+            bytes_per_second=numbers.choice((1e6, 1e9) if is_small else (2e5, 1e6, 1e9)),
+            is_direct=others.random() < 0.4,
+            is_early=num_batches == 1 and others.random() < 0.5,
+            seed=seed,
+        )
+
+    def plan(self, names: Sequence[str]) -> Plan:
+        """Return its plan, for blocks of these names."""
+        return Plan(
+            model="race",
+            partition=self.partition,
+            num_workers=self.num_workers,
+            num_microbatches=self.num_microbatches,
+            round_size=self.round_size,
+            team_size=self.team_size,
+            weight_slots=self.weight_slots,
+            resident=self.resident,
+            schedule=round_robin_schedule(
+                self.partition,
+                num_workers=self.num_workers,
+                num_microbatches=self.num_microbatches,
+                round_size=self.round_size,
+                team_size=self.team_size,
+            ),
+            block_names=tuple(names),
+        )
+
+
+def _partition(lengths: Sequence[int], numbers: random.Random) -> Partition:
+    """Draw stages that span no place between two calls of stacks."""
+    fused = numbers.randint(0, lengths[-1])
+    total = sum(lengths)
+    cuts = [sum(lengths[:index]) for index in range(1, len(lengths))]
+
+    def counts(num_blocks: int) -> list[int]:
+        found: list[int] = []
+        for length in call_lengths(num_blocks, cuts):
+            left = length
+            while left:
+                found.append(numbers.randint(1, left))
+                left -= found[-1]
+        return found
+
+    forward, backward = counts(total - fused), counts(total - fused)
+    return Partition(forward=tuple(forward), backward=(fused, *reversed(backward)))
+
+
+def run_case(case: Case, *, fault: Fault | None = None) -> list[str]:
+    """Run a case and say what is wrong with it; nothing if all is well.
+
+    Args:
+        case: The case.
+        fault: A wait that is left out.
+    """
+    model = make_model(case.model)
+    plain = PlainModel(model)
+    chain = model.chain(num_passes=case.planned_passes)
+    timing = EmulatedTiming(
+        upload_bytes_per_second=case.bytes_per_second,
+        download_bytes_per_second=case.bytes_per_second,
+        direct_bytes_per_second=case.bytes_per_second / 2 if case.is_direct else None,
+        max_delay_seconds=case.max_delay_seconds,
+        seed=case.seed,
+    )
+    given: dict[str, Any] = {"timing": timing, "poison": True, "tags": case.is_checked}
+    if case.is_checked:
+        given["checker"] = ProtocolChecker()
+    server = (
+        EmulatedServer(case.num_workers, **given)
+        if fault is None
+        else ForgetfulServer(case.num_workers, fault=fault, **given)
+    )
+    try:
+        with (
+            server,
+            Engine(
+                model,
+                stack=model.stacks(),
+                devices=server.devices,
+                plan=case.plan(chain.names),
+                chain=chain,
+                timeout_seconds=_TIMEOUT_SECONDS,
+                upload_dtype=torch.bfloat16 if case.model.rounds else None,
+            ) as engine,
+        ):
+            if case.is_early:
+                return _train_early(case, engine, model, plain)
+            return _train(case, engine, model, plain)
+    except ProtocolError as error:
+        return [f"checker: {error}"]
+
+
+def _train(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> list[str]:
+    parameters = list(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    for number in range(_NUM_STEPS):
+        seeds = [case.seed + number + 100 * batch for batch in range(case.num_batches)]
+        for seed, result in zip(seeds, _run_step(case, engine, seeds), strict=True):
+            losses, wanted = _plain_step(case, plain, seed)
+            gradients = [result.gradients.get(parameter) for parameter in parameters]
+            wrong = [
+                *_differences([f"loss {i}" for i in range(len(losses))], result.losses, losses),
+                *_differences([f"gradient of {name}" for name in names], gradients, wanted),
+            ]
+            if wrong:
+                return [f"step {number}: {line}" for line in wrong]
+        with torch.no_grad():
+            for ours, its, gradient in zip(parameters, plain.parameters, gradients, strict=True):
+                if gradient is not None:
+                    ours -= _LEARNING_RATE * gradient
+                    its -= _LEARNING_RATE * gradient
+    return []
+
+
+def _train_early(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> list[str]:
+    """Train as `_train`, with blocks that are updated while steps run."""
+    names = [name for name, _ in model.named_parameters()]
+    blocks = {
+        n: b for stack in engine.stacks for n, b in zip(stack.names, stack.blocks, strict=True)
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+    with Updater(engine.store, update_units(model, blocks, shared=engine.store.shared)) as updater:
+        for number in range(_NUM_STEPS):
+            seed = case.seed + number
+            updater.begin(optimizer)
+            [result] = _run_step(case, engine, [seed])
+            updater.join()
+            for parameter in model.parameters():
+                parameter.grad = result.gradients.get(parameter)
+            updater.submit(optimizer)
+            losses, wanted = _plain_step(case, plain, seed)
+            wrong = _differences([f"loss {i}" for i in range(len(losses))], result.losses, losses)
+            if wrong:
+                return [f"step {number}: {line}" for line in wrong]
+            with torch.no_grad():
+                for its, gradient in zip(plain.parameters, wanted, strict=True):
+                    if gradient is not None:
+                        its -= _LEARNING_RATE * gradient
+        updater.join()
+    return _differences(names, list(model.parameters()), plain.parameters)
+
+
+def _plain_step(
+    case: Case, plain: PlainModel, seed: int
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what plain PyTorch computes of a batch."""
+    torch.manual_seed(seed)
+    step_seed = int(torch.randint(0, 2**62, (), device="cpu"))
+    return plain.step(make_batches(case.num_microbatches, seed=seed), step_seed=step_seed)
+
+
+def _run_step(case: Case, engine: Engine, seeds: Sequence[int]) -> list[StepResult]:
+    """Run the batches of a step: each begins when what the one before has returned is known."""
+    pending = []
+    for seed in seeds:
+        batches = make_batches(case.num_microbatches, seed=seed)
+        torch.manual_seed(seed)
+        step = engine.begin_step(
+            batches,
+            lambda view, batch, index: view.training_step(batch, index),
+            loss_scales=[1 / len(batches)] * len(batches),
+        )
+        step.outputs()
+        pending.append(step)
+    return [step.result() for step in pending]
+
+
+def _differences(
+    names: Sequence[str], found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
+) -> list[str]:
+    wrong = []
+    for name, ours, its in zip(names, found, wanted, strict=True):
+        if ours is None or its is None:
+            if ours is not its and (ours if its is None else its).any():  # type: ignore[union-attr]
+                wrong.append(f"{name}: only one has it")
+        elif not torch.equal(ours, its):
+            error = (ours - its).abs().max().item()
+            wrong.append(f"{name}: off by {error:.3g}")
+    return wrong
+
+
+def _run_seed(number: int, *, fault: str | None, is_small: bool) -> list[str]:
+    """Run the case of a seed; in a process of the hunt."""
+    case = Case.drawn(number, is_small=is_small)
+    try:
+        return run_case(case, fault=None if fault is None else FAULTS[fault])
+    except Exception as error:
+        if fault is None:
+            raise RuntimeError(f"case {number} failed: {case}") from error
+        return [f"{type(error).__name__}: {error}"]
+
+
+def _results(
+    seeds: Sequence[int], run: Callable[[int], list[str]], *, processes: int
+) -> Generator[list[str], None, None]:
+    """Run the cases of seeds and give what is wrong with each, in their order."""
+    if processes == 1:
+        yield from map(run, seeds)
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.imap(run, seeds)
+
+
+def hunt(
+    cases: int,
+    *,
+    seed: int,
+    fault: str | None = None,
+    is_small: bool = False,
+    processes: int = 1,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run cases and report what was wrong with which.
+
+    Args:
+        cases: How many.
+        seed: Of the first; the next has the next number.
+        fault: The wait that is left out.
+        is_small: Draw small cases.
+        processes: How many run cases; 1: this one.
+        seconds: When to stop, whether all cases were run or not.
+        tell: Called about every ten seconds, with how far it has come.
+    """
+    begin = told = time.perf_counter()
+    wrong: dict[int, list[str]] = {}
+    counts: Counter[str] = Counter()
+    seeds = range(seed, seed + cases)
+    num_run = 0
+    results = _results(
+        seeds, partial(_run_seed, fault=fault, is_small=is_small), processes=processes
+    )
+    for number, found in zip(seeds, results, strict=True):
+        num_run += 1
+        case = Case.drawn(number, is_small=is_small)
+        counts[f"workers {case.num_workers}"] += 1
+        counts["checked"] += case.is_checked
+        counts["several batches"] += case.num_batches > 1
+        counts["early updates"] += case.is_early
+        if found:
+            wrong[number] = found
+        now = time.perf_counter()
+        if now - told > _SECONDS_BETWEEN_LINES:
+            told = now
+            tell(f"{num_run} of {cases} cases, {now - begin:.0f} s, {len(wrong)} wrong")
+        if seconds is not None and now - begin > seconds:
+            results.close()
+            break
+    return {
+        "cases": num_run,
+        "seed": seed,
+        "num_wrong": len(wrong),
+        "found_by_checker": sum(lines[0].startswith("checker") for lines in wrong.values()),
+        "seconds": time.perf_counter() - begin,
+        "num_checked": counts.pop("checked"),
+        "num_in_flight": counts.pop("several batches"),
+        "num_early": counts.pop("early updates"),
+        "workers": dict(sorted(counts.items())),
+        "wrong": {number: lines[:3] for number, lines in wrong.items()},
+    }
+
+
+def format_text(result: dict[str, Any]) -> str:
+    """Write the result for people."""
+    head = f"{result['cases']} cases from seed {result['seed']} in {result['seconds']:.1f} s"
+    found_by = f"{result['num_wrong']} wrong, {result['found_by_checker']} found by the checker"
+    kinds = (
+        f"{result['num_checked']} with the checker, {result['num_in_flight']} with several "
+        f"batches, {result['num_early']} with early updates"
+    )
+    lines = [f"{head}, {kinds}: {found_by}"]
+    for number, found in list(result["wrong"].items())[:5]:
+        lines += [f"case {number}:", *(f"  {line}" for line in found)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=1000, help="how many (default 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="number of the first (default 0)")
+    parser.add_argument("--small", action="store_true", help="few blocks and microbatches")
+    parser.add_argument("--fault", choices=sorted(FAULTS), help="leave a kind of wait out")
+    parser.add_argument("--seconds", type=float, help="stop after these")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="(default: one per core)"
+    )
+    parser.add_argument("--output", choices=("text", "json"), default="text")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = hunt(
+        options.cases,
+        seed=options.seed,
+        fault=options.fault,
+        is_small=options.small,
+        processes=options.processes,
+        seconds=options.seconds,
+        tell=partial(print, file=sys.stderr, flush=True),
+    )
+    print(json.dumps(result) if options.output == "json" else format_text(result))
+    if result["num_wrong"] and options.fault is None:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Random tiny models for race_hunt.py, and what plain PyTorch computes with them.
+
+Gradients of parameters are rounded to multiples of 2**-10 where a parameter is used, so that sums
+of a step's microbatches are exact in float32 and have one result in whatever order they are made.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from roundpipe_lightning.engine.chain import Chain, Link
+from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
+from roundpipe_lightning.engine.stack import BlockStack
+
+WIDTH = 4
+_STEPS_PER_ONE = 1024.0
+
+
+class _Exact(torch.autograd.Function):
+    """Rounds the gradient to what can be summed exactly."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return (gradient * _STEPS_PER_ONE).round() / _STEPS_PER_ONE
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """Return the same values, whose gradient is rounded."""
+    result: Tensor = _Exact.apply(tensor)
+    return result
+
+
+class Dense(nn.Module):
+    """A linear layer with exact gradients.
+
+    Attributes:
+        rounds: Whether it computes with its weight rounded to bfloat16, as a copy of it is.
+    """
+
+    def __init__(self, inputs: int = WIDTH, outputs: int = WIDTH) -> None:
+        super().__init__()
+        self.rounds = False
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply and add."""
+        weight = self.weight
+        if self.rounds:
+            weight = weight.to(torch.bfloat16).to(x.dtype)
+        return functional.linear(x, exact(weight), exact(self.bias))
+
+
+class Block(nn.Module):
+    """A residual block with dropout; of a second stack, with a second input."""
+
+    def __init__(self, *, dropout: float, crossed: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = Dense(), Dense()
+        self.cross = Dense() if crossed else None
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
+        """Add what the layers give."""
+        hidden = self.outer(torch.tanh(self.inner(x)))
+        if self.cross is not None and states is not None:
+            hidden = hidden + torch.tanh(self.cross(exact(states)))
+        return x + functional.dropout(hidden, self.dropout, training=self.training)
+
+
+class Experts(nn.Module):
+    """A block that sends every row to one of its experts: shapes depend on the data."""
+
+    def __init__(self, *, num_experts: int, crossed: bool) -> None:
+        super().__init__()
+        self.router = Dense(WIDTH, num_experts)
+        self.experts = nn.ModuleList(Dense() for _ in range(num_experts))
+        self.cross = Dense() if crossed else None
+
+    def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
+        """Add what each row's expert gives, by its share."""
+        shares = torch.softmax(self.router(x), dim=-1)
+        chosen = shares.argmax(dim=-1)
+        result = x
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero()[:, 0]
+            if rows.numel():
+                made = expert(x[rows]) * shares[rows, index, None]
+                result = result.index_add(0, rows, made)
+        if self.cross is not None and states is not None:
+            result = result + torch.tanh(self.cross(exact(states)))
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What a random model is.
+
+    Attributes:
+        num_first: Blocks of the first stack.
+        num_second: Blocks of a second stack, each of which takes what the first gives; 0: none.
+        num_passes: How often the first stack is called.
+        num_experts: Of every third block; 0: none.
+        dropout: Of the others.
+        shares: Whether two blocks share a parameter.
+        tied: Whether the tail shares one with the head.
+        frozen: Every how many parameters one is frozen; 0: none.
+        seed: Of the values.
+        rounds: Whether products are with weights in bfloat16.
+    """
+
+    num_first: int
+    num_second: int
+    num_passes: int
+    num_experts: int
+    dropout: float
+    shares: bool
+    tied: bool
+    frozen: int
+    seed: int
+    rounds: bool = False
+
+    @classmethod
+    def drawn(cls, numbers: random.Random, *, most_blocks: int) -> ModelSpec:
+        """Draw one."""
+        num_second = numbers.choice((0, 0, 0, 1, 2))
+        return cls(
+            num_first=numbers.randint(1, most_blocks),
+            num_second=num_second,
+            num_passes=1 if num_second else numbers.choice((1, 1, 1, 2)),
+            num_experts=numbers.choice((0, 0, 2, 3)),
+            dropout=numbers.choice((0.0, 0.0, 0.3)),
+            shares=numbers.random() < 0.2,
+            tied=numbers.random() < 0.2,
+            frozen=numbers.choice((0, 0, 2, 3)),
+            seed=numbers.randrange(2**31),
+        )
+
+
+class RaceModel(nn.Module):
+    """A head, one or two stacks of blocks, and a tail."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.head, self.tail = Dense(), Dense()
+        self.first = nn.ModuleList(self._block(i, crossed=False) for i in range(spec.num_first))
+        self.second = nn.ModuleList(self._block(i, crossed=True) for i in range(spec.num_second))
+        blocks = [*self.first, *self.second]
+        layers = [[m for m in block.modules() if isinstance(m, Dense)] for block in blocks]
+        for layer in (self.head, self.tail, *(layer for some in layers for layer in some)):
+            layer.rounds = spec.rounds
+        if spec.shares and len(blocks) > 1:
+            layers[-1][-1].weight = layers[0][-1].weight
+        if spec.tied:
+            self.tail.weight = self.head.weight
+        for index, parameter in enumerate(p for block in blocks for p in block.parameters()):
+            if spec.frozen and index % spec.frozen == 0:
+                parameter.requires_grad_(False)
+
+    def _block(self, index: int, *, crossed: bool) -> nn.Module:
+        if self.spec.num_experts and index % 3 == 1:
+            return Experts(num_experts=self.spec.num_experts, crossed=crossed)
+        return Block(dropout=self.spec.dropout, crossed=crossed)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        del batch_idx
+        x, y = batch
+        states = self.head(x)
+        for _ in range(self.spec.num_passes):
+            for block in self.first:
+                states = block(states)
+            states = states / 2
+        hidden = states
+        for block in self.second:
+            hidden = block(hidden, states)
+        loss: Tensor = functional.mse_loss(self.tail(hidden), y)
+        return loss
+
+    def stacks(self) -> tuple[BlockStack, ...]:
+        """Return the stacks that have blocks."""
+        found = []
+        for name, blocks in (("first", self.first), ("second", self.second)):
+            names = tuple(f"{name}.{index}" for index in range(len(blocks)))
+            if names:
+                found.append(BlockStack(name=name, blocks=tuple(blocks), names=names))
+        return tuple(found)
+
+    def chain(self, *, num_passes: int) -> Chain:
+        """Return the calls of a step with so many passes of the first stack."""
+        links = []
+        for turn in range(num_passes):
+            for index, block in enumerate(self.first):
+                name = f"first.{index}" if not turn else f"first.{index}#{turn + 1}"
+                links.append(Link(block=block, name=name, cut=bool(turn and not index)))
+        for index, block in enumerate(self.second):
+            links.append(Link(block=block, name=f"second.{index}", cut=not index))
+        return Chain(links=tuple(links))
+
+
+def make_model(spec: ModelSpec) -> RaceModel:
+    """Return the model of a spec, always with the same values."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        return RaceModel(spec).train()
+
+
+def make_batches(num_microbatches: int, *, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return microbatches of unequal length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(2 + index % 3, WIDTH, generator=generator),
+            torch.randn(2 + index % 3, WIDTH, generator=generator),
+        )
+        for index in range(num_microbatches)
+    ]
+
+
+# ------------------------------------------------------------------------------------ plain PyTorch
+
+
+class _Streams(TorchFunctionMode):
+    """Draws a microbatch's random numbers from its stream, as the engine promises to.
+
+    Args:
+        stream: The stream.
+    """
+
+    def __init__(self, stream: RandomStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self._num_calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self._stream.call(func, args, kwargs or {})
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Draw the numbers of the next call of a block."""
+        with self._stream.block(self._num_calls):
+            self._num_calls += 1
+            yield
+
+
+class _Called(nn.Module):
+    """A block that draws its own random numbers. It finds the streams in a list of one."""
+
+    def __init__(self, block: nn.Module, streams: list[_Streams]) -> None:
+        super().__init__()
+        self.block = block
+        self.streams = streams
+
+    def forward(self, *args: Tensor) -> Any:
+        with self.streams[0].block():
+            return self.block(*args)
+
+
+class PlainModel:
+    """The same model, trained by a plain loop over the microbatches.
+
+    Args:
+        model: Is copied.
+    """
+
+    def __init__(self, model: RaceModel) -> None:
+        self._model = copy.deepcopy(model)
+        self._streams: list[_Streams] = []
+        self.parameters = list(self._model.parameters())
+        for stack in (self._model.first, self._model.second):
+            for index, block in enumerate(stack):
+                stack[index] = _Called(block, self._streams)
+
+    def step(
+        self, batches: Sequence[Any], *, step_seed: int
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the microbatches' losses, and the gradients of their mean."""
+        losses = []
+        for index, batch in enumerate(batches):
+            stream = RandomStream(
+                RandomLock(),
+                step_seed=step_seed,
+                microbatch=index,
+                generators=lambda: (torch.default_generator,),
+            )
+            mode = _Streams(stream)
+            self._streams[:] = [mode]
+            with mode:
+                loss = self._model.training_step(batch, 0)
+            loss.backward(torch.full_like(loss, 1 / len(batches)))
+            losses.append(loss.detach())
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return losses, gradients

@@ -1,0 +1,247 @@
+"""What transfers cost the host: blocks of many small tensors, and many steps.
+
+The device is a part of host memory that is treated as a device's, so what is measured is the
+engine's own work. Three figures:
+
+- The time of a visit (weights brought into a slot, gradients gathered and sent home, summed in the
+  ledger) for blocks of many small tensors, as in LoRA, against blocks of one tensor of the same
+  size. The visits alternate in one process; the figure is the ratio of their times, pair by pair.
+- What the calling thread spends on it, the same way.
+- Growth over many steps of a small model, each of which begins while the one before drains:
+  threads, tensors, slots and page-locked bytes.
+
+    python benchmarks/transfer_overhead.py [--tensors 1000] [--steps 1000] [--seconds 500]
+                                           [--output json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.logistics import Logistics
+from roundpipe_lightning.engine.pending import PendingStep
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.traffic import StepVisits, WaitedFor
+from roundpipe_lightning.engine.visits import VisitPlan
+from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.stages import Stage, StageKind
+
+BLOCKS = 4
+VISITS = 8
+
+
+class MemoryDevice(CpuDevice):
+    """Host memory that is treated as a device's."""
+
+    shares_host_memory = False
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Copy."""
+        return tensor.detach().clone()
+
+
+class Parameters(nn.Module):
+    """A block of equal parameters.
+
+    Args:
+        num: How many.
+        num_elements: Elements of all together.
+    """
+
+    def __init__(self, num: int, num_elements: int) -> None:
+        super().__init__()
+        size = num_elements // num
+        self.all = nn.ParameterList(torch.zeros(size) for _ in range(num))
+
+
+class Visitor:
+    """Visits a stage again and again.
+
+    Args:
+        num_tensors: Per block.
+        num_elements: Per block.
+    """
+
+    def __init__(self, num_tensors: int, num_elements: int) -> None:
+        module = nn.ModuleList(Parameters(num_tensors, num_elements) for _ in range(BLOCKS))
+        self._blocks = tuple(module)
+        stack = BlockStack(name="blocks", blocks=self._blocks, names=tuple("abcd"))
+        store = HostStore(module, self._blocks)
+        self._logistics = Logistics(store, devices=[MemoryDevice()], stacks=[stack])
+        [transfers] = self._logistics.transfers
+        assert transfers is not None
+        self._transfers = transfers
+        self._stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(BLOCKS))
+        visit = VisitPlan(stage=self._stage, blocks=self._blocks, wanted=self._blocks)
+        self._step = StepVisits(visits=(visit,) * VISITS, num_slots=2, resident=())
+        self._gradients = [torch.ones_like(p) for p in module[0].parameters()]
+
+    def run(self) -> tuple[float, float]:
+        """Make some visits; return the seconds of one in all, and of the calling thread alone."""
+        ledger = GradientLedger(num_microbatches=VISITS, num_stages=2)
+        start, own = time.perf_counter(), time.thread_time()
+        self._transfers.begin_step(self._step)
+        self._transfers.begin_ahead()
+        for number in range(VISITS):
+            visit = self._transfers.weights.enter(self._stage, self._blocks)
+            placed = []
+            for block in self._blocks:
+                region = visit.regions[block]
+                self._transfers.await_event(visit.events.pop(block), WaitedFor.WEIGHTS)
+                leaves = list(region.leaves().values())
+                for leaf, gradient in zip(leaves, self._gradients, strict=True):
+                    leaf.grad = gradient
+                placed.append((region.layout, leaves))
+            self._transfers.send_gradients(
+                1, placed, microbatches=[number], ledger=ledger, last=number, shared=()
+            )
+            self._transfers.weights.leave()
+        own = time.thread_time() - own
+        self._transfers.drain(timeout_seconds=60.0)
+        self._transfers.end_step()
+        return (time.perf_counter() - start) / VISITS, own / VISITS
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._logistics.close()
+
+
+def many_small_tensors(*, num_tensors: int, num_elements: int, pairs: int) -> dict[str, Any]:
+    """Measure visits of many tensors against visits of one."""
+    many, one = Visitor(num_tensors, num_elements), Visitor(1, num_elements)
+    ratios, own = [], []
+    try:
+        for pair in range(pairs + 1):
+            visitors = (many, one) if pair % 2 else (one, many)
+            seconds = {visitor: visitor.run() for visitor in visitors}
+            if pair:  # the first pair makes what is made once
+                ratios.append(seconds[many][0] / seconds[one][0])
+                own.append((seconds[many][1], seconds[one][1]))
+    finally:
+        many.close()
+        one.close()
+    return {
+        "tensors_per_block": num_tensors,
+        "block_bytes": 4 * num_elements,
+        "visit_ratio_median": statistics.median(ratios),
+        "own_microseconds_per_tensor": statistics.median(
+            (a - b) / (BLOCKS * num_tensors) * 1e6 for a, b in own
+        ),
+    }
+
+
+@contextmanager
+def small_engine() -> Iterator[tuple[Engine, Any]]:
+    """Yield an engine with two workers, and a function that begins a step."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    names = tuple(f"{index}" for index in range(3))
+    profile = ModelProfile(
+        blocks=tuple(BlockProfile(name=n, forward_seconds=1, backward_seconds=2) for n in names),
+        fingerprint="small",
+    )
+    stack = BlockStack(name="", blocks=tuple(module), names=names)
+    batches = [torch.randn(2, 8) for _ in range(2)]
+    plan = default_plan(profile, num_workers=2, num_microbatches=2)
+    with Engine(
+        module, stack=stack, devices=[MemoryDevice(0), MemoryDevice(1)], plan=plan
+    ) as engine:
+
+        def step() -> PendingStep:
+            return engine.begin_step(
+                batches, lambda view, batch, index: view(batch).square().mean(), loss_scales=[1, 1]
+            )
+
+        yield engine, step
+
+
+def growth(num_steps: int, *, seconds: float = math.inf) -> dict[str, Any]:
+    """Compare what there is after a tenth of the steps with what there is after all.
+
+    Args:
+        num_steps: How many.
+        seconds: When to stop, whether all were run or not.
+    """
+    seen, begin = [], time.perf_counter()
+    number = 0
+    with small_engine() as (engine, step):
+        while number < num_steps:
+            pending = step()
+            pending.outputs()
+            number += 1
+            is_over = number == num_steps or time.perf_counter() - begin > seconds
+            if is_over or number == max(1, num_steps // 10):
+                pending.result()
+                del pending
+                seen.append(_counted(engine))
+                told = f"{number} of {num_steps} steps, {time.perf_counter() - begin:.0f} s"
+                print(told, file=sys.stderr, flush=True)
+            if is_over:
+                break
+    names = ("tensors", "threads", "page_locked_bytes", "device_bytes")
+    return {
+        "steps": number,
+        **dict(zip(names, seen[-1], strict=True)),
+        **{f"{n}_grown": b - a for n, a, b in zip(names, seen[0], seen[-1], strict=True)},
+    }
+
+
+def _counted(engine: Engine) -> tuple[int, int, int, int]:
+    gc.collect()
+    tensors = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+    device = sum(w.transfers.num_bytes for w in engine.workers if w.transfers)
+    return tensors, threading.active_count(), engine.staging_bytes, device
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--tensors", type=int, default=1000, help="per block (default 1000)")
+    parser.add_argument("--mebibytes", type=int, default=16, help="of a block (default 16)")
+    parser.add_argument("--pairs", type=int, default=9, help="counted pairs (default 9)")
+    parser.add_argument("--steps", type=int, default=1000, help="for the growth (default 1000)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for the growth, at most")
+    parser.add_argument("--output", choices=("text", "json"), default="text")
+    options = parser.parse_args()
+    result = many_small_tensors(
+        num_tensors=options.tensors,
+        num_elements=options.mebibytes * 2**18,
+        pairs=options.pairs,
+    )
+    result |= growth(options.steps, seconds=options.seconds)
+    result |= {"torch": torch.__version__, "intra_op_threads": torch.get_num_threads()}
+    if options.output == "json":
+        print(json.dumps(result))
+        return
+    print(
+        f"blocks of {options.tensors} tensors against one of the same {options.mebibytes} MiB: "
+        f"{result['visit_ratio_median']:.2f} times the time of a visit, "
+        f"{result['own_microseconds_per_tensor']:.2f} microseconds of the thread per tensor\n"
+        f"{result['steps']} steps: {result['tensors_grown']} more tensors, "
+        f"{result['threads_grown']} more threads, {result['page_locked_bytes_grown']} more bytes "
+        f"page-locked, {result['device_bytes_grown']} more bytes on the device than after a tenth"
+    )
+
+
+if __name__ == "__main__":
+    main()

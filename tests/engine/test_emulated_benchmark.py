@@ -1,0 +1,50 @@
+"""The benchmark of the dispatcher, on something small: it measures what it says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TIMINGS = """
+num_devices: 2
+num_microbatches: 2
+models:
+  tiny:
+    num_layers: 3
+    layer_forward_ms: 4
+    layer_backward_ms: 8
+    lm_head_forward_ms: 4
+    lm_head_backward_ms: 8
+    hop_ms: 0.1
+    layer_bytes: 40000000
+    lm_head_bytes: 40000000
+"""
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("emulated_server")
+
+
+def test_measured_beside_simulated(benchmark: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "timings.yaml"
+    path.write_text(TIMINGS, encoding="utf-8")
+    timings = benchmark.load_timings(path)
+    options = argparse.Namespace(steps=1, time_scale=1.0, tags=False, optimizer_seconds_share=0.5)
+    row = benchmark.run_model(timings.models[0], timings, options)
+    work_ms = 2 * (3 * 12 + 12)  # without recomputes, of both microbatches
+    assert row["measured_makespan_ms"] >= work_ms / 2
+    assert 0 <= row["measured_idle_share"] < 1
+    idle, makespan = row["measured_idle_share"], row["measured_makespan_ms"]
+    assert makespan * 2 * (1 - idle) == pytest.approx(
+        row["simulated_makespan_ms"] * 2 * (1 - row["simulated_idle_share"]), rel=1e-3
+    )
+    assert row["optimizer"]["exact_step_ms"] > 0
+    text = benchmark.format_text({"models": {"tiny": row}})
+    assert "updates of 0.5 steps: none" in text
