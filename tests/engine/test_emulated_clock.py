@@ -22,13 +22,26 @@ def clock() -> Iterator[ServerClock]:
 def test_the_order_is_that_of_the_times_and_close_waits_for_all(clock: ServerClock) -> None:
     called: list[int] = []
     now = time.perf_counter()
-    clock.call_at(now + 0.03, lambda: called.append(3))
-    clock.call_at(now + 0.01, lambda: called.append(1))  # earlier than what it sleeps for
-    clock.call_at(now + 0.02, lambda: called.append(2)).cancel()
-    clock.call_at(now + 0.01, lambda: called.append(11))
+
+    def begin() -> None:  # in the clock's thread, which does nothing else meanwhile
+        clock.call_at(now + 0.03, lambda: called.append(3))
+        clock.call_at(now + 0.01, lambda: called.append(1))
+        clock.call_at(now + 0.02, lambda: called.append(2)).cancel()
+        clock.call_at(now + 0.01, lambda: called.append(11))
+
+    clock.call_at(0.0, begin)
     clock.close()
     assert called == [1, 11, 3]
     assert time.perf_counter() - now >= 0.03
+
+
+def test_what_is_due_earlier_than_what_it_sleeps_for_wakes_it(clock: ServerClock) -> None:
+    is_called = threading.Event()
+    far = clock.call_at(time.perf_counter() + 1e6, lambda: None)
+    clock.call_at(time.perf_counter(), is_called.set)
+    assert is_called.wait(60)
+    far.cancel()
+    clock.close()
 
 
 def test_what_is_called_may_call_and_the_thread_ends_with_the_last(clock: ServerClock) -> None:
@@ -36,7 +49,7 @@ def test_what_is_called_may_call_and_the_thread_ends_with_the_last(clock: Server
     inside = threading.Event()
 
     def first() -> None:
-        inside.wait(5)
+        inside.wait()
         called.append("first")
         clock.call_at(0.0, lambda: called.append(threading.current_thread().name))
 
@@ -79,10 +92,12 @@ def test_memory_is_shared_equally_at_every_moment(clock: ServerClock) -> None:
             arrived=lambda end: ends.update({name: end - begin}),
         )
 
-    # By the clock, in whose thread memory is used, in the order of their times.
-    clock.call_at(0.0, lambda: copy("long", 0.0, 30, 1000.0))
-    clock.call_at(begin + 0.01, lambda: copy("short", 0.01, 10, 1000.0))
-    clock.call_at(begin + 0.1, lambda: copy("slow link", 0.1, 1, 100.0))
+    def begin_all() -> None:  # by the clock, in whose thread memory is used
+        copy("long", 0.0, 30, 1000.0)
+        clock.call_at(begin + 0.01, lambda: copy("short", 0.01, 10, 1000.0))
+        clock.call_at(begin + 0.1, lambda: copy("slow link", 0.1, 1, 100.0))
+
+    clock.call_at(0.0, begin_all)
     clock.close()
     # 10 bytes alone, 20 ms at half the rate beside the short one, 10 ms alone.
     assert ends == pytest.approx({"long": 0.04, "short": 0.03, "slow link": 0.11}, abs=1e-6)

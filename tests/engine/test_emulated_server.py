@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from roundpipe_lightning.engine import emulated_time
 from roundpipe_lightning.engine.device import CopyQueue
 from roundpipe_lightning.engine.emulated_server import EmulatedServer, ServedDevice
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming, HostClock
+from roundpipe_lightning.engine.emulated_time import ComputeQueue, EmulatedTiming, HostClock
 from roundpipe_lightning.engine.events import HostEvent
 from roundpipe_lightning.engine.protocol import ProtocolChecker, ProtocolError
 from roundpipe_lightning.engine.tagged import raw_of, tag_of
+from roundpipe_lightning.engine.threads import Countdown
 from roundpipe_lightning.errors import ConfigurationError
 from tests.engine.tiny import (
     Regressor,
@@ -33,6 +36,23 @@ def _timing(**given: float) -> EmulatedTiming:
     return EmulatedTiming(
         **{"upload_bytes_per_second": 4000.0, "download_bytes_per_second": 2000.0, **given}  # type: ignore[arg-type]
     )
+
+
+class Now:
+    """A clock that stands still."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    """The time of the host and of compute, as the test sets it."""
+    clock = Now()
+    monkeypatch.setattr(emulated_time, "time", clock)
+    return clock
 
 
 def _buffer(device: ServedDevice, numbers: int) -> Tensor:
@@ -86,7 +106,16 @@ def test_compute_takes_the_given_time_in_order_and_the_host_runs_ahead() -> None
         spans = [device.compute.spans for device in server.devices]
         assert [len(row) for row in spans] == [4, 2]
         assert [round(end - start, 6) for start, end in spans[0]] == [0.06, 0.02, 0.06, 0.02]
-        assert spans[0][1][1] == spans[0][2][0]  # no time between two pieces
+        assert all(before[1] <= after[0] for row in spans for before, after in pairwise(row))
+
+
+def test_no_time_is_between_two_pieces_of_compute_unless_the_host_is_late(now: Now) -> None:
+    compute = ComputeQueue(host=HostClock(), delay=lambda: 0.0)
+    compute.launch(2.0)
+    compute.launch(1.0)
+    now.seconds = 5.0
+    compute.launch(1.0)
+    assert compute.spans == ((0.0, 2.0), (2.0, 3.0), (5.0, 6.0))
 
 
 def test_compute_waits_for_a_copy_and_the_next_one_for_compute() -> None:
@@ -126,17 +155,20 @@ def test_callbacks_come_when_it_has_happened() -> None:
     with EmulatedServer(1, timing=_timing()) as server:
         (device,) = server.devices
         called: list[str] = []
-        slot = _buffer(device, 20)
+        slot, are_called = _buffer(device, 20), Countdown(2)
+
+        def call(name: str) -> None:
+            called.append(name)
+            are_called.tell()
+
         with device.activate():
             server.launch(0.03)
         mark = device.mark_event("computed")
-        mark.when_done(lambda: called.append("mark"))
+        mark.when_done(lambda: call("mark"))
         copy = device.copy(slot, torch.ones(20), queue=UP, after=[mark])
-        copy.when_done(lambda: called.append("copy"))
+        copy.when_done(lambda: call("copy"))
         copy.wait()
-        deadline = time.perf_counter() + 5
-        while len(called) < 2 and time.perf_counter() < deadline:
-            time.sleep(0.001)
+        assert are_called.wait(60)
         assert called == ["mark", "copy"]
         copy.when_done(lambda: called.append("late"))
         assert called[-1] == "late"
@@ -165,16 +197,17 @@ def test_copies_share_the_memory_of_the_host() -> None:
         assert time.perf_counter() - begin > 0.079  # 160 bytes each at half the rate
 
 
-def test_a_late_thread_makes_nothing_late() -> None:
+def test_a_late_thread_makes_nothing_late(now: Now) -> None:
     host = HostClock()
-    before = host.now()
-    time.sleep(0.02)
-    host.woke_for(before + 0.005, since=before)
-    assert host.now() - before < 0.01
-    host.woke_for(before, since=host.now())
-    assert host.now() - before < 0.01  # waited for something that was over: no time passed
+    now.seconds = 20.0
+    host.woke_for(5.0, since=0.0)
+    assert host.now() == 5.0
+    now.seconds = 21.0
+    assert host.now() == 6.0
+    host.woke_for(0.0, since=host.now())
+    assert host.now() == 6.0  # waited for something that was over: no time passed
     host.restart()
-    assert host.now() - before >= 0.02
+    assert host.now() == 21.0
 
 
 def test_devices_can_be_used_again_after_close() -> None:
@@ -281,7 +314,7 @@ def test_a_timeline_knows_that_actions_wait_for_their_weights() -> None:
     module = Regressor(4)
     stack, batches = layers_of(module), regression_batches(2)
     plan = plan_of(stack, num_workers=2, num_microbatches=2)
-    slow = EmulatedTiming(upload_bytes_per_second=50_000, download_bytes_per_second=1e9)
+    slow = EmulatedTiming(upload_bytes_per_second=20_000, download_bytes_per_second=1e9)
     with (
         EmulatedServer(2, timing=slow) as server,
         engine_of(module, stack, plan, devices=server.devices) as engine,

@@ -16,7 +16,7 @@ from roundpipe_lightning.engine.transfers import MOST_UNDER_WAY, Job, TransferQu
 from roundpipe_lightning.engine.turns import StepAborted
 
 CHUNK = 8
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 
 
 class SteppedDevice(CpuDevice):
@@ -161,8 +161,10 @@ def test_staged_jobs_go_through_the_queues_own_buffers() -> None:
 @pytest.mark.parametrize("where", ["copy", "chunk"])
 def test_a_failing_copy_is_told_once_and_releases_everybody(where: str) -> None:
     device, failures = SteppedDevice(), Failures()
+    are_submitted = threading.Event()
 
     def fail(*args: object, **kwargs: object) -> Event:
+        assert are_submitted.wait(PATIENCE_SECONDS)
         raise RuntimeError("the bus is gone")
 
     with queue_of(device, failures) as queue:
@@ -170,6 +172,7 @@ def test_a_failing_copy_is_told_once_and_releases_everybody(where: str) -> None:
             device.copy = fail  # type: ignore[method-assign]
         jobs = [job(1, chunks=3), job(2), job(3, after=[HostEvent()])]
         events = [queue.submit(one) for one in jobs]
+        are_submitted.set()
         if where == "chunk":
             device.make(error=RuntimeError("the bus is gone"))
             device.make()  # the second one is awaited before its memory is used again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 
 import pytest
@@ -168,7 +169,7 @@ def test_a_waiter_waits_until_the_worker_is_free() -> None:
     assert not entered.wait(0.1)
     assert turns.running() == (first,)
     assert ">F0.0<" in turns.report(plan)
-    assert "worker 0: 0 of 6 done, runs F0.0 for 0." in turns.report(plan)
+    assert re.search(r"worker 0: 0 of 6 done, runs F0\.0 for \d+\.\d s", turns.report(plan))
     assert "worker 1: 0 of 4 done, waits to begin F1.0 for F0.0 (worker 0, running)" in (
         turns.report(plan)
     )
