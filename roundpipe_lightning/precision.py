@@ -106,6 +106,9 @@ class RoundPipePrecision(Precision):
         self._num_steps = 0
         self.precision = precision  # type: ignore[assignment]  # a plain str in our signature
         self.scaler = scaler
+        self.takes_clipping: Callable[[Callable[[], None]], bool] | None = None
+        """Told how to clip gradients; says whether it will do so when they are there. The strategy
+        sets it for the time of a training."""
         self.compute_device_type = "cpu"
         """Device type the workers compute on; the strategy sets it, autocast needs it."""
 
@@ -246,7 +249,7 @@ class RoundPipePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by norm or by value, on unscaled gradients.
+        """Clip by norm or by value, on unscaled gradients; later where they are still to come.
 
         Raises:
             ConfigurationError: The optimizer unscales inside its own step, too late for clipping.
@@ -257,7 +260,9 @@ class RoundPipePrecision(Precision):
                 f"{type(optimizer).__name__} unscales the gradients inside its own step, too late "
                 "for clipping. Build it with fused=False, or leave gradient_clip_val out."
             )
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        clip = partial(super().clip_gradients, optimizer, clip_val, gradient_clip_algorithm)
+        if clip_val <= 0 or self.takes_clipping is None or not self.takes_clipping(clip):
+            clip()
 
     # Stochastic rounding -------------------------------------------------------------------------
 

@@ -66,12 +66,21 @@ class _DeferredStep:
     Args:
         updater: Makes it.
         optimizer: Whose step. Its options are captured now.
+        clips: Clip the gradients of its parameters.
         release_gradients: As for `Updater.submit`.
     """
 
-    def __init__(self, updater: Updater, optimizer: Optimizer, *, release_gradients: bool) -> None:
+    def __init__(
+        self,
+        updater: Updater,
+        optimizer: Optimizer,
+        *,
+        clips: Sequence[Callable[[], None]],
+        release_gradients: bool,
+    ) -> None:
         self._updater = updater
         self._optimizer = optimizer
+        self._clips = clips
         self._release_gradients = release_gradients
         members = (p for group in optimizer.param_groups for p in group["params"])
         self._sums = {p: p.grad for p in members if p.grad is not None}
@@ -86,7 +95,9 @@ class _DeferredStep:
         self._sums = {}
 
     def submit(self, *, has_next: bool) -> None:
-        """Have the step made."""
+        """Have the step made, of gradients that are clipped before."""
+        for clip in self._clips:
+            clip()
         self._updater.keep([self._optimizer], is_read=has_next)
         self._updater.submit(self._optimizer, release_gradients=self._release_gradients)
 
@@ -143,6 +154,7 @@ class Updates:
         self._stale = stale
         self._overlaps = overlaps
         self._check = check
+        self._clips: list[Callable[[], None]] = []  # of the batch that drains
         self._begins_early = begins_early and overlaps
         self._whole = {optimizer: why_whole(optimizer) for optimizer in optimizers if overlaps}
         self._front = JoinBeforeReaders(self)
@@ -253,10 +265,24 @@ class Updates:
         return (
             self._begins_early
             and (self._stale or trainer.accumulate_grad_batches == 1)
-            and not trainer.gradient_clip_val
+            and (self._stale or not trainer.gradient_clip_val)
             and not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
             and not readers.sees_every_gradient(trainer)
         )
+
+    def take_clipping(self, clip: Callable[[], None]) -> bool:
+        """Put clipping off until gradients are there, if they are still to come.
+
+        Args:
+            clip: Clips them.
+
+        Returns:
+            Whether it is put off.
+        """
+        is_late = self._batches.is_draining
+        if is_late:
+            self._clips.append(clip)
+        return is_late
 
     @contextmanager
     def _submitting(self, optimizer: Optimizer) -> Iterator[None]:
@@ -276,8 +302,9 @@ class Updates:
                 return result
             attributes["_opt_called"] = True  # what a scheduler's wrapper of `step` notes
             releases = not readers.may_read_gradients(self._trainer)
+            clips, self._clips = self._clips, []
             if self._batches.is_draining:
-                step = _DeferredStep(updater, optimizer, release_gradients=releases)
+                step = _DeferredStep(updater, optimizer, clips=clips, release_gradients=releases)
                 self._batches.before_gradients(step)
             else:
                 updater.submit(optimizer, release_gradients=releases)

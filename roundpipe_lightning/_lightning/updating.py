@@ -80,6 +80,7 @@ class UpdatingStrategy(ParallelStrategy):
             and type(precision) is RoundPipePrecision
             and not checks_gradients,
         )
+        precision.takes_clipping = self._updates.take_clipping
 
     def optimizer_step(
         self,
@@ -145,6 +146,9 @@ class UpdatingStrategy(ParallelStrategy):
         updates, self._updates = self._updates, None
         if updates is not None:
             updates.close()
+            precision = self.precision_plugin
+            assert isinstance(precision, RoundPipePrecision)
+            precision.takes_clipping = None
         if self._gradients is not None:
             self._gradients.end()
         for optimizer in self.optimizers:

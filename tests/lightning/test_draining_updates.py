@@ -149,8 +149,19 @@ def fit(
     return module, trainer
 
 
+BY_NORM: Any = {"gradient_clip_val": 0.05}
+BY_VALUE: Any = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+WAYS: dict[str, Any] = {
+    "plainly": {},
+    "clipped by norm": BY_NORM,
+    "clipped by value": BY_VALUE,
+}
+ways = pytest.mark.parametrize("flags", WAYS.values(), ids=WAYS.keys())
+
+
+@ways
 def test_the_next_step_begins_before_the_backward_pass_ends(
-    tmp_path: Path, watched: Watched
+    tmp_path: Path, watched: Watched, flags: dict[str, Any]
 ) -> None:
     begun, is_second = threading.Event(), threading.Event()
     order: list[str] = []
@@ -169,16 +180,30 @@ def test_the_next_step_begins_before_the_backward_pass_ends(
 
     torch.manual_seed(0)
     module = Scheduled(hear=hear, on_step=on_step)
-    found, trainer = fit(tmp_path, watched=watched, module=module)
+    found, trainer = fit(tmp_path, watched=watched, module=module, **flags)
     assert order[0] == "forward of the third step"
     assert watched.num_deferred == 5  # the first step of an engine is waited for
-    wanted, plain = fit(tmp_path, LOOKS, watched=watched)
+    wanted, plain = fit(tmp_path, LOOKS, watched=watched, **flags)
     assert watched.num_deferred == 5
     assert same_bits(found, wanted)
     assert trainer.logged_metrics == plain.logged_metrics
 
 
-def plainly_stale(num_steps: int, *, window: int = 1) -> Scheduled:
+def clip(module: nn.Module, flags: dict[str, Any]) -> None:
+    """Do what the Trainer does with these flags."""
+    limit = flags.get("gradient_clip_val")
+    if limit is None:
+        return
+    clips = nn.utils.clip_grad_value_ if len(flags) > 1 else nn.utils.clip_grad_norm_
+    before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    clips(module.parameters(), limit)
+    after = [p.grad for p in module.parameters() if p.grad is not None]
+    assert not all(map(torch.equal, before, after)), "it makes a difference"
+
+
+def plainly_stale(
+    num_steps: int, *, window: int = 1, flags: dict[str, Any] | None = None
+) -> Scheduled:
     """Train in a plain loop, with gradients at the parameters of one update ago."""
     torch.manual_seed(0)
     module, older = Scheduled(), Scheduled()
@@ -194,20 +219,25 @@ def plainly_stale(num_steps: int, *, window: int = 1) -> Scheduled:
         older.load_state_dict(module.state_dict())
         for parameter, gradient in zip(module.parameters(), sums, strict=True):
             parameter.grad = gradient
+        clip(module, flags or {})
         optimizer.step()
         schedule["scheduler"].step()
     return module
 
 
+@ways
 @pytest.mark.parametrize("window", [1, 2])
-def test_steps_are_exactly_one_update_stale(tmp_path: Path, watched: Watched, window: int) -> None:
-    flags: Any = {"num_batches": 4 * window, "accumulate_grad_batches": window}
+def test_steps_are_exactly_one_update_stale(
+    tmp_path: Path, watched: Watched, window: int, flags: dict[str, Any]
+) -> None:
+    expected = plainly_stale(4, window=window, flags=flags)
+    flags = {"num_batches": 4 * window, "accumulate_grad_batches": window, **flags}
     found, _ = fit(tmp_path, watched=watched, **flags)
     assert watched.num_deferred == 3
     wanted, _ = fit(tmp_path, LOOKS, watched=watched, **flags)
     assert watched.num_deferred == 3
     assert same_bits(found, wanted)
-    assert parameter_error(found, plainly_stale(4, window=window)) < 1e-4
+    assert parameter_error(found, expected) < 1e-4
     assert watched.checker.num_accesses > 0
 
 
@@ -303,7 +333,6 @@ def test_a_checkpoint_and_a_resume_change_no_bit(tmp_path: Path, watched: Watche
 @pytest.mark.parametrize(
     "flags",
     [
-        {"gradient_clip_val": 1.0},
         {"detect_anomaly": True},
         {"precision": "bf16-mixed", "upload_dtype": "bf16"},
     ],
