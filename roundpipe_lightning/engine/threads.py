@@ -70,25 +70,45 @@ class Run:
 
     def __init__(self, num_tasks: int, on_failure: Callable[[Failure], None]) -> None:
         self._left = num_tasks
-        self._on_failure = on_failure
+        self._on_failure: Callable[[Failure], None] | None = on_failure
         self._finished = threading.Condition()
 
-    def execute(self, index: int, task: Task) -> None:
-        """Run one task and note its end."""
-        try:
-            task()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
-            self._on_failure(Failure(index, error))
-        finally:
-            with self._finished:
-                self._left -= 1
-                if not self._left:
-                    self._finished.notify_all()
+    def tell_failure(self, failure: Failure) -> None:
+        """Hear of a task that has raised."""
+        assert self._on_failure is not None, "not all tasks have ended"
+        self._on_failure(failure)
+
+    def tell_end(self) -> None:
+        """Hear that one task has ended, and that its thread holds nothing of it any more."""
+        with self._finished:
+            self._left -= 1
+            if not self._left:
+                self._on_failure = None  # a thread may hold the run for a moment longer
+                self._finished.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all tasks have ended, but not longer than this. Returns whether they have."""
+        """Wait until all tasks have ended, but not longer than this. Returns whether they have.
+
+        Then no thread holds a task any more: what only tasks refer to is freed at once.
+        """
         with self._finished:
             return self._finished.wait_for(lambda: not self._left, timeout=seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A task of a run, by its number there."""
+
+    run: Run
+    index: int
+    task: Task
+
+    def execute(self) -> None:
+        """Run the task."""
+        try:
+            self.task()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
+            self.run.tell_failure(Failure(self.index, error))
 
 
 class ThreadTeam:
@@ -102,12 +122,12 @@ class ThreadTeam:
 
     def __init__(self, num_threads: int, *, name: str, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
-        self._queues: list[queue.SimpleQueue[Task | None]] = [
+        self._queues: list[queue.SimpleQueue[_Job | None]] = [
             queue.SimpleQueue() for _ in range(num_threads)
         ]
         self._threads = [
-            threading.Thread(target=self._serve, args=(tasks,), name=f"{name}-{i}", daemon=True)
-            for i, tasks in enumerate(self._queues)
+            threading.Thread(target=self._serve, args=(jobs,), name=f"{name}-{i}", daemon=True)
+            for i, jobs in enumerate(self._queues)
         ]
         for thread in self._threads:
             thread.start()
@@ -125,15 +145,20 @@ class ThreadTeam:
         """
         assert len(tasks) <= len(self), "one thread per task"
         run = Run(len(tasks), on_failure)
-        for index, (task, tasks_of_thread) in enumerate(zip(tasks, self._queues, strict=False)):
-            tasks_of_thread.put(_bound(run, index, task))
+        for index, (task, jobs) in enumerate(zip(tasks, self._queues, strict=False)):
+            jobs.put(_Job(run=run, index=index, task=task))
         return run
 
-    def _serve(self, tasks: queue.SimpleQueue[Task | None]) -> None:
+    def _serve(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
         self._prepare()
-        while (task := tasks.get()) is not None:
-            task()
-            del task
+        while (job := jobs.get()) is not None:
+            run = job.run
+            try:
+                job.execute()
+            finally:
+                del job
+                run.tell_end()
+                del run
 
     def __enter__(self) -> ThreadTeam:
         return self
@@ -155,23 +180,19 @@ class ThreadTeam:
         Returns:
             Whether all have ended.
         """
-        for tasks in self._queues:
-            tasks.put(None)
+        for jobs in self._queues:
+            jobs.put(None)
         for thread in self._threads:
             thread.join(timeout_seconds)
         return not any(thread.is_alive() for thread in self._threads)
 
     def dismiss(self) -> None:
         """End the threads, but for the calling one; for an owner that is collected, anywhere."""
-        for tasks in self._queues:
-            tasks.put(None)
+        for jobs in self._queues:
+            jobs.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-
-
-def _bound(run: Run, index: int, task: Task) -> Task:
-    return lambda: run.execute(index, task)
 
 
 @contextmanager
