@@ -99,8 +99,13 @@ class StepsUnderWay:
             step: The step.
             visits: What each worker runs of it.
             ended: Told when it has ended, and whether well.
+
+        Raises:
+            Exception: What a step that is under way has failed with.
         """
         follows = bool(self._steps)
+        if follows and self._has_failed:
+            self._raise_failure()
         self._steps.append(step)
         self._ended[step] = ended
         with self._guarded():
@@ -111,6 +116,8 @@ class StepsUnderWay:
                     visits, on_failure=self._abort_turns, making_room=step.making_room
                 )
             step.start(self._free_team(len(step.runs)), on_failure=lambda: self._failed(step))
+        if self._has_failed:  # before this step was known: nobody has told it
+            self.abort()
 
     def _free_team(self, num_threads: int) -> ThreadTeam:
         busy = [step.team for step in self._steps]

@@ -17,6 +17,9 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.pending import PendingStep
 from roundpipe_lightning.engine.protocol import ProtocolChecker
 from roundpipe_lightning.engine.result import StepResult
+from roundpipe_lightning.engine.running import RunningStep
+from roundpipe_lightning.engine.turns import Turns
+from roundpipe_lightning.engine.under_way import StepsUnderWay
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.stages import Partition
 from tests.engine.tiny import (
@@ -246,6 +249,50 @@ def test_an_error_of_a_draining_batch_is_raised_by_who_waits_next() -> None:
         with pytest.raises(ValueError, match="backward has failed") as caught:
             begin(engine, 2).outputs()
         assert "BACKWARD stage 1" in str(caught.value.__notes__)  # type: ignore[attr-defined]
+        let_first_block(module, lambda: None)
+        assert_same(begin(engine, 0).result(), wanted)
+
+
+@pytest.mark.parametrize("emulated", [True, False], ids=["emulated", "cpu"])
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_an_error_before_the_next_batch_is_known_ends_that_too(
+    monkeypatch: pytest.MonkeyPatch, when: str, *, emulated: bool
+) -> None:
+    module, plan = module_and_plan()
+    may_fail = threading.Event()
+    running: list[RunningStep] = []
+    start = StepsUnderWay.start
+
+    def started(steps: StepsUnderWay, step: RunningStep, visits: Any, *, ended: Any) -> None:
+        if running:  # the next one is ready, and nobody knows of it yet
+            may_fail.set()
+            assert running[0].wait(TIMEOUT_SECONDS / 2)
+        running.append(step)
+        start(steps, step, visits, ended=ended)
+
+    def fail() -> None:
+        assert may_fail.wait(TIMEOUT_SECONDS)
+        raise ValueError("backward has failed")
+
+    def report(turns: Turns, plan: Plan) -> str:
+        raise AssertionError("the watchdog has ended the step")
+
+    with opened(module, plan, emulated=emulated) as engine:
+        wanted = begin(engine, 0).result()
+        monkeypatch.setattr(StepsUnderWay, "start", started)
+        monkeypatch.setattr(Turns, "report", report)
+        let_first_block(module, fail)
+        first = begin(engine, 1)
+        first.outputs()
+        if when == "before":
+            may_fail.set()
+            assert running[0].wait(TIMEOUT_SECONDS / 2)
+        with pytest.raises(ValueError, match="backward has failed") as caught:
+            begin(engine, 2).outputs()
+        notes = str(caught.value.__notes__)  # type: ignore[attr-defined]
+        assert "BACKWARD stage 1" in notes
+        assert first.was_given_up
+        monkeypatch.undo()
         let_first_block(module, lambda: None)
         assert_same(begin(engine, 0).result(), wanted)
 
