@@ -25,7 +25,7 @@ from roundpipe_lightning._lightning.options import (
     PlanSource,
 )
 from roundpipe_lightning._lightning.session import NoBlocksWarning, Session
-from roundpipe_lightning._lightning.watching import PlanWatcher
+from roundpipe_lightning._lightning.watching import PlanWatcher, StepWatcher
 from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
 from roundpipe_lightning.models.deferred_logits import FusedLosses, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
@@ -164,6 +164,11 @@ class RoundPipeStrategy(CheckpointingStrategy):
         self._fit_session: Session | None = None
         self.plan_watchers: list[PlanWatcher] = []
         """Called in the Trainer's thread with each plan that is about to be run."""
+        self.step_watchers: list[StepWatcher] = []
+        """Called in the Trainer's thread with each training step when it has ended.
+
+        Nothing waits for that: with batches in flight it is after the next one has begun.
+        """
 
     def __repr__(self) -> str:
         """Say which Lightning it is for: another one shows this in its refusal."""
@@ -222,6 +227,11 @@ class RoundPipeStrategy(CheckpointingStrategy):
     def last_step(self) -> StepRecord | None:
         """What is known of the last training step; None before the first."""
         return self._seen.last_step if self._seen else None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the backward pass of the last batch still runs; asking does not wait for it."""
+        return self._seen is not None and self._seen.is_draining
 
     @property
     def peak_device_bytes(self) -> int | None:
@@ -347,6 +357,7 @@ class RoundPipeStrategy(CheckpointingStrategy):
             optimizers=self.optimizers if trainer.state.fn == TrainerFn.FITTING else (),
             overlaps_on_host=self._overlaps_on_host,
             watchers=self.plan_watchers,
+            step_watchers=self.step_watchers,
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_session = self._session

@@ -23,6 +23,7 @@ from roundpipe_lightning._lightning.training import MicrobatchedStep, WaitingSte
 from roundpipe_lightning._lightning.watching import (
     PlanWatch,
     PlanWatcher,
+    StepWatcher,
     rates_are_assumed,
     record_of,
 )
@@ -82,6 +83,7 @@ class Session:
         overlaps_on_host: Whether the optimizer's steps are made while other things go on where
             workers and optimizer share the processor; elsewhere they are.
         watchers: Told of plans that are about to be run.
+        step_watchers: Told of training steps that have ended, as early as that is known.
 
     Attributes:
         plan: The plan in use, that of the largest batch so far; before the first batch, one for the
@@ -107,6 +109,7 @@ class Session:
         optimizers: Sequence[Optimizer] = (),
         overlaps_on_host: bool = False,
         watchers: Sequence[PlanWatcher] = (),
+        step_watchers: Sequence[StepWatcher] = (),
     ) -> None:
         self._module = module
         self._devices = tuple(devices)
@@ -152,11 +155,13 @@ class Session:
         self._running: tuple[Planned, int] | None = None  # with the number of the batch's values
         self._draining: tuple[Planned, int] | None = None
         self._num_drained = 0  # windows in a row
+        self._trained_last = False  # since then there was no evaluation
         #: Whether the optimizer's step that comes after the present batch may wait for its end.
         self.defers_update = False
         self._ran: tuple[Planned, int] | None = None
         self._workers_per_device = options.workers_per_device
         self._assumed_rates = rates_are_assumed(options, computes_on_host=computes_on_host)
+        self._step_watchers = step_watchers
         self._watch = PlanWatch(watchers, assumed_rates=self._assumed_rates)
         self._step = MicrobatchedStep(
             module,
@@ -190,7 +195,7 @@ class Session:
             if self.overlaps_updates:
                 units = update_units(self._module, self.blocks, shared=engine.store.shared)
                 self._updater = Updater(engine.store, units, stale=self._stale)
-                if engine.store.copies is not None and not self._stale:
+                if engine.store.copies is not None:
                     engine.store.copies.written_by(self._optimizers)
                 self._updater.restore(self._previous)
                 self._previous = {}
@@ -227,6 +232,10 @@ class Session:
     def last_step(self) -> StepRecord | None:
         """The last training step, when all of it is known; None before the first."""
         self.settle()
+        return self._record()
+
+    def _record(self) -> StepRecord | None:
+        """The last training step that has ended."""
         if self._ran is None or self.last_plan is None or self.last_timeline is None:
             return None
         running, num_values = self._ran
@@ -236,6 +245,7 @@ class Session:
             timeline=self.last_timeline,
             num_values=num_values,
             counters=self._step.counters,
+            clock_seconds=self._step.clock_seconds,
             workers_per_device=self._workers_per_device,
             assumed_rates=self._assumed_rates,
         )
@@ -264,7 +274,7 @@ class Session:
             self._draining = self._running
             return output
         self._ran = self._running
-        self.last_plan, self.last_timeline = self._step.plan, self._step.timeline
+        self._note_ended()
         if output is not None and not self._module.trainer.fit_loop._skip_backward:  # noqa: SLF001
             self._learn()
         return output
@@ -306,14 +316,23 @@ class Session:
     def _drained(self) -> None:
         """Note the batch whose gradients have come after the next batch had begun."""
         self._ran, self._draining = self._draining, None
-        self.last_plan, self.last_timeline = self._step.plan, self._step.timeline
+        self._note_ended()
         self._learn()
+
+    def _note_ended(self) -> None:
+        """Note what is known of a step that has ended, and tell who wants to know."""
+        self.last_plan, self.last_timeline = self._step.plan, self._step.timeline
+        record = self._record() if self._step_watchers else None
+        if record is not None:
+            for watcher in self._step_watchers:
+                watcher(record)
 
     def _run_updated(self, *arguments: Any) -> STEP_OUTPUT:
         """Run a training batch while the optimizer still steps, and wait for it to end."""
         trains = not self._module.trainer.fit_loop._skip_backward  # noqa: SLF001
         output: STEP_OUTPUT = None
-        self._cast_again()
+        self._cast_again(between_batches=self._trained_last)
+        self._trained_last = True
         with nullcontext() if trains else self._newest(), suppress(UpdateAborted):
             output = self._step.run(*arguments)
         if self._updater is not None:
@@ -322,18 +341,21 @@ class Session:
 
     def evaluate(self, step_name: str, *arguments: Any) -> Any:
         """Run an evaluation batch, on the newest parameters; see `MicrobatchedStep.evaluate`."""
+        self._trained_last = False
         with self._newest():
             self._cast_again()
             return self._step.evaluate(step_name, *arguments)
 
-    def _cast_again(self) -> None:
+    def _cast_again(self, *, between_batches: bool = False) -> None:
         """Have weights rounded again for the upload where a hook may have written to them.
 
         PyTorch counts writes, but for those through `parameter.data` and of compiled kernels.
         """
         copies = None if self._engine is None else self._engine.store.copies
-        steps_itself = self._updater is None
-        if copies is not None and (steps_itself or readers.may_write(self._module.trainer)):
+        trainer, steps_itself = self._module.trainer, self._updater is None
+        if copies is not None and (
+            steps_itself or readers.may_write(trainer, between_batches=between_batches)
+        ):
             copies.forget()
 
     def _newest(self) -> AbstractContextManager[None]:

@@ -103,6 +103,7 @@ class MicrobatchedStep:
         timeline: When every action of the last step ran.
         chain: The calls of blocks that the last step made.
         counters: What the engine has counted in the last step.
+        clock_seconds: `StepResult.clock_seconds` of the last step.
     """
 
     def __init__(  # noqa: PLR0913 - all keyword-only
@@ -137,6 +138,7 @@ class MicrobatchedStep:
         self.timeline: Timeline | None = None
         self.chain: Chain | None = None
         self.counters = EngineCounters()
+        self.clock_seconds: float | None = None
 
     def run(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
         """Run one batch; the gradients wait in the returned loss until its backward.
@@ -241,7 +243,7 @@ class MicrobatchedStep:
 
     def _note(self, result: StepResult, plan: Plan) -> None:
         self.plan, self.timeline, self.chain = plan, result.timeline, result.chain
-        self.counters = counters_of(result)
+        self.counters, self.clock_seconds = counters_of(result), result.clock_seconds
 
     def run_manual(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
         """Run a `training_step` that steps its optimizers itself, on the full batch.

@@ -41,6 +41,9 @@ class PlanNews:
 
 PlanWatcher: TypeAlias = Callable[[PlanNews], None]
 
+StepWatcher: TypeAlias = Callable[[StepRecord], None]
+"""Told of a training step when it has ended."""
+
 
 class PlanWatch:
     """Tells watchers of plans, each time that another one is about to be run.
@@ -104,6 +107,7 @@ def record_of(
     timeline: Timeline,
     num_values: int,
     counters: EngineCounters,
+    clock_seconds: float | None,
     workers_per_device: int,
     assumed_rates: bool,
 ) -> StepRecord:
@@ -115,6 +119,7 @@ def record_of(
         timeline: When its actions ran.
         num_values: Values in the batch's tensors: work is in proportion to them.
         counters: What the engine has counted.
+        clock_seconds: `StepRecord.clock_seconds`.
         workers_per_device: Workers that share a device, so its rate.
         assumed_rates: Whether the machine's rates are assumed.
     """
@@ -127,6 +132,7 @@ def record_of(
         plan=plan,
         timeline=timeline,
         counters=counters,
+        clock_seconds=clock_seconds,
         operations=operations * (num_values / planned.size) if known else None,
         operations_per_token=None if planned.knows_activations else operations,
         peak_operations_per_second=None if assumed_rates else rate * num_devices,

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export_folder import check_replaceable
 from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.strategy import RoundPipeStrategy
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class ExportPretrained(Callback):
     Raises:
         ConfigurationError: A setting cannot work.
     """
+
+    reads_parameters = False  # but where it exports, and there it waits
 
     def __init__(  # noqa: PLR0913 - all keyword-only, each a setting of its own
         self,
@@ -108,6 +111,8 @@ class ExportPretrained(Callback):
             return
         from roundpipe_lightning.models.export import export_pretrained, find_pretrained
 
+        if isinstance(trainer.strategy, RoundPipeStrategy):
+            trainer.strategy.join_updates()
         tokenizer = self._tokenizer
         if tokenizer is None:
             held = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)

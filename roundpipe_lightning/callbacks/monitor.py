@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning._lightning.host_memory import peak_host_bytes
 from roundpipe_lightning.callbacks.fetch_clock import FetchClock
+from roundpipe_lightning.callbacks.step_watch import StepWatch
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.batch_counts import count_batch
@@ -25,6 +28,7 @@ _MOST_SHARE = 0.002
 """Share of the time that logging may take, where nobody has said how often."""
 
 _LONGEST_REST_SECONDS = 30.0
+_NOTHING: tuple[StepRecord | None, StepRecord | None] = (None, None)
 _IN_PROGRESS_BAR = {
     "tokens_per_second": "tok/s",
     "tflop_per_second": "TFLOP/s",
@@ -51,6 +55,8 @@ class PipelineMonitor(Callback):
         ConfigurationError: `every_n_steps` is less than 1.
     """
 
+    reads_parameters = False
+
     def __init__(
         self,
         *,
@@ -66,6 +72,7 @@ class PipelineMonitor(Callback):
         self._every_n_steps = every_n_steps
         self._progress_bar = progress_bar
         self._count_tokens = count_tokens
+        self._watch = StepWatch(self._take)
         self._forget()
 
     def _forget(self) -> None:
@@ -78,7 +85,9 @@ class PipelineMonitor(Callback):
         self._paused_seconds = 0.0
         self._paused_since: float | None = None
         self._optimizer_began: float | None = None
-        self._record: StepRecord | None = None
+        self._record: StepRecord | None = None  # the last one
+        self._arrived = _NOTHING  # that of the present batch, and the one before it
+        self._draining: deque[MeasuredBatch | None] = deque()  # batches whose records are to come
         self._plans: list[Plan] = []
         self._steps_seen = 0
         self._steps_left = 0
@@ -93,6 +102,14 @@ class PipelineMonitor(Callback):
         return total.figures()
 
     # --- when things happen -----------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Ask the strategy to be told of steps."""
+        self._watch.begin(trainer.strategy, stage=stage)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Watch no longer."""
+        self._watch.end()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Begin anew: an earlier fit says nothing."""
@@ -146,15 +163,18 @@ class PipelineMonitor(Callback):
     ) -> None:
         """Add the batch to the window, and log where it is time to."""
         now = time.perf_counter()
-        measured = self._measure(trainer, batch, now)
+        measured = self._measure(batch, now)
         self._batch_ended = now
-        if measured is not None:
+        strategy = trainer.strategy
+        if isinstance(strategy, RoundPipeStrategy) and strategy.is_draining:
+            self._draining.append(measured)
+        elif measured is not None:
             self._window.add(measured)
         if trainer.global_step != self._steps_seen:
             self._steps_seen = trainer.global_step
             self._steps_left -= 1
             flags: Any = trainer
-            if self._is_due(now) and (measured is not None or flags.fast_dev_run):
+            if self._is_due(now) and (self._window.num_batches or flags.fast_dev_run):
                 began = time.thread_time()  # not the wall's: on a busy machine others run, too
                 self._log(trainer, pl_module)
                 spent = time.thread_time() - began
@@ -164,6 +184,11 @@ class PipelineMonitor(Callback):
             if self._logged and trainer._logger_connector.should_update_logs:  # noqa: SLF001
                 self._have_reached_loggers = True
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Wait for the last batch, whose record may still be to come."""
+        if isinstance(trainer.strategy, RoundPipeStrategy):
+            trainer.strategy.join_updates()
+
     def _is_due(self, now: float) -> bool:
         if self._steps_left >= 0:
             return False
@@ -171,9 +196,22 @@ class PipelineMonitor(Callback):
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def _measure(self, trainer: Trainer, batch: Any, now: float) -> MeasuredBatch | None:
+    def _take(self, record: StepRecord) -> None:
+        """Take what the pipeline did: for the batch that drained, else for the present one."""
+        before, self._record = self._record, record
+        if not any(plan is record.plan for plan in self._plans):
+            self._plans.append(record.plan)
+        if not self._draining:
+            self._arrived = (record, before)
+            return
+        measured = self._draining.popleft()
+        if measured is not None:
+            # The optimizer was not waited for: the batch drained meanwhile.
+            self._window.add(replace(measured, record=record, before=before, optimizer_seconds=0.0))
+
+    def _measure(self, batch: Any, now: float) -> MeasuredBatch | None:
         """Return the batch that has ended; None for the first one."""
-        record = self._new_record(trainer)
+        (record, before), self._arrived = self._arrived, _NOTHING
         data, paused = self._clock.take_seconds(), self._paused_seconds
         self._paused_seconds = 0.0
         if self._batch_ended is None:
@@ -185,18 +223,8 @@ class PipelineMonitor(Callback):
             optimizer_seconds=0.0 if began is None else now - began,
             counts=count_batch(batch, tokens=self._count_tokens),
             record=record,
+            before=before,
         )
-
-    def _new_record(self, trainer: Trainer) -> StepRecord | None:
-        """What the pipeline did for this batch; None where it was not asked."""
-        strategy = trainer.strategy
-        record = strategy.last_step if isinstance(strategy, RoundPipeStrategy) else None
-        if record is None or (self._record and self._record.timeline is record.timeline):
-            return None
-        self._record = record
-        if not any(plan is record.plan for plan in self._plans):
-            self._plans.append(record.plan)
-        return record
 
     # --- logging ----------------------------------------------------------------------------------
 

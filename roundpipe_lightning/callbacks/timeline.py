@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from roundpipe_lightning.callbacks.step_watch import StepWatch
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.idle import idle_seconds
@@ -16,6 +16,7 @@ from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.render import render_trace
 from roundpipe_lightning.planning.simulate import simulate
 from roundpipe_lightning.planning.stages import Stage
+from roundpipe_lightning.planning.step_record import StepRecord
 from roundpipe_lightning.planning.svg import render_svg
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.strategy import RoundPipeStrategy
@@ -46,6 +47,8 @@ class PipelineTimeline(Callback):
         ConfigurationError: A step is negative.
     """
 
+    reads_parameters = False
+
     def __init__(
         self, dirpath: str | Path | None = None, *, steps: Sequence[int] | None = None
     ) -> None:
@@ -56,9 +59,11 @@ class PipelineTimeline(Callback):
             )
         self._dirpath = None if dirpath is None else Path(dirpath)
         self._steps = None if steps is None else frozenset(steps)
+        self._watch = StepWatch(self._keep)
         self._forget()
 
     def _forget(self) -> None:
+        self._strategy: RoundPipeStrategy | None = None
         self._num_batches = 0
         self._plan: Plan | None = None
         self._recorded: dict[int, Timeline] = {}
@@ -103,46 +108,43 @@ class PipelineTimeline(Callback):
         return median(shares) if shares else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Refuse another strategy, which has no timeline.
+        """Ask the strategy to be told of steps; forget those of an earlier training.
 
         Raises:
-            ConfigurationError: The strategy is not roundpipe's.
+            ConfigurationError: The strategy is not roundpipe's, which alone has a timeline.
         """
-        if not isinstance(trainer.strategy, RoundPipeStrategy):
+        strategy = trainer.strategy
+        if not isinstance(strategy, RoundPipeStrategy):
             raise ConfigurationError(
                 f"PipelineTimeline needs Trainer(strategy='roundpipe'), found "
-                f"{type(trainer.strategy).__name__}. Leave the callback out, or change the "
-                "strategy."
+                f"{type(strategy).__name__}. Leave the callback out, or change the strategy."
             )
+        self._watch.begin(strategy, stage=stage)
+        if stage == "fit":
+            self._forget()
+            self._strategy = strategy
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Forget an earlier training."""
-        self._forget()
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Watch no longer."""
+        self._watch.end()
 
-    def on_train_batch_end(  # Lightning's signature
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
-        """Keep the step's timeline if it is one of the chosen."""
+    def _keep(self, record: StepRecord) -> None:
+        """Keep the timeline of a step that has ended, if it is one of the chosen."""
+        assert self._strategy is not None, "it tells of steps"
         number, self._num_batches = self._num_batches, self._num_batches + 1
-        strategy = trainer.strategy
-        assert isinstance(strategy, RoundPipeStrategy)
-        timeline = strategy.last_timeline
-        if timeline is None or strategy.last_plan != strategy.plan:
+        if record.plan != self._strategy.plan:
             return
-        if self._plan != strategy.plan:
-            self._plan = strategy.plan
+        if self._plan != record.plan:
+            self._plan = record.plan
             self._recorded.clear()
-        self._last = (number, timeline)
+        self._last = (number, record.timeline)
         if self._is_chosen(number):
-            self._recorded[number] = timeline
+            self._recorded[number] = record.timeline
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Write the files."""
+        """Write the files, with the last step, which may still drain."""
+        assert self._strategy is not None, "it has trained"
+        self._strategy.join_updates()
         self._write(trainer)
 
     def on_exception(

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from roundpipe_lightning.models.batch_counts import BatchCounts
-from roundpipe_lightning.planning.idle import IdleCause
+from roundpipe_lightning.planning.idle import IdleCause, Overlap
 from roundpipe_lightning.planning.operations import Operations
 from roundpipe_lightning.planning.step_record import StepRecord
 
@@ -21,6 +21,7 @@ class MeasuredBatch:
         optimizer_seconds: Part of it from the last backward to the end: the optimizer.
         counts: What the batch has.
         record: What the pipeline did; None where none ran.
+        before: What it did in the batch before.
     """
 
     wall_seconds: float
@@ -28,6 +29,7 @@ class MeasuredBatch:
     optimizer_seconds: float
     counts: BatchCounts
     record: StepRecord | None
+    before: StepRecord | None = None
 
     @property
     def operations(self) -> Operations | None:
@@ -41,13 +43,22 @@ class MeasuredBatch:
         count = counts.samples if counts.tokens is None else counts.tokens
         return None if count is None else record.operations_per_token * count
 
-    def idle_seconds(self) -> dict[IdleCause, float]:
-        """The workers' idle time in the whole of `wall_seconds`, by cause."""
+    def idle_seconds(self, overlap: Overlap | None) -> dict[IdleCause, float]:
+        """The workers' idle time in the whole of `wall_seconds`, by cause.
+
+        Args:
+            overlap: With the step before, which was still under way.
+        """
         record = self.record
         assert record is not None, "only pipelines have workers"
         workers = record.timeline.num_workers
         idle = record.idle_seconds()
-        idle[IdleCause.DATA] += workers * self.data_seconds
+        data = self.data_seconds
+        if overlap is not None:
+            idle[IdleCause.FILL] -= overlap.fill_seconds
+            idle[IdleCause.DRAIN] -= overlap.drain_seconds
+            data = min(data, overlap.pause_seconds)  # before that nobody waited for it
+        idle[IdleCause.DATA] += workers * data
         idle[IdleCause.OPTIMIZER] += workers * self.optimizer_seconds
         all_idle = workers * self.wall_seconds - record.busy_seconds
         idle[IdleCause.OTHER] += all_idle - sum(idle.values())
@@ -90,9 +101,11 @@ class Window:
         self.pipeline_seconds += batch.wall_seconds
         self.worker_seconds += timeline.num_workers * batch.wall_seconds
         self.busy_seconds += record.busy_seconds
-        for cause, seconds in batch.idle_seconds().items():
+        overlap = record.overlap(batch.before)
+        for cause, seconds in batch.idle_seconds(overlap).items():
             self.idle[cause] += seconds
-        self.step_worker_seconds += timeline.num_workers * timeline.makespan_seconds
+        step_seconds = timeline.makespan_seconds - (overlap.step_seconds if overlap else 0.0)
+        self.step_worker_seconds += timeline.num_workers * step_seconds
         self.uploaded_bytes += record.counters.uploaded_bytes
         self.downloaded_bytes += record.counters.downloaded_bytes
         operations = batch.operations

@@ -154,11 +154,13 @@ class PendingStep:
         for action, (_, end) in self._context.marks.items():
             self._devices[action.worker].await_mark(end)
         traffic = self._logistics.traffic(self._context.turns)
+        timeline, clock_seconds = self._timeline(traffic)
         self._result = StepResult(
             outputs=tuple(run.output for run in self._runs),
             losses=tuple(run.loss for run in self._runs),
             gradients=self._context.ledger.sums(),
-            timeline=self._timeline(traffic),
+            timeline=timeline,
+            clock_seconds=clock_seconds,
             chain=Chain.recorded(self._runs[0].links, blocks=self._blocks),
             num_calls=sum(len(run.links) for run in self._runs),
             num_streamed=sum(run.num_streamed for run in self._runs),
@@ -166,8 +168,11 @@ class PendingStep:
         )
         self._ended(self._result, backward=self._context.backward)
 
-    def _timeline(self, traffic: Sequence[WorkerTraffic]) -> Timeline:
-        """Return when every action ran; of a step that follows another, since its first one."""
+    def _timeline(self, traffic: Sequence[WorkerTraffic]) -> tuple[Timeline, float | None]:
+        """Return when every action ran, and `StepResult.clock_seconds`.
+
+        Of a step that follows another, the times are since its first action.
+        """
         spans = {
             action: tuple(map(self._devices[action.worker].seconds, marks))
             for action, marks in self._context.marks.items()
@@ -182,4 +187,5 @@ class PendingStep:
             )
             for action, (start, stop) in spans.items()
         )
-        return Timeline(num_workers=len(self._devices), entries=tuple(entries))
+        timeline = Timeline(num_workers=len(self._devices), entries=tuple(entries))
+        return timeline, begin if self._follows else None

@@ -23,6 +23,8 @@ class StepResult:
         gradients: Sum over the microbatches of the gradients of their scaled losses, on the host. A
             parameter that no loss depends on is missing.
         timeline: When every action ran.
+        clock_seconds: Where the timeline begins on that of the steps before, with which the step
+            overlaps; None: none was under way when it began, and others follow its timeline.
         chain: The calls of blocks that the first microbatch made.
         num_calls: How many calls of blocks all microbatches made.
         num_streamed: How many of them were not planned.
@@ -37,3 +39,4 @@ class StepResult:
     num_calls: int
     num_streamed: int
     traffic: tuple[WorkerTraffic, ...] = ()
+    clock_seconds: float | None = None

@@ -13,6 +13,7 @@ not ended, and after that for something else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
@@ -88,6 +89,53 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
         total[IdleCause.BOUNDARY] += boundary
         total[IdleCause.OTHER] += other
     return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What two steps that overlap both count as their own: to be taken from the sums of both.
+
+    Attributes:
+        step_seconds: For how long the later one ran before the earlier one had ended.
+        fill_seconds: Idle time while the pipeline fills, summed over the workers.
+        drain_seconds: The same while it drains.
+        pause_seconds: From the end of the earlier one to the beginning of the later one, where they
+            do not overlap.
+    """
+
+    step_seconds: float = 0.0
+    fill_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    pause_seconds: float = 0.0
+
+
+def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overlap:
+    """Return what two steps that overlap both count.
+
+    ```
+    before  ..│B1│ drain      │                    drain ends where a worker goes on
+    after             │ fill  │F0│..               fill begins when the earlier step has ended
+                      └ both ─┘ or where F0 begins
+    ```
+
+    Args:
+        before: The earlier one.
+        after: The later one: each worker begins it after its last action of the earlier one.
+        shift_seconds: Where the 0 of `after` lies in the time of `before`.
+    """
+    begin = after.start_seconds + shift_seconds
+    end = before.start_seconds + before.makespan_seconds
+    if begin >= end:
+        return Overlap(pause_seconds=begin - end)
+    fill = drain = 0.0
+    for earlier, later in zip(before.rows(), after.rows(), strict=True):
+        first = later[0].start_seconds + shift_seconds if later else end
+        fill += max(0.0, min(end, first) - begin)
+        if earlier:
+            drain += max(0.0, end - first)
+        else:  # all of the earlier step counts as filling
+            fill += max(0.0, end - first)
+    return Overlap(step_seconds=end - begin, fill_seconds=fill, drain_seconds=drain)
 
 
 def _gaps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roundpipe_lightning.planning.idle import IdleCause, idle_seconds
+from roundpipe_lightning.planning.idle import IdleCause, Overlap, idle_seconds, overlap
 from roundpipe_lightning.planning.operations import Operations
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.timeline import Timeline
@@ -36,6 +36,8 @@ class StepRecord:
         plan: Its plan.
         timeline: When every action ran.
         counters: What the engine has counted.
+        clock_seconds: Where the timeline's 0 lies on the clock of the step before, which was still
+            under way; None: none was, and the clock is the timeline's own.
         operations: Operations of the whole step; None where the step's code could not be measured.
         operations_per_token: An estimate from the parameters, for each token (or sample, where a
             sample is one row), without attention; None where the step's code was measured.
@@ -46,6 +48,7 @@ class StepRecord:
     plan: Plan
     timeline: Timeline
     counters: EngineCounters = field(default_factory=EngineCounters)
+    clock_seconds: float | None = None
     operations: Operations | None
     operations_per_token: Operations | None
     peak_operations_per_second: float | None
@@ -70,3 +73,10 @@ class StepRecord:
         # Waits inside actions stand there as waits for boundaries, whatever was waited for.
         found[IdleCause.BOUNDARY] += self._unseen_wait_seconds - uploads
         return found
+
+    def overlap(self, before: StepRecord | None) -> Overlap | None:
+        """Return what this step and the one before both count; None if they share no clock."""
+        if before is None or self.clock_seconds is None:
+            return None
+        shift = self.clock_seconds - (before.clock_seconds or 0.0)
+        return overlap(before.timeline, self.timeline, shift_seconds=shift)

@@ -113,6 +113,48 @@ def test_batches_are_added_before_they_are_divided() -> None:
     assert parts == pytest.approx(figures["idle_share"])
 
 
+# worker 0 |B1.1|..|F0.0|    from 20 s on: this step begins at 21 s, the one above ends at 22 s
+# worker 1 |....|X0.0|
+LATER = replace(
+    RECORD,
+    timeline=Timeline(
+        num_workers=2,
+        entries=tuple(
+            TimelineEntry(action=Action.parse(text), start_seconds=start, end_seconds=end)
+            for text, (start, end) in {"X0.0@1": (0.0, 2.0), "F0.0@0": (2.0, 3.0)}.items()
+        ),
+    ),
+    counters=EngineCounters(),
+    clock_seconds=21.0,
+)
+
+
+def test_steps_that_overlap_are_not_counted_twice() -> None:
+    window = Window()
+    window.add(replace(BATCH, wall_seconds=11.0, data_seconds=0.0, optimizer_seconds=0.0))
+    window.add(replace(BATCH, wall_seconds=2.0, optimizer_seconds=0.0, record=LATER, before=RECORD))
+    figures = window.figures()
+    workers = 2 * (11 + 2)
+    busy = 12 - 1.75 + 3
+    assert figures["idle_share"] == pytest.approx(1 - busy / workers)
+    assert figures["step_idle_share"] == pytest.approx(1 - busy / (2 * (24 - 10)))
+    # Worker 1 drains from 17 to 21 s, then works until 23 s; worker 0 fills from 22 to 23 s.
+    assert figures["idle_drain_share"] == pytest.approx((4 + 1) / workers)
+    assert figures["idle_fill_share"] == pytest.approx((1.5 + 1) / workers)
+    assert figures["idle_data_share"] == 0, "the pipeline was never empty"
+    parts = sum(figures[f"idle_{cause.value}_share"] for cause in IdleCause)
+    assert parts == pytest.approx(figures["idle_share"])
+
+
+def test_data_is_waited_for_when_the_step_before_has_ended() -> None:
+    late = replace(LATER, clock_seconds=22.5)
+    batch = replace(BATCH, wall_seconds=5.0, optimizer_seconds=0.0, record=late, before=RECORD)
+    window = Window()
+    window.add(batch)
+    assert window.figures()["idle_data_share"] == pytest.approx(0.5 / 5)
+    assert window.figures()["step_idle_share"] == pytest.approx(1 - 3 / (2 * 3))
+
+
 def test_assumed_rates_give_no_share_of_a_peak() -> None:
     window = Window()
     window.add(replace(BATCH, record=replace(RECORD, peak_operations_per_second=None)))
