@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +19,6 @@ from roundpipe_lightning.errors import (
     ConfigurationError,
     GlueError,
     PlanError,
-    WatchdogError,
 )
 from tests.engine.tiny import (
     Block,
@@ -219,104 +216,6 @@ def test_user_code_that_swallows_exceptions_does_not_stop_an_abort() -> None:
         mean_step(engine, regression_batches(3))
 
 
-# ------------------------------------------------------------------------------------------ Ctrl-C
-
-
-@pytest.mark.parametrize("where", ["head", "stack", "tail"])
-def test_ctrl_c_while_the_engine_waits(where: str) -> None:
-    module = Regressor()
-    stack = layers_of(module)
-    batches = regression_batches(3)
-    plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    interrupted = threading.Event()
-
-    def interrupt(index: int) -> None:
-        if index == 1 and not interrupted.is_set():
-            interrupted.set()
-            _thread.interrupt_main()
-            time.sleep(0.3)
-
-    def call(view: Any, batch: Any, index: int) -> Any:
-        if where == "head":
-            interrupt(index)
-        hidden = view.run_blocks(view.head(batch[0]))
-        if where == "tail":
-            interrupt(index)
-        return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
-
-    if where == "stack":
-        module.layers[2].register_forward_pre_hook(lambda *_: interrupt(1))
-    with engine_of(module, stack, plan) as engine:
-        with pytest.raises(KeyboardInterrupt):
-            mean_step(engine, batches, call=call)
-        assert not differences(module, mean_step(engine, batches, call=call), plain)
-
-
-def test_ctrl_c_with_user_code_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine waits a while, then goes on without the stuck thread, which ends by itself."""
-    module = Regressor()
-    stack = layers_of(module)
-    batches = regression_batches(2)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
-    release = threading.Event()
-
-    def stuck(view: Any, batch: Any, index: int) -> Any:
-        if index == 1:
-            _thread.interrupt_main()
-            release.wait(20)
-        return view.training_step(batch, 0)
-
-    plain = plain_step(module, batches)
-    with engine_of(module, stack, plan, timeout_seconds=1.5) as engine:
-        with pytest.raises(KeyboardInterrupt):
-            mean_step(engine, batches, call=stuck)
-        assert not differences(module, mean_step(engine, batches), plain)
-        release.set()
-
-
-# ---------------------------------------------------------------------------------------- watchdog
-
-
-def test_watchdog_shows_the_schedule_and_where_everyone_stands() -> None:
-    module = Regressor()
-    stack = layers_of(module)
-    batches = regression_batches(3)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    plain = plain_step(module, batches)
-    release = threading.Event()
-
-    def slow(view: Any, batch: Any, index: int) -> Any:
-        if index == 1:
-            release.wait(20)
-        return view.training_step(batch, 0)
-
-    with engine_of(module, stack, plan, timeout_seconds=1.5) as engine:
-        with pytest.raises(WatchdogError, match=r"1\.5 s") as caught:
-            mean_step(engine, batches, call=slow)
-        release.set()
-        text = str(caught.value)
-        assert ">F0.1<" in text
-        assert "worker 0" in text
-        assert "worker 1" in text
-        assert "FORWARD stage 0 (the head segment, blocks layers.0" in text
-        assert "timeout_seconds" in text
-        assert not differences(module, mean_step(engine, batches), plain)
-
-
-def test_watchdog_lets_a_step_be_longer_than_its_timeout() -> None:
-    module = Regressor()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=1, num_microbatches=4)
-
-    def slow(view: Any, batch: Any, index: int) -> Any:
-        time.sleep(0.6)
-        return view.training_step(batch, 0)
-
-    with engine_of(module, stack, plan, timeout_seconds=2.0) as engine:
-        mean_step(engine, regression_batches(4), call=slow)
-
-
 # --------------------------------------------------------------------------------- glue and capture
 
 
@@ -423,13 +322,14 @@ def test_an_output_that_another_microbatch_uses() -> None:
     _refused(step, CaptureError, match, make_block=Block)
 
 
-def test_a_tensor_of_the_head_that_a_block_gets_past_its_arguments() -> None:
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_tensor_of_the_head_that_a_block_gets_past_its_arguments(by_keyword: bool) -> None:
     kept: dict[int, Tensor] = {}
 
     class Reading(Block):
         def forward(self, x: Tensor) -> Tensor:
-            side = kept[threading.get_ident()]
-            return super().forward(x) + side
+            side, out = kept[threading.get_ident()], super().forward(x)
+            return torch.add(out, other=side) if by_keyword else out + side
 
     def step(layers: Any, hidden: Tensor) -> Any:
         kept[threading.get_ident()] = torch.sigmoid(hidden)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from tests.engine.tiny import (
@@ -122,26 +120,3 @@ def test_a_stack_that_is_not_run_is_mentioned_once() -> None:
             result = mean_step(engine, batches)
         mean_step(engine, batches)  # a second warning would be an error
     assert not differences(module, result, plain)
-
-
-def test_an_error_wins_over_the_wait_for_another_thread() -> None:
-    module = Regressor()
-    stack = layers_of(module)
-
-    release = threading.Event()
-
-    def step(view: Any, batch: Any, index: int) -> Any:
-        if index == 1:
-            release.wait(20)
-        if index == 0:
-            raise OverflowError("the cause")
-        return view.training_step(batch, 0)
-
-    devices = [EmulatedDevice(0), EmulatedDevice(1)]
-    plan = plan_of(stack, team_size=2, num_microbatches=2)
-    with (
-        engine_of(module, stack, plan, devices=devices, timeout_seconds=1) as engine,
-        pytest.raises(OverflowError, match="the cause"),
-    ):
-        mean_step(engine, regression_batches(2), call=step)
-    release.set()  # the other thread comes to its end by itself

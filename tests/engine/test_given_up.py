@@ -1,0 +1,154 @@
+"""A step that is given up, by Ctrl-C or by the watchdog, and the next one."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from typing import Any
+
+import pytest
+from torch.nn import functional
+
+from roundpipe_lightning.engine import under_way
+from roundpipe_lightning.errors import WatchdogError
+from tests.engine.tiny import (
+    TIMEOUT_SECONDS,
+    Regressor,
+    differences,
+    emulated_workers,
+    engine_of,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+)
+from tests.watching import PATIENCE_SECONDS, GivenUp, WatchClock
+
+# ------------------------------------------------------------------------------------------ Ctrl-C
+
+
+@pytest.mark.parametrize("where", ["head", "stack", "tail"])
+def test_ctrl_c_while_the_engine_waits(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Regressor()
+    stack = layers_of(module)
+    batches = regression_batches(3)
+    plain = plain_step(module, batches)
+    plan = plan_of(stack, num_workers=2, num_microbatches=3)
+    given_up, interrupted = GivenUp(monkeypatch), threading.Event()
+
+    def interrupt(index: int) -> None:
+        if index == 1 and not interrupted.is_set():
+            interrupted.set()
+            _thread.interrupt_main()
+            given_up.wait()
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        if where == "head":
+            interrupt(index)
+        hidden = view.run_blocks(view.head(batch[0]))
+        if where == "tail":
+            interrupt(index)
+        return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
+
+    if where == "stack":
+        module.layers[2].register_forward_pre_hook(lambda *_: interrupt(1))
+    with engine_of(module, stack, plan) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            mean_step(engine, batches, call=call)
+        assert not differences(module, mean_step(engine, batches, call=call), plain)
+
+
+def test_ctrl_c_with_user_code_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits a while, then goes on without the stuck thread, which ends by itself."""
+    monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.5)
+    module = Regressor()
+    stack = layers_of(module)
+    batches = regression_batches(2)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    release = threading.Event()
+
+    def stuck(view: Any, batch: Any, index: int) -> Any:
+        if index == 1:
+            _thread.interrupt_main()
+            release.wait(PATIENCE_SECONDS)
+        return view.training_step(batch, 0)
+
+    plain = plain_step(module, batches)
+    with engine_of(module, stack, plan) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            mean_step(engine, batches, call=stuck)
+        assert not differences(module, mean_step(engine, batches), plain)
+        release.set()
+
+
+# ---------------------------------------------------------------------------------------- watchdog
+
+
+def test_watchdog_shows_the_schedule_and_where_everyone_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Regressor()
+    stack = layers_of(module)
+    batches = regression_batches(3)
+    plan = plan_of(stack, num_workers=2, num_microbatches=3)
+    plain = plain_step(module, batches)
+    clock, given_up = WatchClock(monkeypatch), GivenUp(monkeypatch)
+
+    def stuck(view: Any, batch: Any, index: int) -> Any:
+        if index == 1:
+            clock.advance_with_each_look(0.7 * TIMEOUT_SECONDS)
+            given_up.wait()
+        return view.training_step(batch, 0)
+
+    with engine_of(module, stack, plan) as engine:
+        with pytest.raises(WatchdogError, match=f"for {TIMEOUT_SECONDS:g} s") as caught:
+            mean_step(engine, batches, call=stuck)
+        text = str(caught.value)
+        assert ">F0.1<" in text
+        assert "worker 0" in text
+        assert "worker 1" in text
+        assert "FORWARD stage 0 (the head segment, blocks layers.0" in text
+        assert "timeout_seconds" in text
+        clock.advance_with_each_look(0.0)
+        assert not differences(module, mean_step(engine, batches), plain)
+
+
+def test_watchdog_lets_a_step_be_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Regressor()
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=1, num_microbatches=4)
+    clock = WatchClock(monkeypatch)
+
+    def slow(view: Any, batch: Any, index: int) -> Any:
+        clock.await_looks(1)  # the beginning of this action has been seen
+        clock.advance(0.4 * TIMEOUT_SECONDS)
+        clock.await_looks(1)
+        return view.training_step(batch, 0)
+
+    with engine_of(module, stack, plan) as engine:
+        mean_step(engine, regression_batches(4), call=slow)
+
+
+def test_an_error_wins_over_the_wait_for_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.1)
+    module = Regressor()
+    stack = layers_of(module)
+    clock, release = WatchClock(monkeypatch), threading.Event()
+
+    def step(view: Any, batch: Any, index: int) -> Any:
+        if index == 1:
+            release.wait(PATIENCE_SECONDS)
+        if index == 0:
+            clock.advance_with_each_look(0.7 * TIMEOUT_SECONDS)
+            raise OverflowError("the cause")
+        return view.training_step(batch, 0)
+
+    devices = emulated_workers(2)
+    plan = plan_of(stack, team_size=2, num_microbatches=2)
+    with (
+        engine_of(module, stack, plan, devices=devices) as engine,
+        pytest.raises(OverflowError, match="the cause"),
+    ):
+        mean_step(engine, regression_batches(2), call=step)
+    release.set()  # the other thread comes to its end by itself

@@ -1,0 +1,75 @@
+"""How a test makes time pass for the thread that watches a step, and hears that it gives one up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from roundpipe_lightning.engine import running
+from roundpipe_lightning.engine.turns import Turns
+
+PATIENCE_SECONDS = 60.0
+"""For what comes at once, however busy the machine is."""
+
+
+class WatchClock:
+    """The clock of the thread that watches a step.
+
+    Args:
+        monkeypatch: Puts it in place.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._changed = threading.Condition()
+        self._num_looks = 0
+        self._offset_seconds = 0.0
+        self._seconds_per_look = 0.0
+        monkeypatch.setattr(running, "time", self)
+
+    def monotonic(self) -> float:
+        """Return the time; called at each look at a step."""
+        with self._changed:
+            self._num_looks += 1
+            self._offset_seconds += self._seconds_per_look
+            self._changed.notify_all()
+            return time.monotonic() + self._offset_seconds
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass."""
+        with self._changed:
+            self._offset_seconds += seconds
+
+    def advance_with_each_look(self, seconds: float) -> None:
+        """Let so much time pass whenever the step is looked at, from now on."""
+        with self._changed:
+            self._seconds_per_look = seconds
+
+    def await_looks(self, num: int) -> None:
+        """Wait until a step has been looked at so many times more."""
+        with self._changed:
+            wanted = self._num_looks + num
+            assert self._changed.wait_for(lambda: self._num_looks >= wanted, PATIENCE_SECONDS)
+
+
+class GivenUp:
+    """The moment at which a step is given up: all who wait for their turn are released.
+
+    Args:
+        monkeypatch: Listens.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._event = threading.Event()
+        abort = Turns.abort
+
+        def heard(turns: Turns) -> None:
+            abort(turns)
+            self._event.set()
+
+        monkeypatch.setattr(Turns, "abort", heard)
+
+    def wait(self) -> None:
+        """Wait for it: what user code does that does not come back by itself."""
+        assert self._event.wait(PATIENCE_SECONDS)
