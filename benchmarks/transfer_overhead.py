@@ -11,7 +11,7 @@ engine's own work. Three figures:
   threads, tensors, slots and page-locked bytes.
 
     python benchmarks/transfer_overhead.py [--tensors 1000] [--steps 1000] [--seconds 500]
-                                           [--output json]
+                                           [--workers 2] [--microbatches 2] [--output json]
 """
 
 from __future__ import annotations
@@ -149,40 +149,50 @@ def many_small_tensors(*, num_tensors: int, num_elements: int, pairs: int) -> di
 
 
 @contextmanager
-def small_engine() -> Iterator[tuple[Engine, Any]]:
-    """Yield an engine with two workers, and a function that begins a step."""
+def small_engine(num_workers: int, num_microbatches: int) -> Iterator[tuple[Engine, Any]]:
+    """Yield an engine, and a function that begins a step of it."""
     torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    names = tuple(f"{index}" for index in range(3))
+    num_blocks = num_workers + 1
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_blocks)))
+    names = tuple(f"{index}" for index in range(num_blocks))
     profile = ModelProfile(
         blocks=tuple(BlockProfile(name=n, forward_seconds=1, backward_seconds=2) for n in names),
         fingerprint="small",
     )
     stack = BlockStack(name="", blocks=tuple(module), names=names)
-    batches = [torch.randn(2, 8) for _ in range(2)]
-    plan = default_plan(profile, num_workers=2, num_microbatches=2)
-    with Engine(
-        module, stack=stack, devices=[MemoryDevice(0), MemoryDevice(1)], plan=plan
-    ) as engine:
+    batches = [torch.randn(2, 8) for _ in range(num_microbatches)]
+    plan = default_plan(profile, num_workers=num_workers, num_microbatches=num_microbatches)
+    devices = [MemoryDevice(index) for index in range(num_workers)]
+    with Engine(module, stack=stack, devices=devices, plan=plan) as engine:
 
         def step() -> PendingStep:
             return engine.begin_step(
-                batches, lambda view, batch, index: view(batch).square().mean(), loss_scales=[1, 1]
+                batches,
+                lambda view, batch, index: view(batch).square().mean(),
+                loss_scales=[1] * num_microbatches,
             )
 
         yield engine, step
 
 
-def growth(num_steps: int, *, seconds: float = math.inf) -> dict[str, Any]:
+def growth(
+    num_steps: int,
+    *,
+    seconds: float = math.inf,
+    num_workers: int = 2,
+    num_microbatches: int = 2,
+) -> dict[str, Any]:
     """Compare what there is after a tenth of the steps with what there is after all.
 
     Args:
         num_steps: How many.
         seconds: When to stop, whether all were run or not.
+        num_workers: Of the small model.
+        num_microbatches: Of each of its steps.
     """
     seen, begin = [], time.perf_counter()
     number = 0
-    with small_engine() as (engine, step):
+    with small_engine(num_workers, num_microbatches) as (engine, step):
         while number < num_steps:
             pending = step()
             pending.outputs()
@@ -220,6 +230,8 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=16, help="of a block (default 16)")
     parser.add_argument("--pairs", type=int, default=9, help="counted pairs (default 9)")
     parser.add_argument("--steps", type=int, default=1000, help="for the growth (default 1000)")
+    parser.add_argument("--workers", type=int, default=2, help="for the growth (default 2)")
+    parser.add_argument("--microbatches", type=int, default=2, help="for the growth (default 2)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for the growth, at most")
     parser.add_argument("--output", choices=("text", "json"), default="text")
     options = parser.parse_args()
@@ -228,7 +240,12 @@ def main() -> None:
         num_elements=options.mebibytes * 2**18,
         pairs=options.pairs,
     )
-    result |= growth(options.steps, seconds=options.seconds)
+    result |= growth(
+        options.steps,
+        seconds=options.seconds,
+        num_workers=options.workers,
+        num_microbatches=options.microbatches,
+    )
     result |= {"torch": torch.__version__, "intra_op_threads": torch.get_num_threads()}
     if options.output == "json":
         print(json.dumps(result))

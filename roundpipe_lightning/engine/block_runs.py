@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.arena import Lane
 from roundpipe_lightning.engine.compiled import BlockCompiler
 from roundpipe_lightning.engine.kept import KeptOutputs
 from roundpipe_lightning.engine.resident import ResidentBlocks
@@ -26,6 +27,7 @@ class BlockRunner:
         worker: Returns the worker whose turn it is.
         keeps: Names of operations that a recompute does not run again.
         stays: Says whether what they give may stay on the worker whose turn it is.
+        lane: Where they travel through on the host; None where no worker needs any.
         compiler: Compiles blocks; None: they run as they are.
     """
 
@@ -36,18 +38,20 @@ class BlockRunner:
         worker: Callable[[], Worker],
         keeps: Sequence[str] = (),
         stays: Callable[[], bool] = lambda: False,
+        lane: Lane | None = None,
         compiler: BlockCompiler | None = None,
     ) -> None:
         self._user = user
         self._worker = worker
         self._keeps = keeps
         self._stays = stays
+        self._lane = lane
         self._compiler = compiler
 
     def prepare(self, call: BlockCall) -> None:
         """Let a call keep what its recompute need not run again, if it will have one."""
         if self._keeps and call.wanted and call.place.segment is None:
-            call.kept = KeptOutputs(self._keeps)
+            call.kept = KeptOutputs(self._keeps, lane=self._lane)
 
     def run(
         self,

@@ -286,11 +286,13 @@ class Engine:
             )
         self._open_store.check_blocks()
         steps, visits = self._open_steps, self._visits_of(plan, backward=backward)
-        steps.make_way(visits)
+        lanes = self._graph_of(plan).lanes
+        steps.make_way(visits, lanes=lanes)
         told = Countdown(plan.num_microbatches)
         context = self._context(
             plan,
             told=told.tell,
+            lanes=self._open_logistics.lanes(lanes),
             call=call,
             backward=backward,
             thread_context=thread_context,

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_lightning.engine.arena import Lane
 from roundpipe_lightning.engine.parcels import Parcel, Station
 
 _NEEDED_FOR_BACKWARD = "compute_log_sumexp"
@@ -34,10 +35,12 @@ class KeptOutputs:
 
     Args:
         names: Names of the operations, such as `aten::_scaled_dot_product_flash_attention`.
+        lane: Memory on the host, of the microbatch; None where no worker needs any.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], *, lane: Lane | None = None) -> None:
         self._names = frozenset(names)
+        self._lane = lane
         self._entries: list[_Entry] = []
 
     @property
@@ -57,7 +60,7 @@ class KeptOutputs:
         with _Recorder(self._names, self._entries):
             yield
         for entry in self._entries:
-            entry.send_off(worker, stays=stays)
+            entry.send_off(worker, lane=self._lane, stays=stays)
 
     @contextmanager
     def replayed(self, worker: Station) -> Iterator[None]:
@@ -98,7 +101,7 @@ class _Entry:
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors) + sum(p.num_bytes for p in self.parcels)
 
-    def send_off(self, worker: Station, *, stays: bool) -> None:
+    def send_off(self, worker: Station, *, lane: Lane | None, stays: bool) -> None:
         """Let the tensors travel; forget them if the block has written into one since.
 
         What an operation returns on the host (seeds, offsets) stays there.
@@ -107,7 +110,7 @@ class _Entry:
             self._outputs.clear()
         here = worker.device.torch_device
         self._outputs = [
-            Parcel(output, worker, keeps=stays)
+            Parcel(output, worker, lane=lane, keeps=stays)
             if isinstance(output, Tensor) and output.device == here
             else output
             for output in self._outputs

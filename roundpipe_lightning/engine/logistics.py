@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from roundpipe_lightning.engine.arena import HostArena
+from roundpipe_lightning.engine.arena import HostArena, Lane
 from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.gates import UpdateEvents
@@ -62,12 +62,11 @@ class Logistics:
         self._tell_step: Callable[[], None] = _nobody
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
             None
-            if device.shares_host_memory or self._arena is None
+            if device.shares_host_memory
             else WorkerTransfers(
                 device,
                 worker=f"worker {index} ({device.name})",
                 layouts=self._layouts,
-                arena=self._arena,
                 store=store,
                 updates=self._updates,
                 names=names,
@@ -132,6 +131,30 @@ class Logistics:
             if transfers is not None:
                 transfers.follow_step(step)
 
+    # ------------------------------------------------------------------------------------- lanes
+
+    def lanes_can_follow(self, numbers: Sequence[int]) -> bool:
+        """Say whether there are lanes for a step and for the one that is under way.
+
+        Args:
+            numbers: Of the lanes, by microbatch.
+        """
+        return self._arena is None or self._arena.can_follow(numbers)
+
+    def lanes(self, numbers: Sequence[int]) -> tuple[Lane, ...] | None:
+        """Return the lanes of a step that begins, by microbatch; None if no worker needs any."""
+        return None if self._arena is None else self._arena.begin_step(numbers)
+
+    def want_to_follow(self) -> None:
+        """Have lanes for two steps as soon as none is under way."""
+        if self._arena is not None:
+            self._arena.want_two()
+
+    def end_first(self) -> None:
+        """Hear that the step that has begun first has ended, and another goes on."""
+        if self._arena is not None:
+            self._arena.end_first()
+
     @property
     def has_failed(self) -> bool:
         """Whether a copy has failed."""
@@ -192,7 +215,7 @@ class Logistics:
                 transfers.drain(timeout_seconds=grace_seconds)
             transfers.end_step(failed=failed)
         if self._arena is not None:
-            self._arena.end_step()
+            self._arena.end(failed=failed)
 
     def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
         """Return what each worker has moved for a step, when that is over on the devices."""

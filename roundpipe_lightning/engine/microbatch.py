@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.arena import Lane
 from roundpipe_lightning.engine.block_runs import BlockRunner
 from roundpipe_lightning.engine.capture import without_phantoms
 from roundpipe_lightning.engine.chain import Chain, Link
@@ -65,6 +66,8 @@ class StepContext:
         classes: The classes of views.
         ledger: Where gradients are summed.
         draws: The step's random draws.
+        lanes: Memory on the host for what goes from turn to turn, by microbatch; None where no
+            worker needs any.
         step_seed: The step's random number.
         call: The user's step.
         backward: Whether gradients are wanted.
@@ -88,6 +91,7 @@ class StepContext:
     classes: ViewClasses
     ledger: GradientLedger
     draws: StepDraws
+    lanes: Sequence[Lane] | None
     step_seed: int
     call: UserStep
     backward: bool
@@ -114,6 +118,8 @@ class Microbatch:
         self.index = index
         self.output: Any = None
         self.loss: Tensor | None = None
+        #: Memory on the host for what goes from turn to turn.
+        self.lane = None if context.lanes is None else context.lanes[index]
         self._homecomings: list[Event] = []
         self._context = context
         self._batch = batch
@@ -288,6 +294,8 @@ class Microbatch:
         del output, loss
         while self._position + 1 < len(self._path):  # nothing left to compute
             self.next_turn()
+        if self.lane is not None:  # another microbatch may have it when this turn has ended
+            self.lane.vacate()
         self._end()  # brings the last stage's gradients of shared parameters
         context.ledger.close_microbatch(self.index)
 
@@ -365,6 +373,7 @@ class Microbatch:
                         worker=lambda: self.worker,
                         keeps=operations_kept(context.plan.recompute),
                         stays=lambda: self.stays_here,
+                        lane=self.lane,
                         compiler=context.compiler,
                     ),
                 )

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.arena import Lent
+from roundpipe_lightning.engine.arena import Lane, Lent
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.events import Event
 from roundpipe_lightning.engine.traffic import WaitedFor, WorkerTransfers
@@ -52,6 +52,7 @@ class Parcel:
     Args:
         tensor: The tensor.
         maker: The worker whose compute has made it; None if it is on the host.
+        lane: Memory on the host, of the microbatch; None where no worker needs any.
         keeps: Whether it stays where it is until somebody else asks for it.
         made: When its maker had made it; None: when all compute launched so far is done.
     """
@@ -61,11 +62,13 @@ class Parcel:
         tensor: Tensor,
         maker: Station | None,
         *,
+        lane: Lane | None = None,
         keeps: bool = False,
         made: Event | None = None,
     ) -> None:
         self.num_bytes = tensor.nbytes
         self._maker = maker
+        self._lane = lane
         self._made = made
         self._here: Tensor | None = tensor.detach()
         self._host: Tensor | None = None
@@ -83,7 +86,8 @@ class Parcel:
         assert tensor is not None, "it is still there"
         assert maker is not None, "a worker has made it"
         assert maker.transfers is not None, "the worker moves it"
-        self._lent = maker.transfers.arena.lend(tensor.nbytes)
+        assert self._lane is not None, "a worker moves something"
+        self._lent = self._lane.lend(tensor.nbytes)
         flat = self._lent.tensor.view(tensor.dtype)
         self._host = flat.as_strided(tensor.shape, _strides_of_copy(tensor))
         made = self._made or maker.device.mark_event("a boundary is made")
@@ -92,10 +96,10 @@ class Parcel:
                 name="a boundary",
                 urgency=Urgency.BOUNDARY,
                 pieces=[(self._host, tensor)],
-                after=[made],
-                keeps=self._lent,
+                after=[made, *self._lent.after],
             )
         )
+        self._lent.used_until(self._landed)
 
     def send_to(self, worker: Station) -> None:
         """Begin to bring it to a worker that will ask for it next.
@@ -121,10 +125,11 @@ class Parcel:
                 urgency=Urgency.BOUNDARY,
                 pieces=[(there, source)],
                 after=after,
-                keeps=self._lent,
                 is_direct=source is self._here,
             )
         )
+        if self._lent is not None:
+            self._lent.used_until(arrived)
         self._arriving = (worker, there, arrived)
 
     def _is_here(self, worker: Station) -> bool:

@@ -104,6 +104,7 @@ class PendingStep:
             WatchdogError: If it makes no progress.
             Exception: What the user's code or a copy has raised, with a note that says where.
         """
+        self._logistics.want_to_follow()
         if self._is_watched:
             self._steps.finish(self._running)
         else:

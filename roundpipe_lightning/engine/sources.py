@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from roundpipe_lightning.engine.arena import Lane
 from roundpipe_lightning.engine.events import Event
 from roundpipe_lightning.engine.parcels import Parcel
 from roundpipe_lightning.engine.segments import Source
@@ -21,6 +22,10 @@ from roundpipe_lightning.engine.worker import Worker
 
 class Turn(Protocol):
     """Where a microbatch is on its way through the workers."""
+
+    @property
+    def lane(self) -> Lane | None:
+        """The microbatch's memory on the host; None where no worker needs any."""
 
     @property
     def worker(self) -> Worker:
@@ -75,7 +80,9 @@ class Sources:
             # User code keeps it, too: it need not leave before somebody else asks for it.
             maker = self._user.worker_of(source)
             made = None if maker is worker or maker is None else self._turn.left(maker)
-            self._parcels[source] = Parcel(source, maker, keeps=True, made=made)
+            self._parcels[source] = Parcel(
+                source, maker, lane=self._turn.lane, keeps=True, made=made
+            )
         parcel = self._parcels[source]
         if repeats:
             self._taken[parcel] = None
@@ -92,7 +99,7 @@ class Sources:
         keeps = self._turn.stays_here
         if for_next and maker is not None and follower is not None:
             keeps = keeps or follower.device.reaches(maker.device)
-        return Parcel(tensor, maker, keeps=keeps)
+        return Parcel(tensor, maker, lane=self._turn.lane, keeps=keeps)
 
     def send_ahead(self, parcels: Iterable[Parcel]) -> None:
         """End the turn: send what the next one is likely to take to its worker."""

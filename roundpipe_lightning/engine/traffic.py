@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.arena import HostArena
 from roundpipe_lightning.engine.device import CopyQueue, Device
 from roundpipe_lightning.engine.events import Event
 from roundpipe_lightning.engine.gates import UpdateEvents
@@ -91,7 +90,6 @@ class WorkerTransfers:
         updates: Gives the events that parameters have the values to compute with.
         names: What blocks are called.
         on_failure: Told of an error in a copy, and where it was.
-        arena: Page-locked memory for boundaries.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class WorkerTransfers:
         *,
         worker: str,
         layouts: Layouts,
-        arena: HostArena,
         store: HostStore,
         updates: UpdateEvents,
         names: Mapping[nn.Module, str],
@@ -108,7 +105,6 @@ class WorkerTransfers:
     ) -> None:
         self._device = device
         self._layouts = layouts
-        self.arena = arena
         self.uploads, self.downloads = (
             TransferQueue(
                 device, queue, on_failure=on_failure, name=f"{queue.value} queue of {worker}"

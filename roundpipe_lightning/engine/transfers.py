@@ -69,7 +69,6 @@ class Job:
         is_staged: Whether the host's side is not page-locked: each chunk then goes through a
             page-locked buffer of the queue. Only for flat bytes.
         done: Called in the queue's thread when all is there, before the event is set.
-        keeps: What must not be given back before all is there.
         is_direct: Whether it comes from another device, without the host.
         opens: Called in the queue's thread before the first copy; returns the pieces.
         event: The end of the job. A device may wait for it when the last chunk was issued.
@@ -81,7 +80,6 @@ class Job:
     after: Sequence[Event] = ()
     is_staged: bool = False
     done: Callable[[], None] | None = None
-    keeps: object = None
     is_direct: bool = False
     opens: Callable[[], Sequence[tuple[Tensor, Tensor]]] | None = None
     event: HostEvent = field(init=False)
@@ -97,7 +95,7 @@ class Job:
 
     def let_go(self) -> None:
         """Forget the tensors: an event may live longer than what was copied."""
-        self.pieces, self.after, self.done, self.keeps, self.opens = (), (), None, None, None
+        self.pieces, self.after, self.done, self.opens = (), (), None, None
 
     def chunks(self, chunk_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Cut it up; a piece that is not flat bytes stays whole."""

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from graphlib import TopologicalSorter
 
 from roundpipe_lightning.planning.dependencies import dependencies
 from roundpipe_lightning.planning.plan import Plan
@@ -48,6 +49,7 @@ class TurnGraph:
         ends_run: Actions after which the worker goes on with another stage, or is done.
         first: Every worker's first action, by its number.
         last: Every worker's last action.
+        lanes: A number per microbatch: those of the same number are never under way together.
     """
 
     actions: dict[ActionKey, Action]
@@ -57,6 +59,7 @@ class TurnGraph:
     ends_run: frozenset[ActionKey]
     first: dict[int, ActionKey]
     last: dict[int, ActionKey]
+    lanes: tuple[int, ...]
 
     @classmethod
     def of(cls, plan: Plan) -> TurnGraph:
@@ -78,19 +81,56 @@ class TurnGraph:
                 opens[source].append(key)
         actions_by_key = {action.key: action for action in plan.schedule}
         stages = plan.partition.stages()
+        paths = tuple(
+            tuple(actions_by_key[ActionKey(s.kind, s.index, microbatch)] for s in stages)
+            for microbatch in range(plan.num_microbatches)
+        )
         busy = [actions for actions in plan.schedule.workers if actions]
         return cls(
             actions=actions_by_key,
             num_waits={key: len(needed) for key, needed in waits.items()},
             opens={key: tuple(keys) for key, keys in opens.items()},
-            paths=tuple(
-                tuple(actions_by_key[ActionKey(s.kind, s.index, microbatch)] for s in stages)
-                for microbatch in range(plan.num_microbatches)
-            ),
+            paths=paths,
             ends_run=frozenset(ends_run),
             first={actions[0].worker: actions[0].key for actions in busy},
             last={actions[0].worker: actions[-1].key for actions in busy},
+            lanes=lane_numbers(paths, waits),
         )
+
+
+def lane_numbers(
+    paths: Sequence[Sequence[Action]], waits: Mapping[ActionKey, Collection[ActionKey]]
+) -> tuple[int, ...]:
+    """Number microbatches so that those of one number are never under way together.
+
+    Of two with the same number the first action of one comes after the last action of the other,
+    whoever is faster: in two rounds of two microbatches, where the second round begins on a worker
+    that has ended the first one, say.
+
+    Args:
+        paths: Every microbatch's actions.
+        waits: What every action waits for.
+
+    Returns:
+        The number of each microbatch, from 0 on.
+    """
+    lasts = {path[-1].key: 1 << microbatch for microbatch, path in enumerate(paths)}
+    over: dict[ActionKey, int] = {}  # microbatches that have ended when an action begins, as bits
+    numbers = [0] * len(paths)
+    occupants: list[int] = []  # the last microbatch of each number
+    firsts = {path[0].key: microbatch for microbatch, path in enumerate(paths)}
+    order = {key: index for index, key in enumerate(waits)}  # a set has none
+    graph = {key: sorted(needed, key=order.__getitem__) for key, needed in waits.items()}
+    for key in TopologicalSorter(graph).static_order():
+        over[key] = 0
+        for before in waits[key]:
+            over[key] |= over[before] | lasts.get(before, 0)
+        if key in firsts:
+            free = (n for n, other in enumerate(occupants) if over[key] >> other & 1)
+            number = next(free, len(occupants))
+            occupants[number : number + 1] = [firsts[key]]
+            numbers[firsts[key]] = number
+    return tuple(numbers)
 
 
 class Turns:

@@ -69,15 +69,19 @@ class StepsUnderWay:
 
     # ------------------------------------------------------------------------------- the beginning
 
-    def make_way(self, visits: Sequence[StepVisits]) -> None:
+    def make_way(self, visits: Sequence[StepVisits], *, lanes: Sequence[int]) -> None:
         """End steps until another one can begin.
 
         Args:
             visits: What each worker is to run of it.
+            lanes: Numbers of its lanes, by microbatch.
         """
         if len(self._steps) == _MOST_UNDER_WAY:
             self.finish(self._steps[0])
-        if self._steps and not self._logistics.can_follow(visits):
+        if not self._steps:
+            return
+        logistics = self._logistics
+        if not (logistics.can_follow(visits) and logistics.lanes_can_follow(lanes)):
             self.finish(self._steps[-1])
 
     @property
@@ -191,6 +195,8 @@ class StepsUnderWay:
         self._steps.pop(0).close()
         if is_alone:
             self._clear(failed=False)
+        else:
+            self._logistics.end_first()
         self._ended.pop(step)(True)
 
     # ------------------------------------------------------------------------------------ failures

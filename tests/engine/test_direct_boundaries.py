@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe_lightning.engine.arena import HostArena, Lent
+from roundpipe_lightning.engine.arena import Lane, Lent
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.emulated_server import EmulatedServer
 from roundpipe_lightning.engine.emulated_time import EmulatedTiming
@@ -26,13 +26,13 @@ NUM_MICROBATCHES = 3
 def on_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the boundaries that were given a place on the host."""
     sizes: list[int] = []
-    lend = HostArena.lend
+    lend = Lane.lend
 
-    def noted(arena: HostArena, num_bytes: int) -> Lent:
+    def noted(lane: Lane, num_bytes: int) -> Lent:
         sizes.append(num_bytes)
-        return lend(arena, num_bytes)
+        return lend(lane, num_bytes)
 
-    monkeypatch.setattr(HostArena, "lend", noted)
+    monkeypatch.setattr(Lane, "lend", noted)
     return sizes
 
 

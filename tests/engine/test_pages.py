@@ -66,8 +66,9 @@ def test_everything_that_is_locked_can_be_and_is_given_back(
     module = Regressor(6)
     store, arena = HostStore(module, list(module.layers)), HostArena(device)
     store.pin(device)
-    arena.lend(5000)
-    arena.end_step()
+    [lane] = arena.begin_step([0])
+    lane.lend(5000)
+    arena.end()
     assert len(runtime.registered) == 6 + 1 + 1  # a flat buffer per block, the rest, boundaries
     size = sum(parameter.nbytes for parameter in module.parameters())
     assert size <= device.page_locked_bytes - arena.num_bytes <= 1.03 * size + 7 * 64 * 8

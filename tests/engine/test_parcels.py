@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.arena import HostArena
+from roundpipe_lightning.engine.arena import Lane
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.emulated import EmulatedDevice
 from roundpipe_lightning.engine.logistics import Logistics
@@ -46,6 +44,11 @@ class Place:
     transfers: WorkerTransfers | None
 
 
+def lane() -> Lane:
+    """A lane of ordinary memory."""
+    return Lane(torch.empty(0, dtype=torch.uint8))
+
+
 @pytest.fixture
 def places() -> Iterator[list[Place]]:
     module = nn.ModuleList([nn.Linear(2, 2)])
@@ -78,7 +81,7 @@ FORMS = {
 def test_values_and_strides_arrive(places: list[Place], form: str, *, keeps: bool) -> None:
     tensor, (first, second) = FORMS[form], places
     here = tag(tensor, first.device.name)
-    parcel = Parcel(here, first, keeps=keeps)
+    parcel = Parcel(here, first, lane=lane(), keeps=keeps)
     for worker in (second, first, second):
         there = parcel.on(worker)
         assert tag_of(there) == worker.device.name
@@ -89,7 +92,7 @@ def test_values_and_strides_arrive(places: list[Place], form: str, *, keeps: boo
 
 def test_what_its_maker_takes_again_does_not_move(places: list[Place]) -> None:
     first, second = places
-    parcel = Parcel(tag(torch.ones(1000), first.device.name), first, keeps=True)
+    parcel = Parcel(tag(torch.ones(1000), first.device.name), first, lane=lane(), keeps=True)
     parcel.send_to(first)
     parcel.on(first)
     for place in places:
@@ -100,33 +103,3 @@ def test_what_its_maker_takes_again_does_not_move(places: list[Place]) -> None:
     parcel.on(second)
     assert second.transfers is not None
     assert second.transfers.uploads.num_bytes <= 4000
-
-
-def test_memory_is_lent_and_comes_back_when_nobody_refers_to_it() -> None:
-    device = LockingDevice(0)
-    arena = HostArena(device)
-    for sizes in ((1000, 300, 5000), (300, 1000, 5000), (5000, 300, 1000), (100, 6000)):
-        lent = [arena.lend(size) for size in sizes]
-        spans = sorted((one.tensor.data_ptr(), one.tensor.nbytes) for one in lent)
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
-        assert [one.tensor.nbytes for one in lent] == list(sizes)
-        first = lent.pop(0)
-        del first
-        again = arena.lend(sizes[0])  # fits where the first one was
-        lent.append(again)
-        del lent, again
-        arena.end_step()
-        assert [nbytes for _, nbytes in device.locked] == [arena.num_bytes]
-    # As long as the most that was lent at once: 1000 + 300 + 5000, each to 256 bytes.
-    assert arena.num_bytes == 1024 + 512 + 5120
-    inside = arena.lend(6000)
-    start, nbytes = device.locked[0]
-    assert start <= inside.tensor.data_ptr() < start + nbytes
-    beyond = arena.lend(6000)  # more than there is: ordinary memory
-    assert not start <= beyond.tensor.data_ptr() < start + nbytes
-    arena.end_step()  # somebody holds a part: the buffer stays
-    assert [nbytes for _, nbytes in device.locked] == [nbytes]
-    del inside, beyond
-    gc.collect()
-    arena.close()
-    assert not device.locked

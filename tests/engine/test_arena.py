@@ -1,0 +1,369 @@
+"""Memory for boundaries under way: its size follows from the plan, not from who is faster."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from roundpipe_lightning.engine.arena import HostArena, Lane, Lent
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.events import DoneEvent, HostEvent
+from roundpipe_lightning.engine.protocol import ProtocolChecker
+from roundpipe_lightning.engine.turns import TurnGraph, Turns
+from roundpipe_lightning.planning.dependencies import dependencies
+from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.schedule import Action, ActionKey
+from roundpipe_lightning.planning.stages import Partition
+from tests.engine.test_turns import random_plans
+from tests.engine.tiny import (
+    TIMEOUT_SECONDS,
+    Regressor,
+    engine_of,
+    layers_of,
+    mean_step,
+    plan_of,
+    regression_batches,
+    training_step,
+)
+
+
+class LockingDevice(EmulatedDevice):
+    """Notes which bytes it was asked to page-lock."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.locked: dict[int, int] = {}
+
+    def pin(self, buffer: Tensor) -> None:
+        if buffer.nbytes:
+            self.locked[buffer.data_ptr()] = buffer.nbytes
+
+    def unpin(self, buffer: Tensor) -> None:
+        if buffer.nbytes:
+            assert self.locked.pop(buffer.data_ptr()) == buffer.nbytes
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's bytes begin and end."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+# ---------------------------------------------------------------------------------------- one lane
+
+
+def test_what_is_lent_at_once_lies_apart() -> None:
+    lane = Lane(torch.empty(16384, dtype=torch.uint8))
+    lent = [lane.lend(size) for size in (1000, 300, 5000, 0, 1)]
+    places = sorted(place_of(one.tensor) for one in lent)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(places))
+    assert lane.num_bytes == 1024 + 512 + 5120 + 256 + 256  # each to 256 bytes
+
+
+def test_who_writes_next_waits_for_the_copies_that_used_the_place() -> None:
+    lane = Lane(torch.empty(2048, dtype=torch.uint8))
+    first, second = lane.lend(1000), lane.lend(500)
+    landed, arrived, other = HostEvent("landed"), HostEvent("arrived"), HostEvent("other")
+    place = place_of(first.tensor)
+    for event in (landed, arrived, DoneEvent()):
+        first.used_until(event)
+    second.used_until(other)
+    landed.set()
+    del first
+    again = lane.lend(1000)
+    assert place_of(again.tensor) == place
+    assert again.after == (arrived,)  # what has happened need not be waited for
+    del again, second
+    wide = lane.lend(1500)  # over the gaps of both
+    assert place_of(wide.tensor)[0] == place[0]
+    assert wide.after == (other,)  # whoever had it waited for the rest
+
+
+def test_a_gap_that_is_split_keeps_what_is_to_be_waited_for() -> None:
+    lane = Lane(torch.empty(4096, dtype=torch.uint8))
+    first, event = lane.lend(1024), HostEvent("arrived")
+    first.used_until(event)
+    del first
+    parts = [lane.lend(256) for _ in range(5)]
+    assert [part.after for part in parts] == [(event,)] * 4 + [()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_do_not_depend_on_which_copies_have_ended(seed: int) -> None:
+    """The same borrowing, with every copy over at once, never, and at random."""
+
+    def places(is_over: Callable[[], bool]) -> list[tuple[int, int]]:
+        lane, drawn = Lane(buffer), random.Random(seed)
+        lent: list[Lent] = []
+        found: list[tuple[int, int]] = []
+        for _ in range(200):
+            if lent and drawn.random() < 0.5:
+                del lent[drawn.randrange(len(lent))]
+            else:
+                one, event = lane.lend(drawn.randrange(1, 4000)), HostEvent("a copy")
+                one.used_until(event)
+                if is_over():
+                    event.set()
+                lent.append(one)
+                found.append(place_of(one.tensor))
+        return [*found, (0, lane.num_bytes)]
+
+    buffer = torch.empty(1 << 20, dtype=torch.uint8)
+    luck = random.Random(seed + 1)
+    found = {
+        tuple(places(over)) for over in (lambda: True, lambda: False, lambda: luck.random() < 0.5)
+    }
+    assert len(found) == 1
+
+
+def test_the_next_microbatch_has_the_whole_lane() -> None:
+    lane = Lane(torch.empty(2048, dtype=torch.uint8))
+    first, event = lane.lend(1024), HostEvent("arrived")
+    place = place_of(first.tensor)
+    first.used_until(event)
+    lane.vacate()
+    second = lane.lend(600)  # while somebody still refers to the first one
+    assert place_of(second.tensor)[0] == place[0]
+    assert second.after == (event,)
+    del first  # has no meaning for the lane any more
+    third = lane.lend(300)
+    assert place_of(third.tensor)[0] == place[0] + 768
+    assert lane.num_bytes == 768 + 512
+
+
+# --------------------------------------------------------------------------------------- the arena
+
+
+def test_lanes_are_made_between_steps_as_long_as_was_needed() -> None:
+    device = LockingDevice()
+    arena = HostArena(device)
+    for sizes in ((1000, 300), (300, 1000), (100, 900), (1000, 300)):
+        lanes = arena.begin_step([0, 1, 0])
+        assert lanes[0] is lanes[2]
+        lent = [lane.lend(size) for lane, size in zip(lanes, sizes, strict=False)]
+        arena.end()
+        assert [*device.locked.values()] == [arena.num_bytes]
+        del lent
+    assert arena.num_bytes == 2 * 1024
+    first, second = arena.begin_step([0, 1])
+    [locked] = device.locked
+    assert place_of(first.lend(1024).tensor)[0] == locked
+    assert place_of(second.lend(1024).tensor)[0] == locked + 1024
+    ordinary = first.lend(2000)
+    assert not locked <= place_of(ordinary.tensor)[0] < locked + arena.num_bytes
+    assert first.is_short
+    arena.close()
+    assert not device.locked
+
+
+def test_steps_under_way_have_lanes_apart() -> None:
+    device = LockingDevice()
+    arena = HostArena(device)
+    arena.begin_step([0])[0].lend(500)
+    assert arena.can_follow([0])  # for once in ordinary memory
+    arena.begin_step([0])
+    arena.end_first()
+    assert not arena.can_follow([0])
+    arena.end()
+    assert arena.num_bytes == 2 * 512
+    for _ in range(3):
+        [one] = arena.begin_step([0])
+        assert arena.can_follow([0])
+        assert not arena.can_follow([0, 1])  # it needs another lane
+        [other] = arena.begin_step([0])
+        (start, stop), (begin, end) = (place_of(lane.lend(512).tensor) for lane in (one, other))
+        assert stop <= begin or end <= start
+        arena.end_first()
+        [third] = arena.begin_step([0])
+        assert place_of(third.lend(512).tensor) == (start, stop)
+        arena.end()
+    assert arena.num_bytes == 2 * 512
+    arena.close()
+
+
+def test_who_comes_back_late_from_a_failed_step_gets_ordinary_memory() -> None:
+    arena = HostArena(LockingDevice())
+    arena.begin_step([0])[0].lend(500)
+    arena.end()
+    [late] = arena.begin_step([0])
+    arena.end(failed=True)
+    [lane] = arena.begin_step([0])
+    place, ordinary = place_of(lane.lend(512).tensor), place_of(late.lend(512).tensor)
+    assert ordinary[1] <= place[0] or place[1] <= ordinary[0]
+    arena.end()
+    assert arena.num_bytes == 512
+    arena.close()
+
+
+# ------------------------------------------------------------------------------- who shares a lane
+
+
+@settings(deadline=None)
+@given(random_plans())
+def test_microbatches_of_one_lane_are_never_under_way_together(plan: Plan) -> None:
+    graph = TurnGraph.of(plan)
+    before = {key: set[ActionKey]() for key in graph.actions}
+    for key in _in_order(plan, graph, first=lambda ready: ready[0]):
+        for follower in graph.opens[key]:
+            before[follower] |= before[key] | {key}
+    for one, path in enumerate(graph.paths):
+        for other in range(one):
+            if graph.lanes[one] == graph.lanes[other]:
+                there = graph.paths[other]
+                assert there[-1].key in before[path[0].key] or path[-1].key in before[there[0].key]
+    assert sorted({*graph.lanes}) == [*range(max(graph.lanes) + 1)]
+
+
+def test_rounds_take_over_the_lanes_of_rounds_that_have_ended() -> None:
+    plan = plan_of(
+        layers_of(Regressor(3)),
+        num_workers=2,
+        num_microbatches=12,
+        round_size=2,
+        partition=Partition(forward=(2,), backward=(1, 2)),
+    )
+    lanes = TurnGraph.of(plan).lanes
+    assert lanes[:2] == (0, 1)
+    assert max(lanes) < 6
+
+
+# -------------------------------------------------------------------------------- the whole engine
+
+
+def _in_order(
+    plan: Plan, graph: TurnGraph, *, first: Callable[[list[ActionKey]], ActionKey]
+) -> Iterator[ActionKey]:
+    """All actions in an order that the plan allows; of those that can be next, `first` chooses."""
+    left = dict(graph.num_waits)
+    ready = [key for key, number in left.items() if not number]
+    while ready:
+        key = first(ready)
+        ready.remove(key)
+        yield key
+        for follower in graph.opens[key]:
+            left[follower] -= 1
+            if not left[follower]:
+                ready.append(follower)
+
+
+def furthest(ready: Sequence[ActionKey]) -> ActionKey:
+    """Choose the first microbatch: it is at its end before others begin, where that is possible."""
+    return min(ready, key=lambda key: key.microbatch)
+
+
+def nearest(ready: Sequence[ActionKey]) -> ActionKey:
+    """Choose what has come least far: all are under way at once, where that is possible."""
+    return min(ready, key=lambda key: ("FXB".index(key.kind.value), key.stage, key.microbatch))
+
+
+class _Order:
+    """Lets actions run one by one in a given order, whatever could run at the same time."""
+
+    def __init__(self, keys: Iterable[ActionKey]) -> None:
+        keys = list(keys)
+        self._gates = {key: threading.Event() for key in keys}
+        self._following = dict(pairwise(keys))
+        self._gates[keys[0]].set()
+
+    def begin(self, action: Action) -> None:
+        assert self._gates[action.key].wait(TIMEOUT_SECONDS)
+
+    def end(self, action: Action) -> None:
+        if action.key in self._following:
+            self._gates[self._following[action.key]].set()
+
+
+@contextmanager
+def in_order(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, first: Callable[[list[ActionKey]], ActionKey]
+) -> Iterator[None]:
+    """Run the actions of every step in one order."""
+    begin, end = Turns.begin, Turns.end
+    orders: dict[Turns, _Order] = {}
+    mutex = threading.Lock()
+
+    def order_of(turns: Turns) -> _Order:
+        with mutex:
+            if turns not in orders:
+                orders[turns] = _Order(_in_order(plan, TurnGraph.of(plan), first=first))
+            return orders[turns]
+
+    def begin_in_order(turns: Turns, action: Action) -> None:
+        order_of(turns).begin(action)
+        begin(turns, action)
+
+    def end_in_order(turns: Turns, action: Action) -> None:
+        end(turns, action)
+        order_of(turns).end(action)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Turns, "begin", begin_in_order)
+        patched.setattr(Turns, "end", end_in_order)
+        yield
+
+
+def two_round_plan(module: Regressor) -> Plan:
+    """Return a plan of two rounds whose microbatches may run ahead of each other."""
+    plan = plan_of(
+        layers_of(module),
+        num_workers=3,
+        num_microbatches=6,
+        round_size=3,
+        partition=Partition(forward=(1, 2), backward=(1, 1, 1, 1)),
+    )
+    return replace(plan, weight_slots=2)
+
+
+@pytest.mark.parametrize("batches_in_flight", [1, 2])
+def test_locked_memory_is_the_same_in_every_order(
+    monkeypatch: pytest.MonkeyPatch, batches_in_flight: int
+) -> None:
+    sizes = set()
+    for orders in ((furthest, nearest), (nearest, furthest)):
+        module = Regressor(4)
+        plan = two_round_plan(module)
+        with EmulatedServer(3, checker=ProtocolChecker(), poison=True) as server:
+            devices = [*server.devices]
+            with engine_of(module, layers_of(module), plan, devices=devices) as engine:
+                for first in orders:
+                    with in_order(monkeypatch, plan, first):
+                        for _ in range(2):
+                            run(engine, batches_in_flight=batches_in_flight)
+                    sizes.add(engine.staging_bytes)
+    assert len(sizes) == 1
+
+
+def run(engine: Engine, *, batches_in_flight: int) -> None:
+    """Run a step, or two of which one begins while the other drains."""
+    batches = regression_batches(6)
+    if batches_in_flight == 1:
+        mean_step(engine, batches)
+        return
+    steps = []
+    for _ in range(batches_in_flight):
+        steps.append(engine.begin_step(batches, training_step, loss_scales=[1.0] * 6))
+        steps[-1].outputs()
+    steps[-1].result()
+
+
+def test_dependencies_are_in_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orders of the tests above differ, and each respects what waits for what."""
+    plan = two_round_plan(Regressor(4))
+    graph = TurnGraph.of(plan)
+    orders = [[*_in_order(plan, graph, first=first)] for first in (furthest, nearest)]
+    assert orders[0] != orders[1]
+    for order in orders:
+        places = {key: place for place, key in enumerate(order)}
+        assert len(places) == len(graph.actions)
+        for key in order:
+            assert all(places[d.key] < places[key] for d in dependencies(key, plan.partition))
