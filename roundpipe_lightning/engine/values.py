@@ -360,10 +360,16 @@ def run_block(
 
     copies = Copies(take_apart, objects=repeats)
     args, kwargs = copies.of(given)
-    versions = [tensor._version for tensor in taken] if repeats or writes else []
+    looked_at = taken if repeats or writes else []
+    # Nobody counts writes into tensors of inference mode: a block that writes may have written.
+    versions = [None if tensor.is_inference() else tensor._version for tensor in looked_at]
     with watched(taken):
         result = block(*args, **kwargs)
-    written = [t for t, v in zip(taken, versions, strict=False) if t._version != v]
+    written = [
+        tensor
+        for tensor, version in zip(looked_at, versions, strict=True)
+        if (writes if version is None else tensor._version != version)
+    ]
     if written and not writes:
         raise CaptureError(
             f"Block {name!r} writes into a tensor that it was given, which its recompute "

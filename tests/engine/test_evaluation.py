@@ -28,6 +28,7 @@ from tests.engine.kinds import KINDS, batches_of
 from tests.engine.test_chain import one_block_each
 from tests.engine.test_placement import NormBlock
 from tests.engine.tiny import (
+    WIDTH,
     Regressor,
     cpu_workers,
     differences,
@@ -76,6 +77,33 @@ def test_values_are_those_of_one_device(server: str, mode: Mode, num_workers: in
             assert torch.equal(got["rows"][1][0], batch[1])
             assert got["rows"][1][1] == "text"
             assert tag_of(got["loss"]) is None
+
+
+class _InPlace(nn.Module):
+    """A block that writes into what it is given, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.linear(self.activation(x))
+        return out
+
+
+@servers
+@without_gradients
+def test_blocks_that_write_into_their_arguments(server: str, mode: Mode) -> None:
+    module = Regressor()
+    module.layers = nn.ModuleList(_InPlace() for _ in range(4))
+    stack = layers_of(module.eval())
+    (batch,) = regression_batches(1)
+    with mode():
+        want = _validate(module, batch)["loss"]
+    plan = plan_of(stack, num_workers=2, num_microbatches=1)
+    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine, mode():
+        assert torch.equal(engine.evaluate(_validate, batch)["loss"], want)
 
 
 @servers
