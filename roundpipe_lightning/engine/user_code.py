@@ -39,6 +39,9 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
 
+#: Types of arguments that may be parameters, or hold some.
+_MAY_HOLD_MASTERS = frozenset({nn.Parameter, list, tuple})
+
 
 Outside: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Asked before every torch function outside the blocks: the function and its arguments, all on one
@@ -305,11 +308,11 @@ class UserCode(TorchFunctionMode):
                 if answer is not NotImplemented:
                     return answer
         elif self._resident is not None:
-            if nn.Parameter in map(type, args):
-                args = tuple([self._resident_leaf_for(x) for x in args])
+            args, kwargs = self._on_resident_leaves(args, kwargs)
             if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
             self.side_outputs.check(args)
+            self.side_outputs.check(kwargs.values())
         if self.stream is None:
             return func(*args, **kwargs)
         result = self.stream.call(func, args, kwargs)
@@ -330,8 +333,23 @@ class UserCode(TorchFunctionMode):
         )
         return found
 
+    def _on_resident_leaves(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a block's function with leaves in place of masters."""
+        if not _MAY_HOLD_MASTERS.isdisjoint(map(type, args)):
+            args = tuple([self._resident_leaf_for(x) for x in args])
+        if kwargs:
+            kwargs = {key: self._resident_leaf_for(x) for key, x in kwargs.items()}
+        return args, kwargs
+
     def _resident_leaf_for(self, value: Any) -> Any:
-        """Return the stage's leaf of a master that a block reaches past its stand-in."""
+        """Return the stage's leaf of a master that a block reaches past its stand-in.
+
+        Also in a list; all else as it is.
+        """
+        if isinstance(value, (list, tuple)):
+            return _replaced(value, self._resident_leaf_for)
         if not (isinstance(value, nn.Parameter) and value in self._masters):
             return value
         assert self._resident is not None, "a block runs"
@@ -351,11 +369,7 @@ class UserCode(TorchFunctionMode):
             return self._leaf(value) if value in self._masters else value
         if isinstance(value, Tensor):
             return self.side_outputs.leaf_for(value)
-        if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
-            leaves = [self._leaf_for(item) for item in value]
-            if any(leaf is not item for leaf, item in zip(leaves, value, strict=True)):
-                return leaves
-        return value
+        return _replaced(value, self._leaf_for) if isinstance(value, (list, tuple)) else value
 
     def _brought_together(
         self,
@@ -394,6 +408,15 @@ class UserCode(TorchFunctionMode):
 
         moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(bring, found)
         return moved
+
+
+def _replaced(values: Sequence[Any], leaf: Callable[[Any], Any]) -> Sequence[Any]:
+    """Return a list or tuple with leaves in place of tensors; as it is where there are none."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return values
+    leaves = [leaf(value) for value in values]
+    changed = any(new is not value for new, value in zip(leaves, values, strict=True))
+    return leaves if changed else values
 
 
 def _stays_with_first(name: str) -> bool:

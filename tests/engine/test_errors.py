@@ -322,13 +322,14 @@ def test_an_output_that_another_microbatch_uses() -> None:
     _refused(step, CaptureError, match, make_block=Block)
 
 
-def test_a_tensor_of_the_head_that_a_block_gets_past_its_arguments() -> None:
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_tensor_of_the_head_that_a_block_gets_past_its_arguments(by_keyword: bool) -> None:
     kept: dict[int, Tensor] = {}
 
     class Reading(Block):
         def forward(self, x: Tensor) -> Tensor:
-            side = kept[threading.get_ident()]
-            return super().forward(x) + side
+            side, out = kept[threading.get_ident()], super().forward(x)
+            return torch.add(out, other=side) if by_keyword else out + side
 
     def step(layers: Any, hidden: Tensor) -> Any:
         kept[threading.get_ident()] = torch.sigmoid(hidden)

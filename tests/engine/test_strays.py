@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,6 +39,21 @@ class ListedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + functional.linear(x, self.listed[0])
+
+
+class SlyBlock(nn.Module):
+    """A block that hands its own parameters to functions by keyword, and in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+        self.listed = [self.norm.weight, self.norm.bias, *self.scales]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, *scales = self.listed
+        x = x + functional.layer_norm(x, (WIDTH,), weight=weight, bias=bias)
+        return x * torch.stack(scales).mean(0)
 
 
 class BorrowingBlock(nn.Module):
@@ -78,8 +94,11 @@ def devices_of(kind: str, num: int) -> list[Device]:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
-def test_a_block_may_reach_its_parameters_past_the_view(kind: str) -> None:
-    module = Regressor(make_block=ListedBlock)
+@pytest.mark.parametrize("make_block", [ListedBlock, SlyBlock])
+def test_a_block_may_reach_its_parameters_past_the_view(
+    kind: str, make_block: Callable[[], nn.Module]
+) -> None:
+    module = Regressor(make_block=make_block)
     stack, batches = layers_of(module), regression_batches(3)
     plain = plain_step(module, batches)
     result = engine_step(module, stack, plan_of(stack), batches, devices=devices_of(kind, 2))
