@@ -128,6 +128,10 @@ class CheckpointingStrategy(UpdatingStrategy):
 
         return super().optimizer_step(optimizer, computed, model, **kwargs)
 
+    def _is_writing(self) -> bool:
+        io = self._checkpoint_io
+        return isinstance(io, RoundPipeAsyncCheckpointIO) and not io.snapshots.is_idle
+
     def _release(self, io: RoundPipeAsyncCheckpointIO) -> None:
         if io.snapshots.is_idle:
             return

@@ -135,6 +135,7 @@ class Updates:
         check: Called with the optimizer when the gradients of a step are there.
         begins_early: Whether blocks may be stepped as soon as their gradients are there, as far as
             precision and options go; with `stale`, whether the next batch may begin before.
+        are_written: Says whether parameters are being written into a file until the batch ends.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Updates:
         overlaps: bool,
         check: Callable[[Optimizer], None],
         begins_early: bool = False,
+        are_written: Callable[[], bool] = lambda: False,
     ) -> None:
         self._trainer = module.trainer
         self._module = module
@@ -156,6 +158,7 @@ class Updates:
         self._check = check
         self._clips: list[Callable[[], None]] = []  # of the batch that drains
         self._begins_early = begins_early and overlaps
+        self._are_written = are_written
         self._whole = {optimizer: why_whole(optimizer) for optimizer in optimizers if overlaps}
         self._front = JoinBeforeReaders(self)
         if overlaps:
@@ -266,6 +269,7 @@ class Updates:
             self._begins_early
             and (self._stale or trainer.accumulate_grad_batches == 1)
             and (self._stale or not trainer.gradient_clip_val)
+            and (self._stale or not self._are_written())
             and not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
             and not readers.sees_every_gradient(trainer)
         )

@@ -79,8 +79,13 @@ class UpdatingStrategy(ParallelStrategy):
             begins_early=precision.scaler is None
             and type(precision) is RoundPipePrecision
             and not checks_gradients,
+            are_written=self._is_writing,
         )
         precision.takes_clipping = self._updates.take_clipping
+
+    def _is_writing(self) -> bool:
+        """Say whether a checkpoint is being written that reads parameters where they are."""
+        return False
 
     def optimizer_step(
         self,

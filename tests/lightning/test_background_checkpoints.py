@@ -20,10 +20,12 @@ import roundpipe_lightning.checkpoint as checkpoint_module
 from roundpipe_lightning._lightning.checkpoint_queue import WriteQueue
 from roundpipe_lightning._lightning.checkpoint_snapshot import Snapshots
 from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
+from roundpipe_lightning.engine.updates import Updater
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy import RoundPipeStrategy
 from tests.lightning.resumption import RESUME_QUIET, MemoryLogger, plain
 from tests.lightning.test_checkpoint import full_disk
+from tests.lightning.test_updates import Emulated
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
@@ -227,6 +229,47 @@ def test_weights_are_not_copied_before_they_change(tmp_path: Path, held: threadi
     weights = sum(value.numel() * value.element_size() for value in module.parameters())
     assert copied[:3] == [0, 0, 0]
     assert weights < copied[3] < 3.5 * weights  # and two moments of AdamW
+
+
+@pytest.mark.parametrize("update", ["exact", "async"])
+def test_blocks_are_not_stepped_early_while_they_are_written(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    begun: list[int] = []
+    begin = Updater.begin
+
+    def counted(updater: Updater, optimizer: torch.optim.Optimizer) -> None:
+        begun.append(module.trainer.global_step)
+        begin(updater, optimizer)
+
+    monkeypatch.setattr(Updater, "begin", counted)
+    saved: dict[str, Any] = {}
+
+    class Save(ModelCheckpoint):
+        reads_parameters = False
+
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "held.ckpt")
+                saved.update(plain(module.state_dict()))
+
+        def on_train_end(self, *_: Any) -> None:
+            held.set()
+
+    torch.manual_seed(3)
+    module = Regressor("adamw")
+    io = RoundPipeAsyncCheckpointIO()
+    trainer = make_trainer(
+        tmp_path,
+        strategy=Emulated(num_microbatches=2, checkpoint_io=io, trial_run=False, update=update),
+        devices=2,
+        callbacks=[Save()],
+        enable_checkpointing=True,
+        max_steps=5,
+    )
+    trainer.fit(module, regression_data(40))
+    assert plain(torch.load(tmp_path / "held.ckpt")["state_dict"]) == saved
+    assert begun == ([1, 3, 4] if update == "exact" else [])
 
 
 def test_weights_that_a_callback_swaps_are_copied_at_once(
