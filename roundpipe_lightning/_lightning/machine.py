@@ -148,7 +148,7 @@ def storage_of(
             the optimizer's state always.
         keeps_previous: Whether steps compute with a copy from before the last update; it counts
             as state.
-        masters: Parameters that are uploaded from copies.
+        masters: Parameters that are uploaded from copies in 16 bits.
     """
     trained = {
         parameter
@@ -165,7 +165,7 @@ def storage_of(
     )
     state += sum(8 * _num_narrow(optimizer) for optimizer in widened)
     if keeps_previous:
-        state += sum(parameter.nbytes for parameter in trained)
+        state += sum(p.numel() * (2 if p in masters else p.itemsize) for p in trained)
     on_disk = sum(_num_trained(o) * o.state_place.disk_bytes for o in _hosted(optimizers))
     return ParameterStorage(
         master_bytes=sum(p.nbytes for p in masters) / num if num else 0.0,

@@ -47,6 +47,15 @@ _AROUND_BACKWARD = (
 
 _EVERY = tuple(name for name in dir(callbacks.Callback) if name.startswith("on_"))
 
+_ELSEWHERE = (
+    *("on_fit_", "on_train_start", "on_train_end", "on_load_checkpoint"),
+    *("on_sanity_check_", "on_validation_", "on_test_", "on_predict_"),
+)
+"""How the names of hooks begin that do not come between two training batches without an evaluation
+between them."""
+
+_BETWEEN = tuple(name for name in _EVERY if not name.startswith(_ELSEWHERE))
+
 _HARMLESS = frozenset(
     (
         *callbacks.Callback.__mro__,
@@ -81,9 +90,16 @@ def may_read(owner: Any, hook: str) -> bool:
     return bool(vars(defining).get("reads_parameters", True))
 
 
-def may_write(trainer: Trainer) -> bool:
-    """Say whether a hook between two steps, or around an evaluation, may write to parameters."""
-    return any(True for _ in readers(trainer, (*WAITING_HOOKS, *_AT_ONCE, *_EVERY)))
+def may_write(trainer: Trainer, *, between_batches: bool = False) -> bool:
+    """Say whether a hook may write to parameters.
+
+    Args:
+        trainer: Knows the callbacks and the module.
+        between_batches: Whether only hooks between two training batches are asked about, with no
+            evaluation between them.
+    """
+    hooks = _BETWEEN if between_batches else _EVERY
+    return any(True for _ in readers(trainer, (*WAITING_HOOKS, *_AT_ONCE, *hooks)))
 
 
 def readers(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:

@@ -287,9 +287,10 @@ class Layouts:
                 continue
             # In no buffer of this block: another block has it, or it lies in a file.
             values, kept = parameter.detach(), self._store.previous.get(parameter)
-            if not fills_its_memory(values):  # until the next step begins
+            is_narrow = kept is not None and kept.dtype is not values.dtype
+            if is_narrow or not fills_its_memory(values):  # until the next step begins
                 values, kept, has_copies = self._store.served(parameter).detach(), None, True
-                values = values.contiguous()
+                values = values.to(parameter.dtype).contiguous()
             pieces.append(
                 Piece(
                     source=bytes_of(values),

@@ -11,6 +11,9 @@ device   [ q | k | v ]                                       [ n | b ]
 Matrices (two dimensions or more) of one block are narrow: autocast would cast them before every
 product. What has fewer dimensions, norms and biases say, is uploaded as it is. A parameter that
 several blocks or the code outside them use is, too.
+
+With `update="async"` what a step computes with while the optimizer writes into the masters is kept
+in 16 bits, too (`HostStore.keep_previous`).
 """
 
 from __future__ import annotations

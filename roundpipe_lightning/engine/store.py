@@ -136,6 +136,8 @@ class ParameterGroup:
     def keep_previous(self, changing: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Make room for a second copy of the buffers that hold one of `changing`.
 
+        It has the dtype that is uploaded.
+
         Returns:
             A place, with the present values, for every parameter of these buffers, and for those of
             `changing` that are in no buffer.
@@ -144,8 +146,9 @@ class ParameterGroup:
         taken = {self._slots[p].buffer for p in changing if p in self._slots}
         for index in taken:
             if self.previous[index] is None:
-                present = self.buffers[index]
-                self.previous[index] = own_pages(present.numel(), present.dtype).copy_(present)
+                present, narrow = self.buffers[index], self.narrow[index]
+                dtype = present.dtype if narrow is None else narrow.dtype
+                self.previous[index] = own_pages(present.numel(), dtype).copy_(present)
         for parameter in self.parameters:
             slot = self._slots.get(parameter)
             if slot is None:
@@ -158,25 +161,24 @@ class ParameterGroup:
 
     def kept(self) -> list[Tensor | None]:
         """Return, per flat buffer that is uploaded, what may be uploaded in its place."""
-        rows = zip(self.narrow, self.previous, strict=True)
-        return [kept if narrow is None else None for narrow, kept in rows]
+        return list(self.previous)
 
     def sources(self, *, previous: bool) -> list[Tensor]:
         """Return the flat buffers that are uploaded: copies in 16 bits where there are such.
 
         Args:
-            previous: Whether others are those kept beside `buffers`.
+            previous: Whether those kept beside them are, where there are such.
         """
         kept = self.previous if previous else [None] * len(self.buffers)
-        rows = zip(self.narrow, kept, self.buffers, strict=True)
+        rows = zip(kept, self.narrow, self.buffers, strict=True)
         return [next(one for one in row if one is not None) for row in rows]
 
     def travelling(self) -> Iterator[Tensor]:
         """Give all flat buffers that may be uploaded."""
         for narrow, kept, present in zip(self.narrow, self.previous, self.buffers, strict=True):
-            yield from [one for one in (kept, present) if one is not None and narrow is None]
-            if narrow is not None:
-                yield narrow
+            yield present if narrow is None else narrow
+            if kept is not None:
+                yield kept
 
     def members(self) -> list[list[tuple[nn.Parameter, int]]]:
         """Return, per flat buffer, the parameters that lie in it, each with its first element.
@@ -203,7 +205,7 @@ class ParameterGroup:
             Every parameter's values there, without a graph.
         """
         if device.shares_host_memory:
-            return {p: previous.get(p, p).detach() for p in self.parameters}
+            return {p: previous.get(p, p).detach().to(p.dtype) for p in self.parameters}
         flats = [device.upload(buffer) for buffer in self.sources(previous=bool(previous))]
         return {p: self._uploaded(p, flats, device, previous) for p in self.parameters}
 
@@ -286,10 +288,10 @@ class HostStore:
         #: Set where parameters are stepped as soon as their gradients are there.
         self.take_gradients: TakeGradients | None = None
         #: Values that stand for parameters while the optimizer writes into them; empty: nothing.
+        #: In the dtype that is uploaded.
         self.previous: dict[nn.Parameter, Tensor] = {}
         #: Which of the two the steps that begin now are given.
         self.serving = Serving(previous=False)
-        self._cast_previous = False  # whether the copies are of these
 
     def pin(self, device: Device) -> None:
         """Page-lock all buffers that are uploaded, for copies to devices of this kind."""
@@ -370,10 +372,8 @@ class HostStore:
         for group in (*self._blocks.values(), self._outside):
             before = list(group.previous)
             self.previous |= group.keep_previous(changing)
-            rows = zip(group.previous, before, group.narrow, strict=True)
-            for kept, old, narrow in rows:
-                is_new = old is None and narrow is None  # else a copy is sent in its place
-                if self._pinned_by is not None and kept is not None and is_new:
+            for kept, old in zip(group.previous, before, strict=True):
+                if self._pinned_by is not None and kept is not None and old is None:
                     self._pinned_by.pin(kept)
 
     # ---------------------------------------------------------------------------- 16-bit copies
@@ -385,23 +385,14 @@ class HostStore:
         """
         if self.copies is None:
             return
-        if self._cast_previous != self.serves_previous:
-            self._cast_previous = self.serves_previous
-            self.copies.forget()
         for parameters in self._of_block.values():
             if self.gate is None or self.gate.is_updated(parameters):
-                self.copies.renew({p: self.served(p) for p in parameters})
+                self.copies.renew({p: p for p in parameters if p not in self._served})
 
     def updated(self, parameters: Iterable[nn.Parameter], *, by: Optimizer) -> None:
         """Cast parameters that an optimizer has stepped. Called before their gate opens."""
         if self.copies is not None:
             self.copies.updated({p: p for p in parameters}, by)
-
-    def kept(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Cast values that have been kept in `previous`. Called before their gate opens."""
-        if self.copies is not None:
-            self._cast_previous = True
-            self.copies.cast({p: self.previous[p] for p in parameters if p in self.previous})
 
     # ------------------------------------------------------------------------------------ values
 

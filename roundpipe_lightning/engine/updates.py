@@ -140,7 +140,6 @@ class Updater:
         known = members & self._unit_of.keys()
         return (
             self._stale
-            and self._store.copies is None
             and known <= self._store.previous.keys()
             and all(map(fills_its_memory, known))
         )
@@ -417,8 +416,8 @@ class Updater:
             for parameter, gradient in held.items():
                 if gradient is not None and parameter.grad is gradient:
                     parameter.grad = None
+            self._store.updated(part.parameters, by=step.optimizer)
             if not self._stale:
-                self._store.updated(part.parameters, by=step.optimizer)
                 self._open_gate(unit)
         self.spans = spans
 
@@ -448,7 +447,6 @@ class Updater:
             for place, values in places:
                 if place is not None:
                     place.copy_(values)
-            self._store.kept(unit.parameters)
             self._open_gate(unit)
         if then is not None:
             then()

@@ -17,6 +17,7 @@ from torch.nn import functional
 from roundpipe_lightning.engine.emulated import EmulatedDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.gradients import GradientLedger
+from roundpipe_lightning.engine.layouts import Layouts
 from roundpipe_lightning.engine.optim import HostAdamW
 from roundpipe_lightning.engine.result import StepResult
 from roundpipe_lightning.engine.store import HostStore
@@ -118,7 +119,7 @@ def steps_of(module: Any, dtype: torch.dtype | None, make: Any, *, stale: bool) 
     optimizer = make(module.parameters(), lr=0.01)
     with opened(module, dtype) as engine:
         blocks = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
-        if engine.store.copies is not None and not stale:
+        if engine.store.copies is not None:
             engine.store.copies.written_by([optimizer])
         units = update_units(module, blocks, shared=engine.store.shared)
         with Updater(engine.store, units, stale=stale) as updater:
@@ -197,6 +198,23 @@ def test_what_is_uploaded_is_page_locked_and_nothing_else(keeps: bool) -> None:
     assert len(locked) == len(set(locked))
     store.close()
     assert not locked
+
+
+def test_what_is_kept_has_the_dtype_that_is_uploaded() -> None:
+    module: Any = Regressor()
+    store = HostStore(module, list(module.layers), upload_dtype=torch.bfloat16)
+    block, weight = module.layers[0], module.layers[0].inner.weight
+    store.keep_previous(list(block.parameters()))
+    assert store.previous[weight].dtype is torch.bfloat16
+    assert store.previous[block.inner.bias].dtype is torch.float32
+    assert torch.equal(store.previous[weight], weight.bfloat16())
+    store.serves_previous = True
+    weight.data = weight.data + 1.0  # in other memory: it is uploaded by itself, in its own dtype
+    layout = Layouts(store).of(block)
+    found = layout.pieces[-1].served(previous=True).view(torch.float32).view_as(weight)
+    assert torch.equal(found, store.previous[weight].float())
+    assert layout.form.places[0].dtype is torch.float32
+    store.close()
 
 
 def low_precision(module: Any, dtype: torch.dtype, sums: torch.dtype | None) -> Any:
