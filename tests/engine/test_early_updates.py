@@ -94,7 +94,7 @@ class Waiting(Regressor):
 
             @staticmethod
             def backward(ctx: Any, gradient: Tensor) -> Tensor:
-                assert event.wait(timeout=20), "no block was stepped"
+                assert event.wait(timeout=60), "no block was stepped"
                 return gradient
 
         return super().run_blocks(Wait.apply(hidden))  # type: ignore[no-untyped-call]
@@ -246,7 +246,7 @@ def test_a_gate_stays_closed_until_all_parts_are_updated() -> None:
     allowed, ran = threading.Semaphore(0), threading.Semaphore(0)
 
     def run(unit: UpdateUnit, step: CapturedStep) -> None:
-        assert allowed.acquire(timeout=20)
+        assert allowed.acquire(timeout=60)
         step.run(unit.parameters)
         if unit.name == "layers.0":
             ran.release()
@@ -266,7 +266,7 @@ def test_a_gate_stays_closed_until_all_parts_are_updated() -> None:
         )
         before = layer.outer.weight.detach().clone()
         allowed.release()  # the part with `inner.weight`
-        assert ran.acquire(timeout=20)
+        assert ran.acquire(timeout=60)
         allowed.release()
         updater.join()
         assert updater.is_updated(layer.parameters())

@@ -37,7 +37,7 @@ def test_waiters_are_released_and_called_back_once() -> None:
     event.set()
     event.set()
     event.abort()  # too late
-    thread.join(5)
+    thread.join(60)
     event.when_done(lambda: calls.append("after"))
     assert found == [None]
     assert calls == ["before", "after"]
@@ -53,7 +53,7 @@ def test_an_abort_releases_every_waiter(method: str) -> None:
     threads = [_waiting(event, method) for _ in range(3)]
     event.abort()
     for thread, _ in threads:
-        thread.join(5)
+        thread.join(60)
     assert [found for _, found in threads] == [[StepAborted]] * 3
     assert calls == [True]
 
@@ -70,7 +70,7 @@ def test_an_event_is_issued_before_it_is_done() -> None:
     thread, found = _waiting(event, "issued")
     event.stand_for(behind)
     behind.set()
-    thread.join(5)
+    thread.join(60)
     assert found == [behind]
     assert not event.is_done
 

@@ -66,7 +66,7 @@ def uploads_of(head: nn.Parameter, tail: nn.Parameter) -> Iterator[tuple[Outside
             ),
             queue,
         )
-        queue.drain(timeout_seconds=10)
+        queue.drain(timeout_seconds=60)
         queue.close()
     store.close()
 
@@ -126,7 +126,7 @@ def test_at_most_two_microbatches_gradients_are_on_their_way() -> None:
             gradient = device.empty(torch.Size([100]), torch.float32).fill_(number)
             gradients.send({parameter: gradient}, landed=take)
             assert len(landed) >= number - 1
-        assert queue.drain(timeout_seconds=10)
+        assert queue.drain(timeout_seconds=60)
         queue.close()
     assert [float(some[parameter].mean()) for some in landed] == [0, 1, 2, 3]
 

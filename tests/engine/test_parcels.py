@@ -97,7 +97,7 @@ def test_what_its_maker_takes_again_does_not_move(places: list[Place]) -> None:
     parcel.on(first)
     for place in places:
         assert place.transfers is not None
-        assert place.transfers.drain(timeout_seconds=10)
+        assert place.transfers.drain(timeout_seconds=60)
         assert place.transfers.uploads.num_bytes == place.transfers.downloads.num_bytes == 0
     parcel.send_to(second)
     parcel.on(second)

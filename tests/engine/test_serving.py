@@ -20,7 +20,7 @@ def test_who_switches_waits_for_those_who_read_the_parameters() -> None:
         assert previous  # begun later: nobody waits for it
         assert thread.is_alive()
         serving.end_reading(previous=False)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 

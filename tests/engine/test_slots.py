@@ -199,7 +199,7 @@ def operations_per_visit(num_parameters: int) -> int:
             )
             transfers.weights.leave()
         counting.close()
-        assert transfers.drain(timeout_seconds=10)
+        assert transfers.drain(timeout_seconds=60)
         transfers.end_step()
     for number in range(6):
         ledger.close_microbatch(number)
@@ -228,9 +228,15 @@ class FailingDevice(EmulatedDevice):
 
     num_left = 10**9
 
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._mutex = threading.Lock()
+
     def copy(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_left -= 1
-        if not self.num_left:
+        with self._mutex:  # both queues copy
+            self.num_left -= 1
+            fails = not self.num_left
+        if fails:
             raise RuntimeError("the device fell off the bus")
         return super().copy(*args, **kwargs)
 
@@ -241,7 +247,7 @@ def test_a_failing_copy_ends_the_step_and_names_the_device(number: int) -> None:
     stack, batches = layers_of(module), regression_batches(3)
     devices = [FailingDevice(index) for index in range(2)]
     plan, plain = plan_of(stack), plain_step(module, batches)
-    with engine_of(module, stack, plan, devices=devices, timeout_seconds=20) as engine:
+    with engine_of(module, stack, plan, devices=devices, timeout_seconds=60) as engine:
         devices[1].num_left = number
         with pytest.raises(RuntimeError, match="fell off the bus") as error:
             mean_step(engine, batches)

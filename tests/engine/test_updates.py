@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +20,9 @@ from roundpipe_lightning.engine.updates import (
     UpdateUnit,
     update_units,
 )
+
+PATIENCE_SECONDS = 60.0
+"""For what comes at once, however busy the machine is."""
 
 
 class Model(nn.Module):
@@ -39,6 +41,19 @@ class Model(nn.Module):
         self.head = nn.Linear(3, 2)
 
 
+class Told(threading.Condition):
+    """Tells that a thread other than the test's has asked for something, and waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Semaphore(0)
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            self.waits.release()  # nothing changes until it waits: it holds the lock
+        return super().wait_for(predicate, timeout)
+
+
 class Steered:
     """Runs the updates of units when it is told to."""
 
@@ -49,7 +64,7 @@ class Steered:
 
     def __call__(self, unit: UpdateUnit, step: CapturedStep) -> None:
         self.begun.release()
-        assert self.allowed.acquire(timeout=10)
+        assert self.allowed.acquire(timeout=PATIENCE_SECONDS)
         step.run(unit.parameters)
         self.ran.append(unit.name)
 
@@ -75,6 +90,13 @@ def sgd_with_gradients(model: nn.Module, *, lr: float = 1.0) -> torch.optim.SGD:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def told_of_waits(updater: Updater) -> threading.Semaphore:
+    """Let the test hear of every thread that waits; nothing may have been submitted before."""
+    told = Told()
+    updater._changed = told
+    return told.waits
 
 
 def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
@@ -108,15 +130,17 @@ def test_a_unit_per_block_and_per_parameter_with_other_uses(model: Model, store:
 def test_nobody_reads_a_block_before_its_update(model: Model, store: HostStore) -> None:
     steered, before = Steered(), [p.detach().clone() for p in model.parameters()]
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        waits = told_of_waits(updater)
         updater.submit(sgd_with_gradients(model))
-        assert steered.begun.acquire(timeout=10)
+        assert steered.begun.acquire(timeout=PATIENCE_SECONDS)
         layer, device = model.layers[1], CpuDevice()
         thread, results = in_thread(lambda: store.upload_block(layer, device))
+        assert waits.acquire(timeout=PATIENCE_SECONDS)
         steered.allowed.release(2)  # what runs already, and one of two that the block waits for
-        thread.join(0.3)
+        assert all(steered.begun.acquire(timeout=PATIENCE_SECONDS) for _ in range(2))
         assert thread.is_alive()
         steered.allowed.release()
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
         assert steered.ran == ["embedding.weight", "layers.0.bias", "layers.1"]
         weight = results[0][layer.weight]
@@ -133,14 +157,15 @@ def test_parameters_outside_the_blocks_have_gates_of_their_own(
 ) -> None:
     steered = Steered()
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        waits = told_of_waits(updater)
         updater.submit(sgd_with_gradients(model))
         steered.allowed.release()
         assert store.value(model.embedding.weight) is model.embedding.weight
         thread, _ = in_thread(lambda: store.value(model.head.bias))
-        thread.join(0.2)
+        assert waits.acquire(timeout=PATIENCE_SECONDS)
         assert thread.is_alive()
         steered.allowed.release(9)
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
         updater.join()
 
 
@@ -159,12 +184,13 @@ ORDER = [
 def test_what_a_thread_waits_for_comes_first(model: Model, store: HostStore) -> None:
     steered = Steered()
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        waits = told_of_waits(updater)
         updater.submit(sgd_with_gradients(model))
-        assert steered.begun.acquire(timeout=10)
+        assert steered.begun.acquire(timeout=PATIENCE_SECONDS)
         thread, _ = in_thread(lambda: store.value(model.head.bias))
-        thread.join(0.2)
+        assert waits.acquire(timeout=PATIENCE_SECONDS)
         steered.allowed.release(2)  # for the one that runs already, and the next
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
         assert steered.ran == ["embedding.weight", "head.bias"]
         steered.allowed.release(9)
@@ -201,10 +227,10 @@ def test_callbacks_come_when_the_gate_opens(model: Model, store: HostStore) -> N
         updater.submit(sgd_with_gradients(model))
         updater.when_updated(layer.parameters(), called.append)
         steered.allowed.release(3)  # not yet what it shares with others
-        assert all(steered.begun.acquire(timeout=10) for _ in range(4))
+        assert all(steered.begun.acquire(timeout=PATIENCE_SECONDS) for _ in range(4))
         assert called == [None]
         steered.allowed.release()
-        assert steered.begun.acquire(timeout=10)
+        assert steered.begun.acquire(timeout=PATIENCE_SECONDS)
         assert called == [None, None]
         steered.allowed.release(9)
         updater.join()
@@ -215,7 +241,7 @@ def test_callbacks_hear_of_an_update_that_failed(model: Model, store: HostStore)
     may_fail = threading.Event()
 
     def fail(unit: UpdateUnit, step: CapturedStep) -> None:
-        assert may_fail.wait(10)
+        assert may_fail.wait(PATIENCE_SECONDS)
         raise OSError("the disk is full")
 
     with Updater(store, units_of(model, store), run_unit=fail) as updater:
@@ -258,22 +284,26 @@ def test_used_gradients_are_released(model: Model, store: HostStore) -> None:
 
 
 def test_an_error_is_raised_once_and_lets_everybody_go(model: Model, store: HostStore) -> None:
+    told: list[threading.Semaphore] = []
+
     def fail(unit: UpdateUnit, step: CapturedStep) -> None:
         if unit.name == "layers.1":
-            time.sleep(0.1)  # somebody waits by now
+            assert told[0].acquire(timeout=PATIENCE_SECONDS)  # somebody waits by now
             raise OSError("the disk is full")
         step.run(unit.parameters)
 
     with Updater(store, units_of(model, store), run_unit=fail) as updater:
+        told.append(told_of_waits(updater))
         updater.submit(sgd_with_gradients(model))
         thread, results = in_thread(lambda: store.await_updated(model.layers[1]))
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
         assert isinstance(results[0], UpdateAborted)
         with pytest.raises(OSError, match="the disk is full") as caught:
             updater.join()
         assert vars(caught.value)["__notes__"] == ["This happened while SGD updated 'layers.1'."]
         updater.join()
         store.await_updated(model.layers[2])
+        told[0].release()  # nobody waits for this one
         updater.submit(sgd_with_gradients(model))
         with pytest.raises(OSError, match="the disk is full"):
             updater.join()

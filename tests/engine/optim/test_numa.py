@@ -89,7 +89,7 @@ def test_processors_that_are_gone_are_no_error() -> None:
 def test_threads_take_their_node_first_and_then_the_others() -> None:
     machine = Topology(nodes=(0, 1), processors=((0,), (0,)))
     taken: list[tuple[str, int]] = []
-    first = threading.Barrier(2, timeout=10)
+    first = threading.Barrier(2, timeout=60)
 
     def work(piece: int, scratch: Scratch) -> None:
         if piece % 10 == 0:
