@@ -343,6 +343,7 @@ class RoundPipeStrategy(CheckpointingStrategy):
             self._session = self._fit_session = None  # an earlier run's batches say nothing
             self._resume.begin()
             checks.check_module(self._module, num_microbatches=self._wanted_microbatches)
+            checks.tell_of_compiled_modules(self._module)
         super().setup(trainer)
         options = self._options
         if not self._module.automatic_optimization:

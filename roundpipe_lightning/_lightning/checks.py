@@ -15,8 +15,10 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from roundpipe_lightning.engine.view import is_compiled
 from roundpipe_lightning.errors import ConfigurationError
 
 
@@ -85,6 +87,17 @@ def check_module(module: LightningModule, *, num_microbatches: int | str) -> Non
             "optimizers itself, which several microbatches cannot do at once. Set "
             "RoundPipeStrategy(num_microbatches=1) or leave it out, or use automatic optimization "
             "(one optimizer; gradient clipping and accumulation are flags of the Trainer)."
+        )
+
+
+def tell_of_compiled_modules(module: LightningModule) -> None:
+    """Say that modules which the user has compiled run as they are."""
+    compiled = [name for name, part in module.named_modules() if is_compiled(part)]
+    if compiled:
+        rank_zero_info(
+            f"roundpipe: {compiled[0]!r}{' and others' if len(compiled) > 1 else ''} went through "
+            "torch.compile, but a microbatch runs the module that was compiled as it is. "
+            "RoundPipeStrategy(compile=True) compiles the blocks."
         )
 
 

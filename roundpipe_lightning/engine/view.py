@@ -19,6 +19,7 @@ parameters of experts) gives it to the view alone.
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,26 @@ def write_through(module: nn.Module, name: str, value: Any) -> None:
         delattr(module, name)
     else:
         setattr(module, name, value)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether a module runs compiled: `torch.compile(module)`, or after `module.compile()`."""
+    return is_compiled_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Say whether `torch.compile(module)` has returned it: it runs the module that it wraps."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a slow import; who compiles has it
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def uncompiled(wrapper: Any) -> Callable[..., Any]:
+    """Return a `forward` for a stand-in of such a module: it runs what the stand-in wraps."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return wrapper._orig_mod(*args, **kwargs)  # noqa: SLF001 - it has no other name
+
+    return forward
 
 
 V = TypeVar("V")
@@ -342,6 +363,8 @@ class ViewMaker:
             if hasattr(base, name):
                 own[name] = _rebound(state[name], module, view)
         own["_compiled_call_impl"] = None  # of Module.compile(): it would run the original
+        if is_compiled_wrapper(module):  # so would what torch.compile(module) returns
+            own["forward"] = uncompiled(view)
         own["_parameters"] = LazyTable(state["_parameters"], self._parameter)
         own["_buffers"] = LazyTable(state["_buffers"], self._buffer)
         own["_modules"] = LazyTable(state["_modules"], self.view_of)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.view import is_compiled_wrapper, uncompiled
 from roundpipe_lightning.errors import ConfigurationError
 
 __all__ = ["MetaCopy"]
@@ -149,7 +150,10 @@ class MetaCopy:
         copy.__dict__.update(_copier=self, _withheld=withheld)
         copy.__dict__.update({table: {} for table in _TABLES})  # asked for while they are filled
         for name, value in state.items():
-            if name in _TABLES:
+            if name in _TABLES or name == "_compiled_call_impl":
+                continue
+            if name == "forward" and is_compiled_wrapper(module):
+                own[name] = uncompiled(copy)
                 continue
             if name in _MODULE_SETTINGS and isinstance(value, dict):
                 own[name] = self._hooks(value)

@@ -82,16 +82,30 @@ def check(name: str, devices: Sequence[Device], *, tolerance: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks() -> None:
-    """A block's forward and backward are one function, and its recompute is that function again."""
-    module = Regressor(3)
-    layers: Any = module.layers
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+def test_compiled_modules_run_as_they_are(kind: str) -> None:
+    """Compiled code would run the user's module, whose parameters are not on the worker."""
+    compiled: list[Any] = []
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    module: Any = Regressor(3)
     for index, layer in enumerate(module.layers):
-        layers[index] = torch.compile(layer, backend="aot_eager")
-    batches = regression_batches(2)
+        module.layers[index] = torch.compile(layer, backend=compile_graph)
+    module.head = torch.compile(module.head, backend=compile_graph)
+    module.tail.compile(backend=compile_graph)
+    batches = regression_batches(4)
     plain = plain_step(module, batches)
+    assert compiled
+    compiled.clear()
+    torch._dynamo.reset()
     stack = layers_of(module)
-    plan = one_block_each(Chain.of([stack]), num_workers=2, num_microbatches=2)
-    with engine_of(module, stack, plan) as engine:
-        for _ in range(2):
-            assert not differences(module, mean_step(engine, batches), plain, tolerance=1e-6)
+    plan = one_block_each(Chain.of([stack]), num_workers=2, num_microbatches=4)
+    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        assert not differences(module, mean_step(engine, batches), plain, tolerance=1e-6)
+        with torch.inference_mode():
+            engine.evaluate(lambda view, batch: view(batch[0]), batches[0])
+    assert not compiled

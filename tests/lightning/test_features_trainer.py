@@ -363,16 +363,26 @@ def test_flags_that_change_nothing(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_parts_are_trained(tmp_path: Path) -> None:
-    """`compile()` keeps a call of the module itself, which must not be mistaken for the view's."""
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_compiled_parts_are_trained(
+    tmp_path: Path, wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What compiles a module keeps the module, which must not be mistaken for its view."""
 
     class Compiled(Regressor):
         def __init__(self) -> None:
             super().__init__()
-            for layer in self.layers:
-                layer.compile(backend="eager")
+            for index, layer in enumerate(self.layers):
+                if wrapped:
+                    compiled: Any = torch.compile(layer, backend="eager")
+                    self.layers[index] = compiled
+                else:
+                    layer.compile(backend="eager")
 
+    caplog.set_level("INFO", logger="lightning_utilities.core.rank_zero")
     trained(tmp_path, Compiled, lambda trainer, module: trainer.fit(module, regression_data(16)))
+    assert "'layers.0' and others went through torch.compile" in caplog.text
+    assert "without values" not in caplog.text  # the step was measured
 
 
 # Parameters while a step is in flight ------------------------------------------------------------
