@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from roundpipe_lightning.engine.host import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.layouts import gradient_dtype
 from roundpipe_lightning.engine.optim import HostAdamW
 from roundpipe_lightning.engine.optim.float32_step import rounds_itself
@@ -22,8 +21,6 @@ from roundpipe_lightning.errors import ConfigurationError, HardwareError
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.hardware_files import load_hardware
 from roundpipe_lightning.planning.storage import ParameterStorage
-
-_UNKNOWN_BYTES = 2**60  # no host has as much: nothing is refused
 
 
 def find_machine(
@@ -69,7 +66,7 @@ def find_machine(
 
 def cpu_workers(num_workers: int) -> HardwareSpec:
     """Return this machine as equal CPU workers: assumed rates, and the memory that there is."""
-    size = host_bytes() or _UNKNOWN_BYTES
+    size = host_bytes() or UNKNOWN_BYTES
     return replace(
         load_hardware("cpu"),
         num_devices=num_workers,
@@ -79,29 +76,22 @@ def cpu_workers(num_workers: int) -> HardwareSpec:
     )
 
 
-def host_bytes() -> int | None:
-    """Return the host's memory, or what a container may use of it; None where that is not known."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not on this system
-        return None
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    return total if total > 0 else None
-
-
 def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareSpec:
     """Measure the accelerators, or take what was measured before; memory is what there is now."""
     try:
         spec = probe_hardware(num_workers=num_devices)
-        return replace(spec, device_bytes=_least_available(spec, num_devices, accelerators))
+        return replace(
+            spec,
+            device_bytes=_least_available(spec, num_devices, accelerators),
+            host_bytes=host_bytes() or UNKNOWN_BYTES,  # another container may have another limit
+        )
     except (RuntimeError, HardwareError) as error:
         spec = load_hardware("rtx4090x1")
         rank_zero_info(
             f"roundpipe: the accelerators could not be measured ({error}); plans assume the rates "
             f"of an {spec.device_name}. Name the machine with RoundPipeStrategy(hardware=...)."
         )
-    size = host_bytes() or _UNKNOWN_BYTES
+    size = host_bytes() or UNKNOWN_BYTES
     return replace(
         spec,
         name="auto",

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_lightning.engine.host import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.errors import HardwareError
 from roundpipe_lightning.planning.hardware import Efficiency, HardwareSpec, MatrixRates
 from roundpipe_lightning.planning.hardware_files import (
@@ -174,7 +175,7 @@ class _Machine:
             devices_per_root=self.num_workers,
             root_upload_bytes_per_second=max(up, _transfer_rate(self.devices, upload=True)),
             root_download_bytes_per_second=max(down, _transfer_rate(self.devices, upload=False)),
-            host_bytes=_host_bytes(),
+            host_bytes=host_bytes() or UNKNOWN_BYTES,
             host_bytes_per_second=host_rate,
             efficiency=_efficiency(),
         )
@@ -191,7 +192,7 @@ class _Machine:
             name="auto",
             device_name=self.name,
             num_devices=self.num_workers,
-            device_bytes=int(_host_bytes() * share),
+            device_bytes=int((host_bytes() or UNKNOWN_BYTES) * share),
             matrix_rates=part,
             memory_bytes_per_second=host_rate * share,
             upload_bytes_per_second=host_rate * share,
@@ -199,7 +200,7 @@ class _Machine:
             devices_per_root=self.num_workers,
             root_upload_bytes_per_second=host_rate,
             root_download_bytes_per_second=host_rate,
-            host_bytes=_host_bytes(),
+            host_bytes=host_bytes() or UNKNOWN_BYTES,
             host_bytes_per_second=host_rate,
             shares_host_memory=True,
             efficiency=_efficiency(),
@@ -212,14 +213,6 @@ def _efficiency() -> Efficiency:
 
 def _properties(device: torch.device) -> Any:
     return torch.get_device_module(device).get_device_properties(device)
-
-
-def _host_bytes() -> int:
-    """Memory of the host, or what a container may use of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    return total
 
 
 # --- measurements -------------------------------------------------------------------------------

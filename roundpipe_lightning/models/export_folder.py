@@ -98,5 +98,5 @@ def _sync(folder: Path) -> None:
     """Make what was written survive a power cut."""
     for path in folder.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
+            with path.open("r+b") as file:  # Windows flushes only what may be written
                 os.fsync(file.fileno())
