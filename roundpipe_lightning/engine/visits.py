@@ -337,19 +337,26 @@ class WorkerWeights:
             if self._number < len(self._visits):
                 visit, self._visits[self._number] = self._visits[self._number], None
                 assert visit is not None, "it ends once"
-                free = self._device.mark_event(f"{self._worker} has left {visit.plan.stage}")
-                for region in visit.regions.values():
-                    region.memory.free = free
+                self._set_free(visit)
             self._number += 1
             if self._plans:
                 self._begin_next()
 
+    def _set_free(self, visit: Visit) -> None:
+        """Have what is uploaded next in a visit's place wait for the compute launched so far."""
+        free = self._device.mark_event(f"{self._worker} has left {visit.plan.stage}")
+        for region in visit.regions.values():
+            region.memory.free = free
+
     def end_step(self, *, failed: bool = False) -> None:
-        """Forget the visits of a step.
+        """Forget the visits of a step. An evaluation has not left its last ones.
 
         Args:
             failed: Whether uploads may have been given up: what stays is then uploaded anew.
         """
+        for visit in self._visits if not failed else ():
+            if visit is not None:
+                self._set_free(visit)
         self._plans, self._visits, self._number = (), [], 0
         for stay in self._stays.values() if failed else ():
             stay.forget()
