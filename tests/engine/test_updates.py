@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from roundpipe_lightning.engine.updates import (
     UpdateUnit,
     update_units,
 )
+from tests.waiting import ToldOfWaits
 
 PATIENCE_SECONDS = 60.0
 """For what comes at once, however busy the machine is."""
@@ -39,19 +40,6 @@ class Model(nn.Module):
         for layer in list(self.layers)[1:]:
             layer.scale = self.layers[0].bias  # shared by all of them
         self.head = nn.Linear(3, 2)
-
-
-class Told(threading.Condition):
-    """Tells that a thread other than the test's has asked for something, and waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = threading.Semaphore(0)
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            self.waits.release()  # nothing changes until it waits: it holds the lock
-        return super().wait_for(predicate, timeout)
 
 
 class Steered:
@@ -94,7 +82,7 @@ def sgd_with_gradients(model: nn.Module, *, lr: float = 1.0) -> torch.optim.SGD:
 
 def told_of_waits(updater: Updater) -> threading.Semaphore:
     """Let the test hear of every thread that waits; nothing may have been submitted before."""
-    told = Told()
+    told = ToldOfWaits()
     updater._changed = told
     return told.waits
 

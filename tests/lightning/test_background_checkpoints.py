@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers.logger import Logger
-from torch import nn
 
 import roundpipe_lightning.checkpoint as checkpoint_module
 from roundpipe_lightning._lightning.checkpoint_queue import WriteQueue
@@ -27,6 +27,7 @@ from tests.lightning.resumption import RESUME_QUIET, MemoryLogger, plain
 from tests.lightning.test_checkpoint import full_disk
 from tests.lightning.test_updates import Emulated
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+from tests.waiting import ToldOfWaits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
@@ -103,15 +104,16 @@ def test_without_room_the_change_waits_for_the_writer() -> None:
         snapshots.release()
         released.set()
 
+    snapshots._changed = told = ToldOfWaits()
     thread = threading.Thread(target=change)
     thread.start()
-    assert not released.wait(timeout=0.1)
+    assert told.waits.acquire(timeout=60)
     with snapshot.take(tensor.untyped_storage()) as memory:
         assert memory.data_ptr() == tensor.data_ptr()
-        assert not released.wait(timeout=0.1)
+        assert not released.is_set()
     thread.join()
     assert released.is_set()
-    assert snapshots.waited_seconds > 0.1
+    assert snapshots.waited_seconds > 0
 
 
 def test_what_may_change_at_any_time_is_copied_at_once(
@@ -369,30 +371,55 @@ def _memory_bytes(field: str) -> int:
 
 
 def test_process_that_ends_finishes_its_files(tmp_path: Path) -> None:
-    pid = os.fork()
-    if pid == 0:
+    def life() -> None:
         io = RoundPipeAsyncCheckpointIO()
         io.save_checkpoint({"a": torch.ones(1000)}, tmp_path / "a.ckpt")
         threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does first
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    assert _status_of(life) == 0
     assert torch.equal(torch.load(tmp_path / "a.ckpt")["a"], torch.ones(1000))
 
 
-def test_killed_writer_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+def _status_of(life: Callable[[], None]) -> int:
+    """Run something in a process of its own, and return how that ended."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            life()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1]
+
+
+def _killed(*_: Any) -> Any:
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.parametrize("moment", ["while it writes", "before the flush", "before the rename"])
+def test_killed_writer_leaves_the_previous_checkpoint(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "last.ckpt"
     RoundPipeCheckpointIO().save_checkpoint({"a": torch.ones(3)}, path)
     before = path.read_bytes()
-    pid = os.fork()
-    if pid == 0:
-        big = {"a": nn.Parameter(torch.ones(30_000_000))}
-        while True:
-            RoundPipeCheckpointIO().save_checkpoint(big, path)
-            path.write_bytes(before)
-    while not list(tmp_path.glob(".last.ckpt.*.tmp")):
-        time.sleep(0.001)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
+
+    def life() -> None:
+        if moment == "while it writes":
+            num_taken = count()
+            take = lambda storage: _killed() if next(num_taken) else nullcontext(storage)  # noqa: E731
+            monkeypatch.setattr(checkpoint_module, "nullcontext", take)
+        elif moment == "before the flush":
+            monkeypatch.setattr(os, "fsync", _killed)
+        else:
+            monkeypatch.setattr(Path, "replace", _killed)
+        big = {"a": torch.ones(1_000_000), "b": torch.zeros(1_000_000)}
+        RoundPipeCheckpointIO().save_checkpoint(big, path)
+
+    assert _status_of(life) == 9
     assert path.read_bytes() == before
+    [left] = tmp_path.glob(".last.ckpt.*.tmp")
+    assert (left.stat().st_size < 8_000_000) is (moment == "while it writes")
     RoundPipeCheckpointIO().save_checkpoint({"a": torch.ones(3)}, path)
     assert os.listdir(tmp_path) == ["last.ckpt"]  # noqa: PTH208 - what the killed one left is gone

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
@@ -55,12 +56,11 @@ def _fit(folder: Path, strategy: Any, *, num_epochs: int, **options: Any) -> Reg
 
 
 @pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let DDP be a process group of this process alone, and end it."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+def one_process() -> Iterator[None]:
+    """Let DDP find a process group of this process alone, which needs no port; and end it."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("to_ddp", [True, False])
@@ -75,18 +75,19 @@ def test_ddp_goes_on_from_ours_and_we_from_its(
     assert parameter_error(module, expected) < 1e-4
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 def test_fsdp_goes_on_from_ours_and_we_from_its(tmp_path: Path) -> None:
     """One epoch here, one in two processes with torch's FSDP2 (gloo, full state), one here."""
     expected = _fit(tmp_path / "expected", "auto", num_epochs=3)
     _fit(tmp_path, "roundpipe", num_epochs=1)
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
+    # As an agent of torchelastic does, so that no port has to be free a moment later.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": "2",
+    }
     places = [{**group, "RANK": f"{i}", "LOCAL_RANK": f"{i}", "GROUP_RANK": "0"} for i in (0, 1)]
     command = [sys.executable, "-m", "tests.lightning.sharded_training"]
     processes = [
@@ -99,7 +100,7 @@ def test_fsdp_goes_on_from_ours_and_we_from_its(tmp_path: Path) -> None:
         )
         for place in places
     ]
-    said = [process.communicate(timeout=150)[1] for process in processes]
+    said = [process.communicate(timeout=400)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     path = tmp_path / "fsdp.ckpt"
     saved = torch.load(path)

@@ -26,6 +26,7 @@ from tests.lightning.tiny_training import (
     regression_data,
     same_bits,
 )
+from tests.watching import GivenUp, WatchClock
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -201,25 +202,24 @@ def test_ctrl_c_in_a_step_and_training_again(tmp_path: Path) -> None:
     assert again.global_step == 12
 
 
-def test_step_without_progress_is_given_up_with_the_schedule(tmp_path: Path) -> None:
-    released = threading.Event()
+def test_step_without_progress_is_given_up_with_the_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, given_up = WatchClock(monkeypatch), GivenUp(monkeypatch)
 
     def hang(module: Any, batch: Any, batch_idx: int) -> None:
-        released.wait(10)
+        clock.advance_with_each_look(70)
+        given_up.wait()
 
-    class Release(Callback):
-        def on_exception(self, *_: Any) -> None:
-            released.set()
-
-    strategy = RoundPipeStrategy(timeout_seconds=0.5)
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, callbacks=[Release()])
+    strategy = RoundPipeStrategy(timeout_seconds=100, trial_run=False)
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
     with pytest.raises(WatchdogError, match="worker 0: ") as error:
         trainer.fit(Regressor(on_step=hang), regression_data())
     assert "timeout_seconds" in str(error.value)
     grid = re.search(r"worker 0 \| .*\nworker 1 \| .*\n", str(error.value))
     assert grid is not None
     assert ">X0.0<" in grid[0]
-    assert re.search(r"worker \d: \d of \d+ done, runs X0\.0 for \d\.\d s", str(error.value))
+    assert re.search(r"worker \d: \d of \d+ done, runs X0\.0 for \d+\.\d s", str(error.value))
 
 
 def test_trainer_and_strategy_can_be_used_again_and_again(tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from roundpipe_lightning import PipelineMonitor
+from roundpipe_lightning.callbacks import monitor as monitor_module
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.emulated_server import EmulatedServer
 from roundpipe_lightning.engine.emulated_time import EmulatedTiming
@@ -262,7 +266,13 @@ def test_fit_again_begins_anew(tmp_path: Path) -> None:
     assert len([row for row in seen.rows if row]) == 4 + 1 - 2
 
 
-def test_it_rests_where_logging_would_cost_more_than_the_steps(tmp_path: Path) -> None:
+def test_it_rests_where_logging_would_cost_more_than_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_logging = count(step=1000)  # seconds, at each look at the processor's time
+    clock = SimpleNamespace(perf_counter=time.perf_counter, thread_time=partial(next, long_logging))
+    monkeypatch.setattr(monitor_module, "time", clock)
+    monkeypatch.setattr(monitor_module, "_LONGEST_REST_SECONDS", 1e6)
     monitor = PipelineMonitor()
     seen, _ = _fit(tmp_path, Regressor(), regression_data(), monitor=monitor, max_epochs=8)
     assert len({row["batch_seconds"] for row in seen.rows if row}) == 1
@@ -308,9 +318,9 @@ def test_bad_intervals_are_refused(steps: int) -> None:
 
 
 def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
-    """Six blocks go up in a step, two per stage, over a link that takes 20 ms for each."""
+    """Six blocks go up in a step, two per stage, over a link that takes 100 ms for each."""
     block_bytes = sum(parameter.nbytes for parameter in Regressor().layers[0].parameters())
-    timing = EmulatedTiming(upload_bytes_per_second=block_bytes / 0.02)
+    timing = EmulatedTiming(upload_bytes_per_second=block_bytes / 0.1)
     monitor = PipelineMonitor(every_n_steps=1)
     with EmulatedServer(2, timing=timing) as server:
 
@@ -326,7 +336,7 @@ def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
             regression_data(),
             monitor=monitor,
             strategy=strategy,
-            max_epochs=2,
+            max_epochs=1,
         )
         assert strategy.last_step is not None
         counters = strategy.last_step.counters

@@ -94,7 +94,8 @@ def test_a_plan_that_changes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_other_shapes_are_told_once(tmp_path: Path) -> None:
     report = PlanReport()
-    _fit(tmp_path, report, samples=27, max_epochs=3)
+    strategy = RoundPipeStrategy(replan=False)  # whether that pays depends on the machine's load
+    _fit(tmp_path, report, strategy=strategy, samples=27, max_epochs=3)
     assert len(report.texts) == 2
     assert report.texts[1].startswith("The plan for batches of another shape, in 3 microbatches\n")
 

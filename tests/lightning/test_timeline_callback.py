@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -25,7 +27,7 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 def _record(folder: Path, callback: PipelineTimeline, **flags: Any) -> RoundPipeStrategy:
-    strategy = RoundPipeStrategy()
+    strategy = RoundPipeStrategy(replan=False)  # whether that pays depends on the machine's load
     trainer = make_trainer(folder, strategy=strategy, devices=2, callbacks=[callback], **flags)
     trainer.fit(Regressor(), regression_data(27))
     return strategy
@@ -66,8 +68,12 @@ def test_prediction_has_the_measured_durations(tmp_path: Path) -> None:
     assert list(callback.measured) == [5]
     assert callback.predicted is not None
     measured = callback.measured[5]
-    assert callback.predicted.busy_seconds == pytest.approx(measured.busy_seconds, rel=0.9)
-    assert callback.predicted.makespan_seconds <= measured.makespan_seconds * 2
+    stages = defaultdict(list)
+    for entry in measured.entries:
+        stages[entry.action.kind, entry.action.stage].append(entry.busy_seconds)
+    for entry in callback.predicted.entries:
+        durations = stages[entry.action.kind, entry.action.stage]
+        assert entry.end_seconds - entry.start_seconds == pytest.approx(median(durations))
 
 
 def test_folder_of_the_logger_is_the_default(tmp_path: Path) -> None:
