@@ -2,7 +2,8 @@
 
 PyTorch's default generators are process-wide, but several microbatches run at once, so neither
 "save the state, restore it later" nor "whoever comes first" can work. Instead every operation that
-draws random numbers gets a seed of its own:
+draws random numbers gets a seed of its own, for a generator of the engine's where the operation
+takes one (`engine/own_draws.py`), else for the default ones during the draw:
 
     seed = hash(step seed, microbatch, place, number of the draw within the place)
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_lightning.engine.own_draws import OwnGenerators
 from roundpipe_lightning.errors import RandomnessError
 
 _MASK = (1 << 64) - 1
@@ -113,10 +115,25 @@ class RandomLock:
     def note(self) -> None:
         """Hear of a draw from a generator of the user's own."""
 
-    def states(self, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-        """Return the generators' states between draws."""
+    def states(
+        self,
+        generators: Sequence[torch.Generator],
+        *,
+        are_wanted: Callable[[], bool] = lambda: True,
+    ) -> list[torch.Tensor]:
+        """Return the generators' states between draws.
+
+        Args:
+            generators: Which.
+            are_wanted: Asked between draws, too: nothing is returned if they are not.
+        """
         with self._lock:
-            return [generator.get_state() for generator in generators]
+            return [generator.get_state() for generator in generators] if are_wanted() else []
+
+    def between_draws(self, call: Callable[[], None]) -> None:
+        """Call something while nobody draws, or looks at the generators."""
+        with self._lock:
+            call()
 
 
 class StepDraws(RandomLock):
@@ -126,7 +143,7 @@ class StepDraws(RandomLock):
         lock: Shared by all steps.
 
     Attributes:
-        num_draws: How often the step has drawn.
+        num_draws: How often the step has drawn from generators that others may draw from.
         is_watched: Whether the generators are looked at. Not while other code than the step's may
             draw from them.
     """
@@ -147,9 +164,14 @@ class StepDraws(RandomLock):
         """Hear of a draw."""
         self.num_draws += 1
 
-    def states(self, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    def states(
+        self,
+        generators: Sequence[torch.Generator],
+        *,
+        are_wanted: Callable[[], bool] = lambda: True,
+    ) -> list[torch.Tensor]:
         """Return the generators' states between draws; nothing if they are not looked at."""
-        return self._shared.states(generators) if self.is_watched else []
+        return self._shared.states(generators, are_wanted=lambda: self._is_watched and are_wanted())
 
 
 class RandomStream:
@@ -177,6 +199,7 @@ class RandomStream:
         self._draws = 0
         self._block: int | None = None
         self._given_states: dict[tuple[int, int], bytes] = {}
+        self._own = OwnGenerators()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, with a seed of its own if it may draw.
@@ -199,7 +222,10 @@ class RandomStream:
             self._check_given(given)
             return func(*args, **kwargs)
         seed = mix(self._place, self._draws)
-        return self._lock.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+        result = self._own.call(func, args, kwargs, seed=seed)
+        if result is NotImplemented:
+            result = self._lock.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+        return result
 
     @property
     def num_draws(self) -> int:

@@ -13,8 +13,8 @@ worker takes that up when its own part of this one has ended. What this one read
 between; the next one may be given other values (`engine/serving.py`). So that nobody can see a
 difference, a step is waited for to its end, as if it were alone, when
 
-- it draws random numbers: its recompute would set the process-wide generators for a moment, while
-  other code draws from them;
+- it draws random numbers from the process-wide generators, which its recompute would seed for a
+  moment while other code draws from them; dropout does not (`engine/own_draws.py`);
 - it has called blocks that it had no plan for, whose weights are not uploaded ahead;
 - it has written attributes or buffers of modules: its recompute must see what was there before the
   user's code wrote, and what its own blocks wrote last;

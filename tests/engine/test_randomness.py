@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,14 @@ from torch.overrides import get_testing_overrides
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.randomness import RANDOM_FUNCTIONS, RandomLock, RandomStream, mix
+from roundpipe_lightning.engine.own_draws import OwnGenerators
+from roundpipe_lightning.engine.randomness import (
+    RANDOM_FUNCTIONS,
+    RandomLock,
+    RandomStream,
+    StepDraws,
+    mix,
+)
 from roundpipe_lightning.engine.result import StepResult
 from roundpipe_lightning.errors import RandomnessError
 from roundpipe_lightning.planning.stages import Partition
@@ -223,6 +231,62 @@ def test_evaluation_draws_as_plain_pytorch_does() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+# ------------------------------------------------------------------- generators of the engine's own
+
+
+class _Unused(RandomLock):
+    def draw(self, seed: int, generators: Any, call: Any) -> Any:
+        raise AssertionError("the process-wide generators are seeded")
+
+
+OWN_DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "dropout in place": lambda x: functional.dropout(x * 1.0, 0.3, inplace=True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.3, train=True),
+    "nothing dropped": lambda x: functional.dropout(x, 0.3, training=False),
+    "all dropped": lambda x: functional.dropout(x, 1.0),
+    "a module": nn.Dropout(0.7),
+    "bernoulli": lambda x: x * torch.empty_like(x).bernoulli_(0.4),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    "normal": lambda x: x + torch.zeros_like(x).normal_(0.0, 2.0),
+    "random": lambda x: x + torch.zeros_like(x).random_(0, 5),
+}
+
+
+def _called(lock: RandomLock, function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Call a function in a stream, and return what it gives and its gradient."""
+    stream = RandomStream(
+        lock, step_seed=3, microbatch=1, generators=lambda: (torch.default_generator,)
+    )
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return stream.call(func, args, kwargs or {})
+
+    x = x.clone().requires_grad_()
+    with Mode(), stream.block(0):
+        out = function(x)
+    out.sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad]
+
+
+@pytest.mark.parametrize("name", OWN_DRAWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_generators_give_the_bits_of_the_process_wide_one(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(7, 33).to(dtype).t()
+    state = torch.get_rng_state()
+    found = _called(_Unused(), OWN_DRAWS[name], x)
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(OwnGenerators, "call", lambda *_, **__: NotImplemented)
+    wanted = _called(RandomLock(), OWN_DRAWS[name], x)
+    assert all(map(torch.equal, found, wanted))
+
+
 # --------------------------------------------------------------------------- the list of functions
 
 
@@ -358,6 +422,49 @@ def test_a_draw_in_a_backward_pass_is_refused() -> None:
 
     with pytest.raises(RandomnessError, match="backward pass"):
         _step_with(function)
+
+
+class _Moved:
+    """A default generator that is moved on as soon as nobody looks at it any more."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(1)
+        self.is_looked_at, self.goes_on = threading.Event(), threading.Event()
+
+    def get_state(self) -> Tensor:
+        self.is_looked_at.set()
+        assert self.goes_on.wait(60)
+        return self.state.clone()
+
+
+def test_who_draws_while_a_step_drains_is_not_taken_for_the_step() -> None:
+    """A thread that is about to look is waited for, or does not look."""
+    draws, generator = StepDraws(RandomLock()), _Moved()
+    generators: Any = [generator]
+    stream = RandomStream(draws, step_seed=0, microbatch=0, generators=lambda: generators)
+    failed: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            with stream.backward():
+                pass
+        except RandomnessError as error:
+            failed.append(error)
+
+    def draw() -> None:
+        draws.stop_watching()
+        generator.state += 1
+
+    threads = [threading.Thread(target=step), threading.Thread(target=draw)]
+    threads[0].start()
+    assert generator.is_looked_at.wait(60)
+    threads[1].start()
+    threads[1].join(0.05)  # it cannot draw yet
+    assert threads[1].is_alive()
+    generator.goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 def test_a_blocks_own_generator_must_be_found_as_it_was() -> None:

@@ -150,14 +150,31 @@ def test_the_first_batch_of_an_engine_is_waited_for() -> None:
         assert step.is_over
 
 
-def test_a_batch_that_draws_is_waited_for() -> None:
-    module, plan = module_and_plan(dropout=0.5)
+class Noisy(Heard):
+    """A block that draws from a process-wide generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand_like(x))
+
+
+@pytest.mark.parametrize("drops_out", [True, False])
+def test_a_batch_that_draws_from_what_others_draw_from_is_waited_for(*, drops_out: bool) -> None:
+    module, plan = module_and_plan(dropout=0.5, make_block=None if drops_out else Noisy)
+    returned = threading.Event()
+
+    def hear() -> None:
+        assert not drops_out or returned.wait(TIMEOUT_SECONDS)
+
     with opened(module, plan) as engine:
+        returned.set()
         wanted = [begin(engine, number).result() for number in range(2)]
+        let_first_block(module, hear)
         for number, result in enumerate(wanted):
+            returned.clear()
             step = begin(engine, number)
             step.outputs()
-            assert step.is_over
+            assert step.is_over is not drops_out
+            returned.set()
             assert_same(step.result(), result)
 
 

@@ -142,11 +142,12 @@ def fit(
     resume: Path | None = None,
     validates: bool = False,
     upload_dtype: Any = None,
+    dropout: float = 0.0,
     **flags: Any,
 ) -> tuple[Any, Trainer]:
     """Train on emulated devices, whose every access is checked."""
     torch.manual_seed(0)
-    module = Scheduled() if module is None else module
+    module = Scheduled(dropout=dropout) if module is None else module
     strategy = Emulated(
         num_microbatches=NUM_MICROBATCHES,
         hints=PARTITION,
@@ -176,6 +177,7 @@ WAYS: dict[str, Any] = {
     "plainly": {},
     "clipped by norm": BY_NORM,
     "clipped by value": BY_VALUE,
+    "dropping out": {"dropout": 0.3},
     "uploads of 16 bits": NARROW,
     "uploads of 16 bits, clipped": {**NARROW, **BY_NORM},
 }
@@ -202,7 +204,7 @@ def test_the_next_step_begins_before_the_backward_pass_ends(
             order.append("backward of the second step, or later")
 
     torch.manual_seed(0)
-    module = Scheduled(hear=hear, on_step=on_step)
+    module = Scheduled(hear=hear, on_step=on_step, dropout=flags.get("dropout", 0.0))
     found, trainer = fit(tmp_path, watched=watched, module=module, **flags)
     assert order[0] == "forward of the third step"
     assert watched.num_deferred == 5  # the first step of an engine is waited for
@@ -260,7 +262,7 @@ def test_steps_are_exactly_one_update_stale(
     wanted, _ = fit(tmp_path, LOOKS, watched=watched, **given)
     assert watched.num_deferred == 3
     assert same_bits(found, wanted)
-    if "precision" not in flags:
+    if not {"precision", "dropout"} & flags.keys():
         assert parameter_error(found, plainly_stale(4, window=window, flags=flags)) < 1e-4
     assert watched.checker.num_accesses > 0
 
