@@ -24,7 +24,7 @@ from roundpipe_lightning.strategy import RoundPipeStrategy
 _PREFIX = "roundpipe/"
 _GIB = 2**30
 _OFTEN_ENOUGH = 50  # steps, where the Trainer logs nothing
-_MOST_SHARE = 0.002
+_MOST_SHARE = 0.001
 """Share of the time that logging may take, where nobody has said how often."""
 
 _LONGEST_REST_SECONDS = 30.0
@@ -46,7 +46,7 @@ class PipelineMonitor(Callback):
     Args:
         every_n_steps: Optimizer steps between two measurements, each of which covers all batches
             since the one before. None: the Trainer's `log_every_n_steps`, or more where steps are
-            so short that logging would take over 0.2 % of the time. The first comes after the
+            so short that logging would take over 0.1 % of the time. The first comes after the
             second step.
         progress_bar: Whether tokens per second, TFLOP/s and the idle share are shown there, too.
         count_tokens: Counts the tokens of a batch that has no `input_ids`.
@@ -174,7 +174,7 @@ class PipelineMonitor(Callback):
             self._steps_seen = trainer.global_step
             self._steps_left -= 1
             flags: Any = trainer
-            if self._is_due(now) and (self._window.num_batches or flags.fast_dev_run):
+            if self._is_due(now) and (flags.fast_dev_run or not self._window.is_empty):
                 began = time.thread_time()  # not the wall's: on a busy machine others run, too
                 self._log(trainer, pl_module)
                 spent = time.thread_time() - began

@@ -65,9 +65,16 @@ class MeasuredBatch:
         return idle
 
 
+_MOST_WAITING = 32
+
+
 @dataclass(kw_only=True)
 class Window:
-    """Sums over batches. Seconds of workers are those of all workers together."""
+    """Sums over batches. Seconds of workers are those of all workers together.
+
+    Batches are added up when somebody asks for figures, many at a time: code that runs once between
+    two steps, whose data has taken all caches, takes several times as long as in a loop.
+    """
 
     wall_seconds: float = 0.0
     data_seconds: float = 0.0
@@ -84,9 +91,25 @@ class Window:
     computed_operations: float = 0.0
     peak_operations: float = 0.0
     num_batches: int = 0
+    waiting: list[MeasuredBatch] = field(default_factory=list)
 
     def add(self, batch: MeasuredBatch) -> None:
         """Add a batch."""
+        self.waiting.append(batch)
+        if len(self.waiting) == _MOST_WAITING:
+            self._add_waiting()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no batch."""
+        return not (self.num_batches or self.waiting)
+
+    def _add_waiting(self) -> None:
+        for batch in self.waiting:
+            self._add(batch)
+        self.waiting.clear()
+
+    def _add(self, batch: MeasuredBatch) -> None:
         self.num_batches += 1
         self.wall_seconds += batch.wall_seconds
         self.data_seconds += batch.data_seconds
@@ -118,8 +141,9 @@ class Window:
 
     def merge(self, later: Window) -> None:
         """Add the batches of another window."""
+        later._add_waiting()
         for name, value in vars(later).items():
-            if not isinstance(value, dict):
+            if not isinstance(value, (dict, list)):
                 setattr(self, name, getattr(self, name) + value)
         self.counts.update(later.counts)
         for cause, seconds in later.idle.items():
@@ -127,6 +151,7 @@ class Window:
 
     def figures(self) -> dict[str, float]:
         """The rates and shares, by name; those that are not known are missing."""
+        self._add_waiting()
         if self.wall_seconds <= 0:
             return {}
         wall = self.wall_seconds
