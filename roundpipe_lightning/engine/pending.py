@@ -112,7 +112,7 @@ class PendingStep:
             draws = self._context.draws
             if draws.num_draws or any(run.has_written or run.num_streamed for run in self._runs):
                 self._steps.finish(self._running)
-            draws.is_watched = False
+            draws.stop_watching()
             self._put_generators_back()
         return StepOutputs(
             outputs=tuple(run.output for run in self._runs),

@@ -144,14 +144,23 @@ class StepDraws(RandomLock):
 
     Attributes:
         num_draws: How often the step has drawn from generators that others may draw from.
-        is_watched: Whether the generators are looked at. Not while other code than the step's may
-            draw from them.
     """
 
     def __init__(self, lock: RandomLock) -> None:
         self.num_draws = 0
-        self.is_watched = True
+        self._is_watched = True
         self._shared = lock
+
+    def stop_watching(self) -> None:
+        """Look at the generators no more: when this returns, other code than the step's may draw.
+
+        A thread that is looking is waited for.
+        """
+
+        def stop() -> None:
+            self._is_watched = False
+
+        self._shared.between_draws(stop)
 
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
