@@ -283,7 +283,8 @@ def test_a_step_that_fails_half_way_says_so(
 
     def told(updater: Updater, gradients: Any) -> Any:
         found = take(updater, gradients)
-        taken.set()
+        if module.trainer.global_step == 1:
+            taken.set()
         return found
 
     monkeypatch.setattr(Updater, "_take", told)
