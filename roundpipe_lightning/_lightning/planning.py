@@ -33,6 +33,7 @@ from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.profile import parameter_work, profile_module
+from roundpipe_lightning.planning.description import count_text
 from roundpipe_lightning.planning.fit import (
     Search,
     TrainingJob,
@@ -225,7 +226,7 @@ class StepPlanner:
         if len(self._planned) == 1 or count == self.num_microbatches:
             self.profile = timed_profile(found.job)
         rank_zero_info(
-            f"roundpipe: planned {count} microbatches on {self.machine.name} in "
+            f"roundpipe: planned {count_text(count, 'microbatch')} on {self.machine.name} in "
             f"{found.planning_seconds:.2f} s: {found.plan.partition}, teams of "
             f"{found.plan.team_size}, rounds of {found.plan.round_size}."
         )

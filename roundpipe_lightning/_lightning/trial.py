@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning._lightning.random_state import random_state, set_random_state
 from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.deferred_logits import LossFusion, LossMode
 from roundpipe_lightning.models.step_profile import StepProfile, step_profile
 
@@ -73,9 +73,16 @@ def try_step(
                 return run(compute_dtype)
         return run(None)
     except Exception as error:
-        raise TrialFailedError(f"{type(error).__name__}: {error}") from error
+        raise TrialFailedError(_reason(error)) from error
     finally:
         set_random_state(before)
+
+
+def _reason(error: Exception) -> str:
+    """Say in few words why a step could not be run: what its own code met, if it met something."""
+    source = error.__cause__ if isinstance(error, RoundPipeError) and error.__cause__ else error
+    text = str(source).rstrip(".")
+    return text if isinstance(source, RoundPipeError) else f"{type(source).__name__}: {text}"
 
 
 def _settings(module: LightningModule) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -90,7 +90,8 @@ def measure_run(
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         raise ConfigurationError(
-            f"The work of {type(module).__name__} cannot be measured without values: {error}. "
+            f"The work of {type(module).__name__} cannot be measured without values: "
+            f"{str(error).rstrip('.')}. "
             "Its plan can be made from its parameters alone, or from measured times."
         ) from error
     finally:
@@ -330,6 +331,11 @@ def _gradient_bytes(tree: Any) -> int:
 
 def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def num_parameters(tensors: Iterable[Tensor]) -> int:
+    """Count the numbers in the parameters among some tensors; the others are buffers."""
+    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
 
 
 def num_bytes(tensor: Tensor) -> int:

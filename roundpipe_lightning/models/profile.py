@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.models.meta_run import num_parameters
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile, fingerprint
 from roundpipe_lightning.planning.work import Amount, BlockWork, Work, WorkProfile
 
@@ -132,7 +133,7 @@ def _part_work(part: BlockProfile, owners: Iterable[nn.Module]) -> BlockWork:
         name=part.name,
         forward=work(part.forward_seconds),
         backward=work(part.backward_seconds),
-        num_parameters=sum(tensor.numel() for tensor in tensors),
+        num_parameters=num_parameters(tensors),
         num_trainable=sum(
             tensor.numel() for tensor in tensors if tensor.requires_grad and part.trainable_bytes
         ),

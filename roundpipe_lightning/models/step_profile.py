@@ -23,7 +23,7 @@ from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.deferred_logits import LossFusion
 from roundpipe_lightning.models.meta_copy import MetaCopy
-from roundpipe_lightning.models.meta_run import Part, measure_run, num_bytes
+from roundpipe_lightning.models.meta_run import Part, measure_run, num_bytes, num_parameters
 from roundpipe_lightning.models.meter import Count
 from roundpipe_lightning.models.profile import module_fingerprint
 from roundpipe_lightning.planning.work import Amount, BlockWork, Peak, Work, WorkProfile
@@ -136,6 +136,7 @@ def _alone() -> Any:
         torch.device("meta"),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),  # it would find gradients that are not a number
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
     ):
@@ -188,7 +189,7 @@ def _block_work(name: str, part: Part, tensors: set[Tensor]) -> BlockWork:
         name=name,
         forward=work(part.forward),
         backward=work(part.backward),
-        num_parameters=sum(tensor.numel() for tensor in tensors),
+        num_parameters=num_parameters(tensors),
         num_trainable=sum(tensor.numel() for tensor in trained),
         parameter_bytes=sum(num_bytes(tensor) for tensor in tensors),
         trainable_bytes=sum(num_bytes(tensor) for tensor in trained),

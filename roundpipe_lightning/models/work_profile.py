@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.meta_attention import transformers_attention
-from roundpipe_lightning.models.meta_run import Call, Part, Run, kinds_of, measure_run, num_bytes
+from roundpipe_lightning.models.meta_run import (
+    Call,
+    Part,
+    Run,
+    kinds_of,
+    measure_run,
+    num_bytes,
+    num_parameters,
+)
 from roundpipe_lightning.models.meter import Count
 from roundpipe_lightning.models.profile import module_fingerprint
 from roundpipe_lightning.planning.work import Amount, BlockWork, Peak, Work, WorkProfile
@@ -202,7 +210,7 @@ def _block_work(
         name=name,
         forward=work(lambda run: run.forward),
         backward=work(lambda run: run.backward),
-        num_parameters=sum(tensor.numel() for tensor in tensors),
+        num_parameters=num_parameters(tensors),
         num_trainable=sum(tensor.numel() for tensor in trained),
         parameter_bytes=sum(num_bytes(tensor) for tensor in tensors),
         trainable_bytes=sum(num_bytes(tensor) for tensor in trained),

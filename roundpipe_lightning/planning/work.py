@@ -151,7 +151,7 @@ class BlockWork:
         name: Dotted name in the model, e.g. `model.layers.3`.
         forward: The forward pass.
         backward: The backward pass, the recompute not included.
-        num_parameters: Parameters and buffers.
+        num_parameters: Parameters, without buffers.
         num_trainable: Those that get a gradient.
         parameter_bytes: Size of all parameters and buffers in the compute dtype.
         trainable_bytes: Size of those that get a gradient, in the compute dtype.
@@ -218,7 +218,7 @@ class WorkProfile:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters and buffers, tied ones once."""
+        """All parameters, tied ones once."""
         return sum(part.num_parameters for part in self.segments) - self.tied_parameters
 
     @property

@@ -43,10 +43,13 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 SAY = "lightning.pytorch.utilities.rank_zero"
 
 
+FLAGS = ("callbacks", "precision", "detect_anomaly")
+
+
 def fit(
     folder: Path, module: Any = None, data: Any = None, *, steps: int = 3, **settings: Any
 ) -> RoundPipeStrategy:
-    flags = {key: settings.pop(key) for key in ("callbacks", "precision") if key in settings}
+    flags = {key: settings.pop(key) for key in FLAGS if key in settings}
     strategy = RoundPipeStrategy(**settings)
     trainer = make_trainer(
         folder, strategy=strategy, devices=2, max_steps=steps, max_epochs=-1, **flags
@@ -93,6 +96,16 @@ def test_the_step_is_tried_without_values_and_leaves_nothing_behind(
     assert profile.blocks[0].boundary_bytes == 2 * WIDTH * 4  # two samples of a microbatch
 
 
+def test_the_step_is_tried_where_anomalies_are_looked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers that are not there must not be taken for numbers that are wrong."""
+    caplog.set_level(logging.INFO, logger=SAY)
+    fit(tmp_path, Counting(), num_microbatches=4, detect_anomaly=True)
+    assert any("planned 4 microbatches" in line for line in caplog.messages)
+    assert not any("cannot be run without values" in line for line in caplog.messages)
+
+
 def test_random_numbers_are_as_without_a_trial(tmp_path: Path) -> None:
     class Noisy(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -129,6 +142,7 @@ def test_a_step_that_needs_values_is_planned_from_its_parameters(
     strategy = fit(tmp_path, Needy(), regression_data(30), num_microbatches="auto", steps=8)
     said = [line for line in caplog.messages if "cannot be run without values" in line]
     assert len(said) == 1  # though two shapes were planned
+    assert "(RuntimeError: Tensor.item() cannot be called on meta tensors)" in said[0]
     assert strategy.plan is not None
     assert strategy.profile is not None
     assert strategy.profile.blocks[0].boundary_bytes == 0

@@ -53,10 +53,8 @@ def test_a_dense_model_s_products_are_those_of_its_weights() -> None:
     tail = work.tail.forward.matrix_operations.of(SHAPE)
     assert tail == 2 * TOKENS * 64 * 512
     assert work.head.forward.matrix_operations.of(SHAPE) == 0
-    assert work.num_parameters == sum(p.numel() for p in model.parameters()) + sum(
-        b.numel() for b in model.buffers()
-    )
-    assert work.num_trainable == sum(p.numel() for p in model.parameters())
+    assert work.num_parameters == sum(p.numel() for p in model.parameters())
+    assert work.num_trainable == work.num_parameters
     assert work.fingerprint == module_fingerprint(model, find_blocks(model, None))
 
 
