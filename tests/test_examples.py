@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = {"chat_lora": 8, "classification": 75, "dpo": 5, "vision": 16}
 
 
-@pytest.mark.timeout(400)  # on a machine with much else to do
 @pytest.mark.filterwarnings("ignore:.* does not have many workers")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())

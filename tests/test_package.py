@@ -105,7 +105,7 @@ def _run(code: str, *arguments: str, folder: Path, home: Path) -> str:
         env={**environment, "HOME": str(home)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert process.returncode == 0, process.stderr
@@ -168,7 +168,7 @@ def test_leak_check_fails_tests_that_leave_threads_and_files(tmp_path: Path) -> 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert "3 passed, 2 errors" in process.stdout, process.stdout

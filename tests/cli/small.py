@@ -102,7 +102,7 @@ def run(
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert done.returncode == status, done.stdout + done.stderr

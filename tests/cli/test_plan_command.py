@@ -22,7 +22,7 @@ def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
         env=environment(PYTHONPATH=str(Path(__file__).parents[2])),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
