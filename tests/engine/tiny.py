@@ -24,7 +24,7 @@ from roundpipe_lightning.planning.stages import Partition
 
 WIDTH = 8
 VOCABULARY = 64
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 120.0
 """For steps that must not hang: a test then fails with the schedule on the screen."""
 
 Step = Callable[[Any, Any, int], Any]
