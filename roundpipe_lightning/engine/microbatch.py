@@ -36,7 +36,7 @@ from roundpipe_lightning.engine.parcels import send_to_host
 from roundpipe_lightning.engine.randomness import RandomStream, StepDraws
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
-from roundpipe_lightning.engine.turns import TurnGraph, Turns
+from roundpipe_lightning.engine.turns import StepAborted, TurnGraph, Turns
 from roundpipe_lightning.engine.user_code import Outside, UserCode
 from roundpipe_lightning.engine.view import ViewClasses
 from roundpipe_lightning.engine.worker import Worker
@@ -206,6 +206,7 @@ class Microbatch:
 
     def _end(self) -> None:
         """End the turn; where it is the last of a round, the stage's gradients go home before."""
+        self._check_still_runs()
         stage, ledger = self.stage, self._context.ledger
         is_last = self._action.key in self._context.graph.ends_run
         if stage.kind is not StageKind.FORWARD:
@@ -225,6 +226,15 @@ class Microbatch:
             self._left[self.worker] = self.worker.device.mark_event(f"end of {self._action}")
         self._deactivate()
         self._context.turns.end(self._action)
+
+    def _check_still_runs(self) -> None:
+        """Leave what the next step may be using already alone, when user code returns too late.
+
+        Raises:
+            StepAborted: If the step was given up.
+        """
+        if self._context.turns.is_aborted:
+            raise StepAborted
 
     def _deactivate(self) -> None:
         if self._activation is not None:
@@ -310,6 +320,7 @@ class Microbatch:
         batch = map_tensors(self.worker.device.upload, self._batch)
         with user.active():
             output = context.call(view, batch, self.index)
+        self._check_still_runs()
         self._write_buffers_back()
         run = self._run
         if run is not None:
@@ -358,6 +369,7 @@ class Microbatch:
 
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a proxy."""
+        self._check_still_runs()
         context = self._context
         with self._user.suspended():
             if self._run is None:

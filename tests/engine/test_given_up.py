@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import _thread
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch.nn import functional
 
 from roundpipe_lightning.engine import under_way
+from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.errors import WatchdogError
 from tests.engine.tiny import (
     TIMEOUT_SECONDS,
     Regressor,
+    cpu_workers,
     differences,
     emulated_workers,
     engine_of,
@@ -80,6 +84,52 @@ def test_ctrl_c_with_user_code_that_does_not_end(monkeypatch: pytest.MonkeyPatch
             mean_step(engine, batches, call=stuck)
         assert not differences(module, mean_step(engine, batches), plain)
         release.set()
+
+
+@pytest.mark.parametrize("where", ["head", "block", "tail"])
+@pytest.mark.parametrize("workers", [cpu_workers, emulated_workers])
+def test_a_thread_that_was_given_up_leaves_the_next_step_alone(
+    monkeypatch: pytest.MonkeyPatch, where: str, workers: Callable[[int], list[Device]]
+) -> None:
+    monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.0)
+    module = Regressor()
+    module.register_buffer("seen", torch.zeros(()))
+    stack = layers_of(module)
+    batches = regression_batches(2)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    release, held = threading.Event(), list[threading.Thread]()
+
+    def hold() -> None:
+        if not held and threading.current_thread().name.endswith("-1"):  # the last microbatch
+            held.append(threading.current_thread())
+            _thread.interrupt_main()
+            assert release.wait(PATIENCE_SECONDS)
+
+    def stuck(view: Any, batch: Any, index: int) -> Any:
+        view.seen += 1
+        if where == "head":
+            hold()
+        hidden = view.run_blocks(view.head(batch[0]))
+        if where == "tail":
+            hold()
+        return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
+
+    def waking(view: Any, batch: Any, index: int) -> Any:
+        hidden = view.run_blocks(view.head(batch[0]))
+        release.set()
+        held[0].join(PATIENCE_SECONDS)
+        assert not held[0].is_alive()
+        return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
+
+    plain = plain_step(module, batches)
+    if where == "block":
+        module.layers[1].register_forward_pre_hook(lambda *_: hold())
+    with engine_of(module, stack, plan, devices=workers(2)) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            mean_step(engine, batches, call=stuck)
+        seen = module.seen.clone()
+        assert not differences(module, mean_step(engine, batches, call=waking), plain)
+        assert torch.equal(module.seen, seen)
 
 
 # ---------------------------------------------------------------------------------------- watchdog
