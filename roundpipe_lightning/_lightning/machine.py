@@ -191,6 +191,7 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
 
     Nothing is known of an optimizer that cannot be made from its own settings.
     """
+    kind = _torchs_own(type(optimizer))
     if isinstance(optimizer, HostAdamW):
         return _num_trained(optimizer) * optimizer.state_place.memory_bytes
     total = 0.0
@@ -203,12 +204,12 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
             dtype = torch.float32
         sample = torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype))
         sample.grad = torch.zeros_like(sample)
-        accepted = inspect.signature(type(optimizer)).parameters
+        accepted = inspect.signature(kind).parameters
         settings = {key: value for key, value in group.items() if key in accepted}
         settings.pop("params", None)
         try:
             with torch.enable_grad():
-                twin = type(optimizer)([sample], **settings)
+                twin = kind([sample], **settings)
                 twin.step()
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             continue
@@ -216,3 +217,12 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
         per_parameter = sum(t.nbytes for t in tensors if t.numel() > 1) / sample.numel()
         total += per_parameter * sum(parameter.numel() for parameter in trained)
     return total
+
+
+def _torchs_own(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class of PyTorch's that `kind` extends, else itself.
+
+    What a user has added to a `step` is for the steps of the training alone: it may count or print.
+    """
+    own = (c for c in kind.__mro__ if issubclass(c, Optimizer) and c is not Optimizer)
+    return next((c for c in own if c.__module__.startswith("torch.optim.")), kind)

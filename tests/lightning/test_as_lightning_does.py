@@ -1,0 +1,53 @@
+"""What Lightning's own tests expect of a strategy and the tests of its features do not ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from roundpipe_lightning._lightning.machine import storage_of
+from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
+    pytest.mark.filterwarnings(r"ignore:`?.fit\(ckpt_path="),
+]
+
+
+class _CountedAdamW(torch.optim.AdamW):
+    """A user's optimizer that notes its steps."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, parameters: Any, label: str) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.label = label
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        self.calls.append(self.label)
+        return super().step(*arguments, **options)
+
+
+class _Counted(Regressor):
+    """Trained by it."""
+
+    def configure_optimizers(self) -> Any:
+        return _CountedAdamW(self.parameters(), "mine")
+
+
+def test_a_users_optimizer_makes_no_step_but_the_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_CountedAdamW, "calls", [])
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer.fit(_Counted(), regression_data())
+    assert _CountedAdamW.calls == ["mine"] * trainer.global_step
+
+
+def test_the_state_of_a_users_optimizer_is_known_nevertheless() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert storage_of([_CountedAdamW([parameter], "mine")]).optimizer_bytes == 8.0
