@@ -45,9 +45,10 @@ def check_trainer_flags(
             f"num_nodes={num_nodes}: strategy='roundpipe' runs in one process on one machine. "
             "Set Trainer(num_nodes=1)."
         )
-    if environment is not None and environment.world_size() > 1:
+    num_processes = _num_launched(environment)
+    if num_processes > 1:
         raise ConfigurationError(
-            f"{environment.world_size()} processes were launched, but strategy='roundpipe' drives "
+            f"{num_processes} processes were launched, but strategy='roundpipe' drives "
             "all devices from one process. Start the script once, without torchrun or with one "
             "task per node (--ntasks-per-node=1), and set Trainer(devices=N)."
         )
@@ -63,6 +64,14 @@ def check_trainer_flags(
             f"accelerator={', '.join(sorted(kinds))}: strategy='roundpipe' runs on "
             "Trainer(accelerator='cpu') and Trainer(accelerator='gpu')."
         )
+
+
+def _num_launched(environment: ClusterEnvironment | None) -> int:
+    """Number of processes; one where an environment was named that has launched none."""
+    try:
+        return 1 if environment is None else environment.world_size()
+    except KeyError:  # SLURMEnvironment() outside of a job step
+        return 1
 
 
 def check_module(module: LightningModule, *, num_microbatches: int | str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from roundpipe_lightning._lightning.machine import storage_of
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
@@ -51,3 +52,12 @@ def test_a_users_optimizer_makes_no_step_but_the_trainings(
 def test_the_state_of_a_users_optimizer_is_known_nevertheless() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     assert storage_of([_CountedAdamW([parameter], "mine")]).optimizer_bytes == 8.0
+
+
+def test_slurm_environment_named_outside_of_a_job(tmp_path: Path) -> None:
+    environment = SLURMEnvironment(auto_requeue=False)
+    trainer = make_trainer(
+        tmp_path, strategy="roundpipe", devices=2, max_epochs=1, plugins=[environment]
+    )
+    trainer.fit(Regressor(), regression_data())
+    assert trainer.world_size == 1
