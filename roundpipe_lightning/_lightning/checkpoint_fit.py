@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roundpipe_lightning._lightning.resume import InexactResumeWarning
 from roundpipe_lightning.errors import CheckpointError
 
 _MOST_NAMED = 3
@@ -71,11 +73,19 @@ def differences(module: LightningModule, state: Mapping[str, Any]) -> str:
 def check_optimizer_states(
     optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse the states of other optimizers.
+    """Refuse the states of other optimizers; none at all are as if they had just been made.
 
     Raises:
         CheckpointError: Their number, or that of their groups or parameters, is another one.
     """
+    if optimizers and not states:
+        warnings.warn(
+            "The checkpoint has no states of optimizers: they begin anew, and the resumed run is "
+            "not the one that was stopped. If that was not meant, name a checkpoint that has them.",
+            category=InexactResumeWarning,
+            stacklevel=2,
+        )
+        return
     if len(optimizers) != len(states):
         raise CheckpointError(
             f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers "

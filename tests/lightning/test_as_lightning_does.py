@@ -8,9 +8,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
 
+from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning._lightning.machine import storage_of
-from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+from roundpipe_lightning._lightning.resume import InexactResumeWarning
+from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data, same_bits
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),
@@ -61,3 +64,27 @@ def test_slurm_environment_named_outside_of_a_job(tmp_path: Path) -> None:
     )
     trainer.fit(Regressor(), regression_data())
     assert trainer.world_size == 1
+
+
+def _fit(folder: Path, module: Regressor, **options: Any) -> Trainer:
+    path = options.pop("ckpt_path", None)
+    strategy = RoundPipeStrategy(num_microbatches=2)
+    trainer = make_trainer(folder, strategy=strategy, num_sanity_val_steps=0, **options)
+    torch.manual_seed(0)
+    trainer.fit(module, regression_data(), regression_data(), ckpt_path=path)
+    return trainer
+
+
+@pytest.mark.parametrize("states", [[], {}])
+def test_a_checkpoint_whose_optimizer_states_were_taken_out(tmp_path: Path, states: Any) -> None:
+    torch.manual_seed(3)
+    first = Regressor("adamw")
+    _fit(tmp_path, first, max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    checkpoint = torch.load(tmp_path / "x.ckpt")
+    torch.save({**checkpoint, "optimizer_states": states}, tmp_path / "x.ckpt")
+    module = Regressor("adamw")
+    with pytest.warns(InexactResumeWarning, match="no states of optimizers"):
+        trainer = _fit(tmp_path, module, max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
+    steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
+    assert steps == {4}  # those of the second epoch
+    assert not same_bits(module, first)

@@ -166,7 +166,7 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
             rf"by Lightning 99\.1\.0, and this is {lightning.__version__}.* lightning>=99\.1\.0",
         ),
         ({"roundpipe": {"format_version": 99}}, r"format_version=99.* Update roundpipe_lightning"),
-        ({"optimizer_states": []}, r"the states of 0 optimizers, .* returned 1"),
+        ({"optimizer_states": [{}, {}]}, r"the states of 2 optimizers, .* returned 1"),
         (
             {"optimizer_states": [{"state": {}, "param_groups": [{"params": [0, 1]}]}]},
             r"AdamW has parameter groups of 14 parameters, and the checkpoint's optimizer 2",
