@@ -77,10 +77,20 @@ def settle_progress(trainer: Trainer, place: Place) -> None:
         for counters in (total, current):
             counters.started = counters.processed = counters.ready = counters.completed
         loop.batch_progress.is_last_batch = False
+    elif place is Place.VALIDATION:
+        _forget_validation(loop.val_loop.batch_progress)
     elif place is Place.EPOCH_END:
         trainer.fit_loop.restarting = False
         for part in (trainer.fit_loop, loop, loop.val_loop):
             part._restarting = False  # noqa: SLF001 - with max_steps the setter keeps it
+
+
+def _forget_validation(progress: Any) -> None:
+    """Take the batches of an interrupted validation out of the sums: it is run again."""
+    for counter in ("ready", "started", "processed", "completed"):
+        num = getattr(progress.total, counter) - getattr(progress.current, counter)
+        setattr(progress.total, counter, num)
+    progress.reset_on_run()
 
 
 def go_on(trainer: Trainer, place: Place) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning._lightning.machine import storage_of
@@ -88,3 +89,28 @@ def test_a_checkpoint_whose_optimizer_states_were_taken_out(tmp_path: Path, stat
     steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
     assert steps == {4}  # those of the second epoch
     assert not same_bits(module, first)
+
+
+class _FailingValidation(Regressor):
+    """Fails in the middle of the validation after the second epoch, if it is asked to."""
+
+    fails = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.fails and self.current_epoch == 1 and batch_idx == 2:
+            raise OverflowError("the validation failed")
+        super().validation_step(batch, batch_idx)
+
+
+def test_an_interrupted_validation_is_counted_once(tmp_path: Path) -> None:
+    whole = Regressor()
+    expected = _fit(tmp_path, whole).fit_loop.state_dict()
+    saves = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
+    with pytest.raises(OverflowError, match="the validation failed"):
+        _fit(tmp_path, _FailingValidation(), **saves)
+    module = _FailingValidation()
+    module.fails = False
+    resumed = _fit(tmp_path, module, ckpt_path=tmp_path / "on_exception.ckpt")
+    progress = "epoch_loop.val_loop.batch_progress"
+    assert resumed.fit_loop.state_dict()[progress] == expected[progress]
+    assert resumed.fit_loop.state_dict()["epoch_progress"] == expected["epoch_progress"]
