@@ -26,7 +26,8 @@ from roundpipe_lightning._lightning.options import (
 )
 from roundpipe_lightning._lightning.session import NoBlocksWarning, Session
 from roundpipe_lightning._lightning.watching import PlanWatcher, StepWatcher
-from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
+from roundpipe_lightning.engine.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.models.deferred_logits import FusedLosses, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.plan import Plan

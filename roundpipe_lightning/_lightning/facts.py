@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.device import AcceleratorDevice, Device
+from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.errors import PlanError

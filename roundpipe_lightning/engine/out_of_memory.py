@@ -20,7 +20,8 @@ from typing import Protocol
 
 import torch
 
-from roundpipe_lightning.engine.device import AcceleratorDevice, Device
+from roundpipe_lightning.engine.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.errors import DeviceMemoryError
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.recompute import RecomputePolicy

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.device import AcceleratorDevice, CpuDevice, Device
+from roundpipe_lightning.engine.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.engine.emulated import EmulatedDevice
 from roundpipe_lightning.engine.out_of_memory import (
     AllocatorFigures,

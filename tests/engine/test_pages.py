@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from roundpipe_lightning.engine.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.arena import HostArena
-from roundpipe_lightning.engine.device import AcceleratorDevice
 from roundpipe_lightning.engine.pages import PAGE_BYTES, own_pages
 from roundpipe_lightning.engine.store import HostStore
 from tests.engine.tiny import Regressor

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roundpipe_lightning.engine.device import AcceleratorDevice, Device
+from roundpipe_lightning.engine.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device import Device
 from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.engine.tiny import (
     Regressor,
