@@ -378,7 +378,9 @@ class JoinBeforeReaders(Callback):
         self._join_before(trainer, "on_train_epoch_start")
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Wait before those who read."""
+        """Wait before those who read, and before loaders are made, whose data may follow."""
+        if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            self._updates.join()
         self._join_before(trainer, "on_train_epoch_end")
 
     def on_validation_start(self, *_: Any) -> None:

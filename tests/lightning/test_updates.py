@@ -444,6 +444,43 @@ def test_a_step_runs_while_the_next_batch_is_fetched(
     assert trainer.global_step == 2
 
 
+def test_loaders_that_are_made_anew_see_finished_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()  # somebody waits for the step, or a loader is made
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        assert begun.wait(timeout=20)
+        step.run(unit.parameters)
+
+    monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
+    join = Updater.join
+
+    def joined(updater: Updater) -> None:
+        begun.set()
+        join(updater)
+
+    monkeypatch.setattr(Updater, "join", joined)
+    running: list[bool] = []
+
+    class Chooses(Regressor):
+        """Chooses its data by what it has learnt."""
+
+        def train_dataloader(self) -> Any:
+            updater = self.trainer.strategy._session.updater  # type: ignore[attr-defined]
+            running.append(updater is not None and updater.is_running)
+            begun.set()
+            return regression_data(8)
+
+        def on_fit_start(self) -> None:
+            begun.clear()
+
+    strategy = Overlapping(num_microbatches=1, trial_run=False)
+    trainer = make_trainer(tmp_path, strategy=strategy, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Chooses())
+    assert running == [False] * 3
+
+
 def test_step_hooks_see_the_whole_step(tmp_path: Path) -> None:
     class Hooked(Grouped):
         seen: Any
