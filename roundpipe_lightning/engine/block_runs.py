@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,18 +73,16 @@ class BlockRunner:
         user, place = self._user, call.place
         again = given is None
 
-        @contextmanager
-        def watched(taken: Sequence[Tensor]) -> Iterator[None]:
+        def watched(taken: Sequence[Tensor]) -> _Both:
             watch = _watch(call, again=again)
-            with (
+            return _Both(
                 user.side_outputs.block(place.number, watch, taken, name=place.name),
                 user.resumed(),
-            ):
-                yield
+            )
 
         with (
             user.in_block(place.number, resident, gathers=not place.gradient),
-            resident.written(call.writes),
+            resident.written(call.writes) if call.writes else nullcontext(),
             call.keeping(self._worker(), again=again, stays=self._stays),
         ):
             block = self._runnable(call, resident)
@@ -122,6 +121,36 @@ class BlockRunner:
                 self._compiler.leave(
                     calls[number].place.name, "a tensor that it leaves beside its output is used"
                 )
+
+
+class _Both:
+    """Two contexts. A class: it is entered for every run of a block.
+
+    Args:
+        outer: Entered first, left last.
+        inner: The other one.
+    """
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(
+        self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+    ) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(kind, error, traceback)
+        self._outer.__exit__(kind, error, traceback)
 
 
 def _watch(call: BlockCall, *, again: bool) -> Watch:

@@ -101,6 +101,8 @@ class ChainRun:
         self._backward = backward
         self._starts = {s.blocks.start for s in partition.stages() if s.kind is StageKind.BACKWARD}
         self._position = 0
+        self._stage: Stage | None = None  # the last one that a call was in, and its blocks
+        self._blocks: tuple[nn.Module, ...] = ()
         self._glue = False
         self._here: dict[Source, Tensor] = {}  # what the present FORWARD turn has taken
         self._live: list[Value] = []  # values that may be on the present worker
@@ -431,8 +433,10 @@ class ChainRun:
         worker, stage = self.taker.worker, self.taker.stage
         if place.position is None:
             return worker.streamed(place.block, StageKind.FORWARD)
-        links = self._chain.links[stage.blocks.start : stage.blocks.stop]
-        return nullcontext(worker.resident(stage, [link.block for link in links]))
+        if self._stage is not stage:
+            links = self._chain.links[stage.blocks.start : stage.blocks.stop]
+            self._stage, self._blocks = stage, tuple(link.block for link in links)
+        return nullcontext(worker.resident(stage, self._blocks))
 
     def _end_streamed(self, call: BlockCall, resident: ResidentBlocks) -> None:
         if resident.end_forward():

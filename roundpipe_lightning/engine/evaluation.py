@@ -23,7 +23,7 @@ from roundpipe_lightning.engine.resident import ResidentBlocks
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.trees import map_tensors
 from roundpipe_lightning.engine.user_code import Outside, UserCode
-from roundpipe_lightning.engine.values import run_block
+from roundpipe_lightning.engine.values import run_block, works_in_place
 from roundpipe_lightning.engine.view import ViewClasses, put
 from roundpipe_lightning.engine.worker import Worker
 from roundpipe_lightning.planning.plan import Plan
@@ -201,13 +201,15 @@ class Evaluation:
             self._user.in_block(0, resident, gathers=True),
             resident.written(self._user.writes.within(block)),
         ):
+            placed = resident.block(block)
             outcome = run_block(
-                resident.block(block),
+                placed,
                 self._take,
                 given=given,
                 watched=lambda taken: self._user.resumed(),
                 name=self._names[block],
                 repeats=False,
+                writes=works_in_place(placed),
             )
         for module, attribute, value in resident.take_writes():
             put(self._user.maker.view_of(module), attribute, value)

@@ -125,7 +125,7 @@ class Microbatch:
         self._batch = batch
         self._loss_scale = loss_scale
         self._path = context.graph.paths[index]
-        self._position = 0
+        self._take_position(0)
         self._activation: AbstractContextManager[Any] | None = None
         self._begin_mark: Any = None
         self._left: dict[Worker, Event] = {}
@@ -149,19 +149,13 @@ class Microbatch:
 
     # ------------------------------------------------------------------------------------ turns
 
-    @property
-    def _action(self) -> Action:
-        return self._path[self._position]
-
-    @property
-    def stage(self) -> Stage:
-        """The stage whose turn this microbatch has, or waits for."""
-        return self._context.plan.partition.stage(self._action.kind, self._action.stage)
-
-    @property
-    def worker(self) -> Worker:
-        """The worker that runs it."""
-        return self._context.workers[self._action.worker]
+    def _take_position(self, position: int) -> None:
+        self._position = position
+        self._action = action = self._path[position]
+        #: The stage whose turn this microbatch has, or waits for.
+        self.stage: Stage = self._context.plan.partition.stage(action.kind, action.stage)
+        #: The worker that runs it.
+        self.worker: Worker = self._context.workers[action.worker]
 
     @property
     def next_worker(self) -> Worker | None:
@@ -244,7 +238,7 @@ class Microbatch:
     def next_turn(self) -> None:
         """End this turn and wait for the next."""
         self._end()
-        self._position += 1
+        self._take_position(self._position + 1)
         self._begin()
 
     # -------------------------------------------------------------------------------------- run

@@ -295,6 +295,8 @@ class BlockCall:
             watched=watched,
             name=self.place.name,
             repeats=self.place.gradient,
+            # The user's module answers sooner than its view, unless that has attributes of its own.
+            writes=works_in_place(block if self.writes else self.place.block),
         )
 
     def run_again(self, block: nn.Module, take: Swap, *, watched: Watched) -> Outcome:
@@ -331,8 +333,20 @@ class BlockCall:
         return outcome
 
 
+def works_in_place(block: nn.Module) -> bool:
+    """Say whether a module of a block says of itself that it writes into what it gets."""
+    return any(getattr(module, "inplace", False) is True for module in block.modules())
+
+
 def run_block(
-    block: nn.Module, take: Swap, *, given: Given, watched: Watched, name: str, repeats: bool
+    block: nn.Module,
+    take: Swap,
+    *,
+    given: Given,
+    watched: Watched,
+    name: str,
+    repeats: bool,
+    writes: bool,
 ) -> Outcome:
     """Run a block on arguments with other tensors inside.
 
@@ -343,11 +357,11 @@ def run_block(
         watched: Watches over the block while it runs, told what it takes.
         name: The block's name.
         repeats: Whether it is to be run again on the same arguments, or has been before.
+        writes: Whether a module of it writes into what it gets.
 
     Raises:
         CaptureError: If it `repeats` and writes into a tensor that it was given.
     """
-    writes = any(getattr(module, "inplace", False) is True for module in block.modules())
     taken: list[Tensor] = []
 
     def take_apart(tensor: Any, in_object: bool) -> Any:  # noqa: FBT001 - a `Swap`

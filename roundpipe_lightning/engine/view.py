@@ -138,7 +138,10 @@ class View:
             kind = type(own["_view_of"]).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         original = own["_view_of"]
-        if name not in original.__dict__ and _looks_elsewhere(type(original)):
+        value = original.__dict__.get(name, own)
+        if value is not own and not isinstance(value, types.MethodType):
+            return value
+        if value is own and _looks_elsewhere(type(original)):
             return type(original).__getattr__(self, name)  # a wrapper: ask what the view wraps
         maker: ViewMaker = own["_maker"]
         return maker.rebound(_rebound(getattr(original, name), original, self), original)

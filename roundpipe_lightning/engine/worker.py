@@ -58,6 +58,7 @@ class Worker:
         self._classes = classes
         self._resident: ResidentBlocks | None = None
         self._stage: Stage | None = None  # whose blocks are resident
+        self._brought: Sequence[nn.Module] | None = None  # the last of them that were asked for
         self._streamed_bytes = 0
         self._outside: dict[nn.Parameter, Tensor] = {}
         self._outside_bytes = 0
@@ -74,6 +75,8 @@ class Worker:
             stage: The stage.
             blocks: Those of its blocks that are needed.
         """
+        if self._resident is not None and blocks is self._brought:
+            return self._resident
         if self._resident is None or self._stage != stage:
             self._evict()
             visit = None
@@ -84,6 +87,7 @@ class Worker:
         elif self.transfers is not None:
             self.transfers.weights.enter(stage, blocks)
         self._resident.bring(blocks)
+        self._brought = blocks
         self.count_bytes(0)
         return self._resident
 
@@ -128,7 +132,7 @@ class Worker:
     def _evict(self) -> None:
         if self._resident is not None:
             self._resident.close()
-            self._resident = self._stage = None
+            self._resident = self._stage = self._brought = None
 
     def end_backward(
         self,
