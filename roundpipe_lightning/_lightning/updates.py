@@ -58,6 +58,21 @@ def check_owners(module: LightningModule, optimizers: Sequence[Optimizer]) -> No
                 )
 
 
+def check_flags(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that step on an accelerator only.
+
+    Raises:
+        ConfigurationError: Naming the first.
+    """
+    for optimizer in optimizers:
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}(capturable=True) steps on an accelerator only, and "
+                "with strategy='roundpipe' parameters are stepped in host memory. Leave "
+                "capturable out; fused=True is the fast form there."
+            )
+
+
 class _DeferredStep:
     """A step whose gradients come after Lightning has gone on; see `WaitingStep`.
 

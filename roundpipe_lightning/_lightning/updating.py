@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from roundpipe_lightning._lightning.number_formats import GradientFormat
 from roundpipe_lightning._lightning.options import Options
 from roundpipe_lightning._lightning.session import Session
 from roundpipe_lightning._lightning.trained_parameters import TrainedParameters
-from roundpipe_lightning._lightning.updates import Updates, check_owners
+from roundpipe_lightning._lightning.updates import Updates, check_flags, check_owners
 from roundpipe_lightning.engine.optim import HostAdamW
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import RoundPipePrecision
@@ -43,6 +43,11 @@ class UpdatingStrategy(ParallelStrategy):
         assert isinstance(precision, RoundPipePrecision)
         self._gradients = GradientFormat(options, precision)
         self._gradients.begin(module)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers and refuse those that cannot step here."""
+        super().setup_optimizers(trainer)
+        check_flags(self.optimizers)
 
     def _begin_updates(self, session: Session, *, options: Options) -> None:
         """Prepare for the steps of a training."""
