@@ -55,6 +55,21 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True, amsgrad=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, fused=True),
+    "NAdam foreach": lambda p: torch.optim.NAdam(p, foreach=True),
+    "Adafactor foreach": lambda p: torch.optim.Adafactor(p, foreach=True),
+    "RMSprop, upwards": lambda p: torch.optim.RMSprop(p, maximize=True),
+    "AdamW fused with a tensor for lr": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.01), fused=True
+    ),
+    "groups of many options": lambda p: torch.optim.AdamW(
+        [
+            {**p[0], "betas": (0.5, 0.9), "weight_decay": 0.3, "foreach": True},
+            {**p[1], "amsgrad": True, "maximize": True, "eps": 1e-3},
+        ]
+    ),
     "AdamW with a tensor for lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
     "Adamax": torch.optim.Adamax,
     "Muon": torch.optim.Muon,
@@ -107,6 +122,16 @@ def test_parts_give_the_bits_of_the_whole(name: str) -> None:
     torch.testing.assert_close(
         divided.state_dict()["state"], whole.state_dict()["state"], rtol=0, atol=0
     )
+
+
+def test_every_optimizer_of_torch_is_looked_at() -> None:
+    every = {
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    tried = {type(make(groups(parameters(flat=False)))) for make in KINDS.values()}
+    assert every - tried == {torch.optim.LBFGS, torch.optim.SparseAdam}
 
 
 def test_names_of_parameters_go_with_them() -> None:
@@ -187,6 +212,7 @@ class _Fails(Lion):
         (_KeepsTensors, "keeps tensors"),
         (_Fails, "needs 4096 numbers"),
         (torch.optim.SparseAdam, "dense gradients"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), "on supported devices"),
         (torch.optim.LBFGS, "keeps tensors"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
     ],

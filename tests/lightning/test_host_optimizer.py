@@ -114,6 +114,40 @@ def test_a_checkpoint_goes_on_with_torch_fused(tmp_path: Path) -> None:
     assert same_bits(resumed, whole)
 
 
+def _on_one_device(folder: Path, make: Any, **given: Any) -> Any:
+    """Train as Lightning does by itself."""
+    seed_everything(99, verbose=False)
+    module = _Small(make)
+    trainer = make_trainer(folder, devices=1, max_epochs=2)
+    trainer.fit(module, regression_data(), **given)
+    return module, trainer
+
+
+@pytest.mark.parametrize("offload", [None, "disk"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+def test_checkpoints_go_to_lightnings_one_device_and_back(
+    moments: str, offload: str | None, tmp_path: Path
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return optim.HostAdamW(
+            parameters, lr=0.01, moments=moments, offload=offload, offload_dir=tmp_path
+        )
+
+    _, half = _train(tmp_path, make, max_epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)["optimizer_states"][0]
+    wide = {"exp_avg", "exp_avg_sq", "step"}
+    assert all(wide <= state.keys() for state in saved["state"].values())
+    reference = _on_one_device(tmp_path, _fused, ckpt_path=str(tmp_path / "half.ckpt"))[1]
+    assert reference.current_epoch == 2
+    steps = {int(s["step"]) for s in reference.optimizers[0].state_dict()["state"].values()}
+    assert steps == {2 + 4}  # one epoch of windows of two batches, one of single batches
+    reference.save_checkpoint(tmp_path / "whole.ckpt")
+    module, trainer = _train(tmp_path, make, ckpt_path=str(tmp_path / "whole.ckpt"))
+    assert trainer.current_epoch == 3
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
 @pytest.mark.parametrize(("moments", "expected"), [("fp32", 8), ("bf16", 4), ("8bit", 2 + 8 / 256)])
 def test_the_plan_counts_the_state(moments: str, expected: float, tmp_path: Path) -> None:
     module = Regressor()
