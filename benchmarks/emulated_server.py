@@ -13,6 +13,10 @@ A boundary goes down and up again: its size is such that this takes the publishe
 What the first step leaves is frozen for Python's collector (`gc.freeze`): its search through all
 objects of the process holds all threads for a quarter of a second, and finds nothing.
 
+The process keeps to one core (`--cores`). All its threads, the engine's and those of the emulation,
+take turns with Python's interpreter lock; from core to core each turn costs more than what is done
+in it, so on two cores the same step takes the host twice the processor time.
+
 With `--optimizer-seconds-share 0.5` steps are also measured from one's first computation to the
 next one's, without an optimizer and with one whose update takes half a simulated step.
 """
@@ -23,6 +27,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +51,7 @@ from roundpipe_lightning.engine.updates import Updater, UpdateUnit, update_units
 from roundpipe_lightning.planning.costs import stage_costs
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.planner import PlanningRequest, plan_of_one_batch, plan_training
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.timeline import Timeline
 from roundpipe_lightning.planning.transfers import simulate_transfers
@@ -135,8 +140,14 @@ class Case:
     hardware: HardwareSpec
 
 
-def case_of(model: PublishedModel, timings: PublishedTimings) -> Case:
-    """Plan a model and predict its step."""
+def case_of(model: PublishedModel, timings: PublishedTimings, **choices: Any) -> Case:
+    """Plan a model and predict its step.
+
+    Args:
+        model: The model.
+        timings: The file that it is from.
+        **choices: Further fields of `PlanningRequest`.
+    """
     hardware = machine(timings.num_devices)
     boundary_bytes = round(model.hop_seconds / 2 * hardware.upload_bytes_per_second)
     profile = replace(
@@ -144,9 +155,9 @@ def case_of(model: PublishedModel, timings: PublishedTimings) -> Case:
         blocks=tuple(replace(b, boundary_bytes=boundary_bytes) for b in model.profile.blocks),
     )
     request = PlanningRequest(
-        num_microbatches=timings.num_microbatches, hop_seconds=model.hop_seconds
+        num_microbatches=timings.num_microbatches, hop_seconds=model.hop_seconds, **choices
     )
-    plan = plan_training(profile, hardware=hardware, request=request).plan
+    plan = plan_of_one_batch(plan_training(profile, hardware=hardware, request=request).plan)
     costs = stage_costs(
         profile,
         partition=plan.partition,
@@ -263,6 +274,24 @@ def measure(
                     update(result)
                     freeze()
     return measured[1:]
+
+
+def keep_to_cores(number: int) -> int:
+    """Let the threads that will be made, and the calling one, run on a few cores alone.
+
+    Args:
+        number: How many; 0 for all that the process may use.
+
+    Returns:
+        On how many they run; 0 where the system does not tell.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return 0
+    allowed = sorted(os.sched_getaffinity(0))
+    if number:
+        allowed = allowed[-number:]
+        os.sched_setaffinity(0, allowed)
+    return len(allowed)
 
 
 @contextmanager
@@ -397,10 +426,16 @@ def main() -> None:
         type=float,
         help="measure steps with updates of so many simulated steps' time, too",
     )
+    parser.add_argument(
+        "--cores", type=int, default=1, help="keep to so many cores; 0 for all (default 1)"
+    )
     parser.add_argument("--tags", action="store_true", help="let tensors refuse to mix devices")
     parser.add_argument("--output", choices=("text", "json"), default="text")
     options = parser.parse_args()
+    if options.cores < 0:
+        parser.error(f"--cores {options.cores}: a number of cores, or 0 for all")
     torch.set_num_threads(1)
+    num_cores = keep_to_cores(options.cores)
     timings = load_timings(options.timings)
     names = [model.name for model in timings.models]
     unknown = sorted(set(options.models or ()) - set(names))
@@ -414,6 +449,7 @@ def main() -> None:
     result = {
         "num_workers": timings.num_devices,
         "time_scale": options.time_scale,
+        "num_cores": num_cores,
         "models": models,
     }
     print(json.dumps(result) if options.output == "json" else format_text(result))

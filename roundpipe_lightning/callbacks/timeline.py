@@ -60,10 +60,10 @@ class PipelineTimeline(Callback):
         self._dirpath = None if dirpath is None else Path(dirpath)
         self._steps = None if steps is None else frozenset(steps)
         self._watch = StepWatch(self._keep)
+        self._strategy: RoundPipeStrategy | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._strategy: RoundPipeStrategy | None = None
         self._num_batches = 0
         self._plan: Plan | None = None
         self._recorded: dict[int, Timeline] = {}
@@ -120,13 +120,17 @@ class PipelineTimeline(Callback):
                 f"{type(strategy).__name__}. Leave the callback out, or change the strategy."
             )
         self._watch.begin(strategy, stage=stage)
+        self._strategy = strategy
         if stage == "fit":
             self._forget()
-            self._strategy = strategy
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Watch no longer."""
         self._watch.end()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Forget steps from before the training: those of a search for the learning rate."""
+        self._forget()
 
     def _keep(self, record: StepRecord) -> None:
         """Keep the timeline of a step that has ended, if it is one of the chosen."""
@@ -174,7 +178,7 @@ class PipelineTimeline(Callback):
             render_trace({"predicted": predicted, **titles}), encoding="utf-8"
         )
         title = f"measured, batch {typical}"
-        drawn = {"predicted": predicted, title: titles[title]}
+        drawn = {"predicted": predicted.beside(titles[title]), title: titles[title]}
         notes = {name: self._idle_note(timeline) for name, timeline in drawn.items()}
         (folder / "timeline.svg").write_text(render_svg(drawn, notes=notes), encoding="utf-8")
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_lightning.engine.batches import BatchStarts
 from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.compiled import BlockCompiler
 from roundpipe_lightning.engine.device import Device
@@ -47,7 +48,7 @@ from roundpipe_lightning.planning.plan import Plan
 
 __all__ = ["Engine", "UnusedStackWarning"]
 
-_PLANS_REMEMBERED = 8
+_PLANS_REMEMBERED = 64
 
 
 class UnusedStackWarning(UserWarning):
@@ -107,6 +108,7 @@ class Engine:
         self._graphs: list[tuple[Plan, TurnGraph]] = []
         self._steps: StepsUnderWay | None = None
         self._num_steps = 0
+        self._starts = BatchStarts()
         self._warned_of_unused_stack = False
         self._resources = ExitStack()
         self._store: HostStore | None = None
@@ -285,14 +287,12 @@ class Engine:
                 f"of {plan.num_microbatches} microbatches."
             )
         self._open_store.check_blocks()
-        steps, visits = self._open_steps, self._visits_of(plan, backward=backward)
-        lanes = self._graph_of(plan).lanes
-        steps.make_way(visits, lanes=lanes)
+        plan, visits = self._make_way(plan, backward=backward)
         told = Countdown(plan.num_microbatches)
         context = self._context(
             plan,
             told=told.tell,
-            lanes=self._open_logistics.lanes(lanes),
+            lanes=self._open_logistics.lanes(self._graph_of(plan).lanes),
             call=call,
             backward=backward,
             thread_context=thread_context,
@@ -306,7 +306,7 @@ class Engine:
         ]
         pending = PendingStep(
             RunningStep(runs, context, timeout_seconds=self._timeout_seconds),
-            steps=steps,
+            steps=self._open_steps,
             told=told,
             devices=self._devices,
             blocks=self._blocks,
@@ -316,6 +316,22 @@ class Engine:
         )
         pending.begin(visits)
         return pending
+
+    def _make_way(self, plan: Plan, *, backward: bool) -> tuple[Plan, tuple[StepVisits, ...]]:
+        """End steps until another can begin; return what is run of its plan, and by which workers.
+
+        A step that follows one under way begins with the worker after the one that ends that.
+        """
+        steps = self._open_steps
+        if not steps.are_none:
+            following = self._starts.following(plan)
+            visits = self._visits_of(following, backward=backward)
+            steps.make_way(visits, lanes=self._graph_of(following).lanes)
+            if not steps.are_none:
+                self._starts.began(plan, follows=True)
+                return following, visits
+        self._starts.began(plan, follows=False)
+        return plan, self._visits_of(plan, backward=backward)
 
     def _step_ended(self, result: StepResult, *, backward: bool) -> None:
         self._num_steps += 1

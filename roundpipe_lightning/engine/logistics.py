@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -23,12 +24,14 @@ from roundpipe_lightning.engine.chain import Chain
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.gates import UpdateEvents
 from roundpipe_lightning.engine.layouts import Layouts
+from roundpipe_lightning.engine.outside import OutsideUses
 from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.engine.store import HostStore
 from roundpipe_lightning.engine.traffic import StepVisits, WorkerTraffic, WorkerTransfers
 from roundpipe_lightning.engine.visits import VisitPlan
 from roundpipe_lightning.errors import WatchdogError
 from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.rotation import turns_of_batch
 from roundpipe_lightning.planning.stages import Stage, StageKind
 
 _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
@@ -56,6 +59,7 @@ class Logistics:
         self._updates = UpdateEvents(store, on_failure=self._failed)
         moving = [device for device in devices if not device.shares_host_memory]
         self._arena = HostArena(moving[0]) if moving else None
+        self._uses = OutsideUses()
         self._error: tuple[BaseException, str] | None = None
         self._serving = store.serving  # that of the last step
         self._last: Sequence[StepVisits] = ()
@@ -69,6 +73,7 @@ class Logistics:
                 layouts=self._layouts,
                 store=store,
                 updates=self._updates,
+                uses=self._uses,
                 names=names,
                 on_failure=self._failed,
             )
@@ -99,6 +104,8 @@ class Logistics:
         with torch.inference_mode(mode=False):  # what is made here outlives an evaluation
             self._store.renew_copies()
             self._layouts.renew(self._blocks)
+            if is_planned:
+                self._uses.begin_step()
             for index, (step, transfers) in enumerate(zip(steps, self.transfers, strict=True)):
                 if transfers is not None:
                     with making_room(index):
@@ -127,6 +134,7 @@ class Logistics:
     def follow(self, steps: Sequence[StepVisits]) -> None:
         """Begin the transfers of a step that can follow the one that runs."""
         self._serving, self._last = self._store.serving, steps
+        self._uses.follow_step()
         for step, transfers in zip(steps, self.transfers, strict=True):
             if transfers is not None:
                 transfers.follow_step(step)
@@ -154,6 +162,8 @@ class Logistics:
         """Hear that the step that has begun first has ended, and another goes on."""
         if self._arena is not None:
             self._arena.end_first()
+        for transfers in self._moving:
+            transfers.outside.end_first()
 
     @property
     def has_failed(self) -> bool:
@@ -252,6 +262,8 @@ def plan_visits(plan: Plan, chain: Chain, *, backward: bool) -> tuple[StepVisits
         plan: The plan.
         chain: The calls of blocks that it is for.
         backward: Whether BACKWARD stages have anything to do.
+
+    Where batches in flight begin with other workers there is room on each for what any one runs.
     """
     found = []
     for worker, actions in enumerate(plan.schedule.workers):
@@ -265,7 +277,10 @@ def plan_visits(plan: Plan, chain: Chain, *, backward: bool) -> tuple[StepVisits
                 resident=_unique(chain.links[position].block for position in stays),
             )
         )
-    return tuple(found)
+    if not turns_of_batch(plan):
+        return tuple(found)
+    everybody = tuple(dict.fromkeys(visit for step in found for visit in step.visits))
+    return tuple(replace(step, room_for=everybody) for step in found)
 
 
 def _visit(stage: Stage, chain: Chain, *, backward: bool) -> VisitPlan:

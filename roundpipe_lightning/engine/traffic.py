@@ -7,7 +7,7 @@ else, and all of it is given back by `close`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,12 +20,12 @@ from roundpipe_lightning.engine.gates import UpdateEvents
 from roundpipe_lightning.engine.gathering import GradientStaging
 from roundpipe_lightning.engine.gradients import FlatGradients, GradientLedger
 from roundpipe_lightning.engine.layouts import BlockLayout, Layouts
-from roundpipe_lightning.engine.outside import OutsideGradients, OutsideWeights
+from roundpipe_lightning.engine.outside import OutsideGradients, OutsideUses, OutsideWeights
 from roundpipe_lightning.engine.pages import own_pages
 from roundpipe_lightning.engine.store import HostStore
 from roundpipe_lightning.engine.transfers import CHUNK_BYTES, MOST_UNDER_WAY, TransferQueue
 from roundpipe_lightning.engine.visits import VisitPlan, WorkerWeights
-from roundpipe_lightning.planning.stages import StageKind
+from roundpipe_lightning.planning.stages import Stage, StageKind
 
 
 class WaitedFor(Enum):
@@ -72,11 +72,18 @@ class StepVisits:
         visits: What it runs, in order.
         num_slots: Stages whose weights it holds at once.
         resident: Blocks that stay on it.
+        room_for: What else it may run of other batches, for which memory is made, too.
     """
 
     visits: tuple[VisitPlan, ...]
     num_slots: int
     resident: tuple[nn.Module, ...]
+    room_for: tuple[VisitPlan, ...] = ()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of its visits."""
+        return tuple(visit.stage for visit in self.visits)
 
 
 class WorkerTransfers:
@@ -88,6 +95,7 @@ class WorkerTransfers:
         layouts: How blocks lie in memory.
         store: The parameters.
         updates: Gives the events that parameters have the values to compute with.
+        uses: What is known of the user's code outside the blocks.
         names: What blocks are called.
         on_failure: Told of an error in a copy, and where it was.
     """
@@ -100,6 +108,7 @@ class WorkerTransfers:
         layouts: Layouts,
         store: HostStore,
         updates: UpdateEvents,
+        uses: OutsideUses,
         names: Mapping[nn.Module, str],
         on_failure: Callable[[BaseException, str], None],
     ) -> None:
@@ -124,6 +133,7 @@ class WorkerTransfers:
             store=store,
             uploads=self.uploads,
             updated=updates.updated_parameters,
+            uses=uses,
         )
         self.outside_gradients = OutsideGradients(
             device, self.downloads, longest=store.longest_outside
@@ -153,7 +163,7 @@ class WorkerTransfers:
         self._waits.clear()
         self._ended.clear()
         self._before = self._counted
-        self.outside.begin_step(is_planned=is_planned)
+        self.outside.begin_step(step.stages, is_planned=is_planned)
         self.weights.begin_step(step.visits if is_planned else ())
 
     def begin_ahead(self) -> None:
@@ -169,8 +179,8 @@ class WorkerTransfers:
         return (
             (step.num_slots, step.resident) == (present.num_slots, present.resident)
             and self.weights.has_room_for(step.visits)
-            and self._gradient_bytes(step) <= self._gradients.num_bytes
-            and self._staged_bytes(step) <= self._num_staged(CopyQueue.UPLOAD)
+            and self._gradient_bytes(step.visits) <= self._gradients.num_bytes
+            and self._staged_bytes(step.visits) <= self._num_staged(CopyQueue.UPLOAD)
         )
 
     def follow_step(self, step: StepVisits) -> None:
@@ -180,7 +190,7 @@ class WorkerTransfers:
             step: What the worker will run; it can follow.
         """
         self.weights.follow(step.visits)
-        self.outside.follow_step()
+        self.outside.follow_step(step.stages)
 
     def leave_step(self, step: object) -> None:
         """Hear that the worker has had its last turn of a step: what comes is the next one's."""
@@ -188,26 +198,27 @@ class WorkerTransfers:
         self.outside.leave_step()
 
     def _prepare(self, step: StepVisits) -> None:
-        self.weights.prepare(step.visits, num_slots=step.num_slots, resident=step.resident)
-        gradients = self._gradient_bytes(step)
+        visits = (*step.visits, *step.room_for)
+        self.weights.prepare(visits, num_slots=step.num_slots, resident=step.resident)
+        gradients = self._gradient_bytes(visits)
         self._gradients.prepare(gradients)
         self._stage(CopyQueue.DOWNLOAD, max(gradients, self._longest_outside))
-        self._stage(CopyQueue.UPLOAD, self._staged_bytes(step))
+        self._stage(CopyQueue.UPLOAD, self._staged_bytes(visits))
 
-    def _gradient_bytes(self, step: StepVisits) -> int:
+    def _gradient_bytes(self, visits: Iterable[VisitPlan]) -> int:
         """Return the bytes of the gradients of the largest visit."""
         return max(
             (
                 sum(self._layouts.of(block).form.gradient_bytes for block in visit.blocks)
-                for visit in step.visits
+                for visit in visits
                 if visit.stage.kind is not StageKind.FORWARD
             ),
             default=0,
         )
 
-    def _staged_bytes(self, step: StepVisits) -> int:
+    def _staged_bytes(self, visits: Iterable[VisitPlan]) -> int:
         """Return how long the buffers for staged uploads must be."""
-        blocks = {block for visit in step.visits for block in visit.blocks}
+        blocks = {block for visit in visits for block in visit.blocks}
         # A job with one piece that is not page-locked stages all of its pieces.
         layouts = (self._layouts.of(block) for block in blocks)
         staged = (one.pieces for one in layouts if not all(p.is_locked for p in one.pieces))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule import Action
@@ -77,6 +77,22 @@ class Timeline:
         """Share of the workers' time in which they did not compute (the "bubble"), from 0 to 1."""
         available = self.num_workers * self.makespan_seconds
         return 1.0 - self.busy_seconds / available if available > 0 else 0.0
+
+    def beside(self, other: Timeline) -> Timeline:
+        """Return the same on the workers on which `other`, of the same actions, has run.
+
+        Batches of a stream begin with other workers (`planning/rotation.py`).
+        """
+        if not self.entries:
+            return self
+        first = min(self.entries, key=lambda entry: entry.start_seconds).action
+        there = {entry.action.key: entry.action.worker for entry in other.entries}
+        further = there.get(first.key, first.worker) - first.worker
+        entries = []
+        for entry in self.entries:
+            worker = (entry.action.worker + further) % self.num_workers
+            entries.append(replace(entry, action=replace(entry.action, worker=worker)))
+        return replace(self, entries=tuple(entries))
 
     def rows(self) -> tuple[tuple[TimelineEntry, ...], ...]:
         """Return every worker's entries by their beginning."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
-from roundpipe_lightning.engine.device import CopyQueue
+from roundpipe_lightning.engine.device import CopyQueue, Device
 from roundpipe_lightning.engine.emulated_server import EmulatedServer
 from roundpipe_lightning.engine.emulated_time import EmulatedTiming
 from roundpipe_lightning.engine.events import DoneEvent, Event
 from roundpipe_lightning.engine.gradients import Gradients
-from roundpipe_lightning.engine.outside import OutsideGradients, OutsideWeights
+from roundpipe_lightning.engine.outside import OutsideGradients, OutsideUses, OutsideWeights
 from roundpipe_lightning.engine.store import HostStore
 from roundpipe_lightning.engine.tagged import raw_of
 from roundpipe_lightning.engine.transfers import Job, TransferQueue, Urgency
+from roundpipe_lightning.planning.stages import Partition
 from tests.engine.tiny import (
     Regressor,
     differences,
@@ -32,8 +34,8 @@ from tests.engine.tiny import (
 class _Queue(TransferQueue):
     """Notes what it is given."""
 
-    def __init__(self, server: EmulatedServer, queue: CopyQueue) -> None:
-        super().__init__(server.devices[0], queue, on_failure=_raise, name=queue.value)
+    def __init__(self, device: Device, queue: CopyQueue = CopyQueue.UPLOAD) -> None:
+        super().__init__(device, queue, on_failure=_raise, name=queue.value)
         self.jobs: list[Job] = []
 
     def submit(self, job: Job) -> Event:
@@ -49,33 +51,62 @@ def _wait(event: Event) -> None:
     event.wait()
 
 
+F0, X0, B1 = Partition(forward=(1,), backward=(1, 1)).stages()
+
+
+class _Worker:
+    """The weights of a module outside its blocks on one worker, and the queue they come by."""
+
+    def __init__(self, device: Device, store: HostStore, uses: OutsideUses) -> None:
+        self.queue = _Queue(device)
+        self.outside = OutsideWeights(
+            device,
+            store=store,
+            uploads=self.queue,
+            updated=lambda parameters: DoneEvent(),
+            uses=uses,
+        )
+
+    @property
+    def urgencies(self) -> list[Urgency]:
+        return [job.urgency for job in self.queue.jobs]
+
+
 @contextmanager
-def uploads_of(head: nn.Parameter, tail: nn.Parameter) -> Iterator[tuple[OutsideWeights, _Queue]]:
-    """Give the weights of a module outside its blocks, and the queue that they come by."""
+def workers_with(
+    head: nn.Parameter, tail: nn.Parameter
+) -> Iterator[tuple[_Worker, _Worker, OutsideUses]]:
+    """Give two workers, and what both know of the user's code."""
     module = Regressor(2)
     module.head.weight, module.tail.weight = head, tail
-    store = HostStore(module, tuple(module.layers))
-    with EmulatedServer(1) as server:
-        queue = _Queue(server, CopyQueue.UPLOAD)
-        yield (
-            OutsideWeights(
-                server.devices[0],
-                store=store,
-                uploads=queue,
-                updated=lambda parameters: DoneEvent(),
-            ),
-            queue,
-        )
-        queue.drain(timeout_seconds=60)
-        queue.close()
+    store, uses = HostStore(module, tuple(module.layers)), OutsideUses()
+    with EmulatedServer(2) as server:
+        one, other = (_Worker(device, store, uses) for device in server.devices)
+        yield one, other, uses
+        for worker in (one, other):
+            assert worker.queue.drain(timeout_seconds=60)
+            worker.queue.close()
     store.close()
 
 
-def test_what_a_visit_has_asked_for_comes_before_it_in_the_next_step() -> None:
-    head, tail = (nn.Parameter(torch.full((8, 8), x)) for x in (1.0, 2.0))
-    with uploads_of(head, tail) as (outside, queue):
+@pytest.fixture
+def head() -> nn.Parameter:
+    return nn.Parameter(torch.full((8, 8), 1.0))
+
+
+@pytest.fixture
+def tail() -> nn.Parameter:
+    return nn.Parameter(torch.full((8, 8), 2.0))
+
+
+def test_what_a_visit_has_asked_for_comes_before_it_in_the_next_step(
+    head: nn.Parameter, tail: nn.Parameter
+) -> None:
+    with workers_with(head, tail) as (worker, _, uses):
+        outside, jobs = worker.outside, worker.queue.jobs
         for _ in range(2):
-            outside.begin_step(is_planned=True)
+            uses.begin_step()
+            outside.begin_step([F0, X0, B1], is_planned=True)
             outside.leave()
             outside.leave()
             values = outside.values(tail, wait=_wait)
@@ -84,33 +115,87 @@ def test_what_a_visit_has_asked_for_comes_before_it_in_the_next_step() -> None:
             assert outside.num_bytes == tail.nbytes
             outside.end_step()
             assert outside.num_bytes == 0
-        assert [job.urgency for job in queue.jobs] == [Urgency.WEIGHTS, Urgency.PREFETCH]
-        outside.begin_step(is_planned=True)
-        assert len(queue.jobs) == 2  # it is for the visit after the next
+        assert worker.urgencies == [Urgency.WEIGHTS, Urgency.PREFETCH]
+        uses.begin_step()
+        outside.begin_step([F0, X0, B1], is_planned=True)
+        assert len(jobs) == 2  # it is for the visit after the next
         outside.leave()
-        assert len(queue.jobs) == 3
+        assert len(jobs) == 3
         outside.end_step()
-        outside.begin_step(is_planned=False)  # an evaluation is not a habit
+        outside.begin_step([F0, X0, B1], is_planned=False)  # an evaluation is not a habit
         outside.values(head, wait=_wait)
         outside.end_step()
-        outside.begin_step(is_planned=True)
+        uses.begin_step()
+        outside.begin_step([F0, X0, B1], is_planned=True)
         outside.leave()
-        assert len(queue.jobs) == 5
+        assert len(jobs) == 5
 
 
-def test_what_comes_before_the_blocks_of_the_first_visit_goes_before_their_weights() -> None:
-    head, tail = (nn.Parameter(torch.full((8, 8), x)) for x in (1.0, 2.0))
-    with uploads_of(head, tail) as (outside, queue):
+def test_what_comes_before_the_blocks_of_the_first_visit_goes_before_their_weights(
+    head: nn.Parameter, tail: nn.Parameter
+) -> None:
+    with workers_with(head, tail) as (worker, _, uses):
+        outside = worker.outside
         for _ in range(2):
-            outside.begin_step(is_planned=True)
-            begun = len(queue.jobs)
+            uses.begin_step()
+            outside.begin_step([X0], is_planned=True)
+            begun = len(worker.queue.jobs)
             outside.begin_ahead()
             outside.values(head, wait=_wait, is_first=True)
             outside.values(tail, wait=_wait)
             outside.values(head, wait=_wait)  # by the next microbatch, after blocks of the first
             outside.end_step()
         assert begun == 3, "that of the head"
-        assert [job.urgency for job in queue.jobs[2:]] == [Urgency.WEIGHTS, Urgency.PREFETCH]
+        assert worker.urgencies[2:] == [Urgency.WEIGHTS, Urgency.PREFETCH]
+
+
+def test_what_one_worker_has_learnt_another_one_expects(
+    head: nn.Parameter, tail: nn.Parameter
+) -> None:
+    with workers_with(head, tail) as (one, other, uses):
+        uses.begin_step()
+        one.outside.begin_step([F0], is_planned=True)
+        other.outside.begin_step([X0, B1], is_planned=True)
+        one.outside.values(head, wait=_wait, is_first=True)
+        other.outside.values(tail, wait=_wait)
+        for worker in (one, other):
+            worker.outside.end_step()
+        uses.begin_step()  # the next step begins with the other worker
+        one.outside.begin_step([B1, X0], is_planned=True)
+        one.outside.begin_ahead()
+        other.outside.begin_step([F0], is_planned=True)
+        assert one.urgencies == [Urgency.WEIGHTS, Urgency.PREFETCH]
+        assert other.urgencies == [Urgency.WEIGHTS, Urgency.WEIGHTS]
+        assert other.outside.values(head, wait=_wait, is_first=True).shape == head.shape
+        assert len(other.queue.jobs) == 2
+
+
+def test_what_a_step_in_flight_needs_comes_ahead_and_what_only_the_last_one_used_goes(
+    head: nn.Parameter, tail: nn.Parameter
+) -> None:
+    with workers_with(head, tail) as (worker, other, uses):
+        uses.begin_step()
+        worker.outside.begin_step([F0], is_planned=True)
+        other.outside.begin_step([X0, B1], is_planned=True)
+        worker.outside.values(head, wait=_wait, is_first=True)
+        other.outside.values(tail, wait=_wait)
+        uses.follow_step()  # by one that begins with the other worker
+        worker.outside.follow_step([X0, B1])
+        assert len(worker.queue.jobs) == 2, "the tail's, while the first step runs"
+        other.outside.follow_step([F0])
+        assert len(other.queue.jobs) == 1, "two visits are to come before"
+        other.outside.leave()
+        assert len(other.queue.jobs) == 2
+        for one in (worker, other):
+            one.outside.leave_step()
+        worker.outside.leave()
+        worker.outside.values(tail, wait=_wait)
+        assert len(worker.queue.jobs) == 2
+        assert worker.outside.num_bytes == head.nbytes + tail.nbytes
+        for one in (worker, other):
+            one.outside.end_first()
+        assert worker.outside.num_bytes == tail.nbytes
+        assert other.outside.num_bytes == head.nbytes, "expected, if not asked for yet"
 
 
 def test_at_most_two_microbatches_gradients_are_on_their_way() -> None:
@@ -119,7 +204,7 @@ def test_at_most_two_microbatches_gradients_are_on_their_way() -> None:
     take: Callable[[Gradients], None] = landed.append
     with EmulatedServer(1, timing=EmulatedTiming(download_bytes_per_second=20_000)) as server:
         (device,) = server.devices
-        queue = _Queue(server, CopyQueue.DOWNLOAD)
+        queue = _Queue(device, CopyQueue.DOWNLOAD)
         gradients = OutsideGradients(device, queue, longest=0)
         for number in range(4):
             device.upload(torch.zeros(1))

@@ -1,0 +1,210 @@
+"""How much of the workers' time is idle in a stream of batches, on an emulated server.
+
+    python benchmarks/emulated_stream.py [--models qwen3_32b ...] [--batches 4] [--team-size 1]
+                                         [--output json]
+
+The same engine, blocks and server as in `emulated_server.py`; each batch begins while the one
+before drains, as accumulated batches and asynchronous steps do. The plan is the planner's for such
+a stream. It runs twice: with batches that go on round the workers, and with batches that all begin
+with worker 0. `simulated` is what `simulate_transfers` predicts for the schedule of the whole
+stream. With teams of all workers there is no difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from emulated_server import BYTES_PER_BYTE, Case, TimedModel, case_of, frozen_objects
+from published_timings import DEFAULT_TIMINGS, load_timings
+from torch import Tensor
+
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.pending import PendingStep
+from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.planning.costs import stage_costs
+from roundpipe_lightning.planning.rotation import rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule import Action, Schedule
+from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.planning.transfers import simulate_transfers
+
+WAYS = {"round_the_workers": True, "from_worker_0": False}
+_CHUNK_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Some batches.
+
+    Attributes:
+        makespan_seconds: From the first computation to the end of the last, of the unscaled time.
+        idle_share: Share of the workers' time in which they did not compute.
+    """
+
+    makespan_seconds: float
+    idle_share: float
+
+
+def simulated(case: Case, *, num_batches: int, goes_round: bool, hop_seconds: float) -> Timeline:
+    """Predict a stream."""
+    plan = case.plan
+    turns = turns_of_batch(plan) if goes_round else 0
+    rows: list[list[Action]] = [[] for _ in range(plan.num_workers)]
+    for batch in range(num_batches):
+        first = batch * plan.num_microbatches
+        schedule = rotated(plan, batch * turns).schedule
+        for row, actions in zip(rows, schedule.workers, strict=True):
+            row += [replace(action, microbatch=first + action.microbatch) for action in actions]
+    return simulate_transfers(
+        Schedule(workers=tuple(map(tuple, rows))),
+        partition=plan.partition,
+        costs=stage_costs(
+            case.profile,
+            partition=plan.partition,
+            hop_seconds=hop_seconds,
+            recompute=plan.recompute,
+        ),
+        profile=case.profile,
+        hardware=case.hardware,
+        weight_slots=plan.weight_slots,
+        resident=plan.resident,
+        recompute=plan.recompute,
+    )
+
+
+@contextmanager
+def starting(*, goes_round: bool) -> Iterator[None]:
+    """Let batches go round the workers, or all begin with worker 0."""
+    if goes_round:
+        yield
+        return
+    with (
+        mock.patch("roundpipe_lightning.engine.batches.turns_of_batch", return_value=0),
+        mock.patch("roundpipe_lightning.engine.logistics.turns_of_batch", return_value=0),
+    ):
+        yield
+
+
+def measure(
+    case: Case, *, num_batches: int, num_streams: int, time_scale: float, goes_round: bool
+) -> list[Stream]:
+    """Run one batch alone, then streams of batches."""
+    hardware, plan = case.hardware, case.plan
+    scale = BYTES_PER_BYTE * time_scale
+    timing = EmulatedTiming(
+        upload_bytes_per_second=hardware.upload_bytes_per_second / scale,
+        download_bytes_per_second=hardware.download_bytes_per_second / scale,
+        host_bytes_per_second=hardware.host_bytes_per_second / scale,
+    )
+    boundary = case.profile.blocks[0].boundary_bytes / BYTES_PER_BYTE
+    batches = [torch.zeros(math.ceil(boundary / 4))] * plan.num_microbatches
+    with (
+        starting(goes_round=goes_round),
+        EmulatedServer(
+            plan.num_workers,
+            timing=timing,
+            tags=False,
+            chunk_bytes=_CHUNK_BYTES // BYTES_PER_BYTE,
+        ) as server,
+    ):
+        model = TimedModel(case.profile, server=server, time_scale=time_scale)
+        names = tuple(f"layers.{index}" for index in range(len(model.layers)))
+        stack = BlockStack(name="layers", blocks=tuple(model.layers), names=names)
+        with (
+            Engine(model, stack=stack, devices=server.devices, plan=plan) as engine,
+            frozen_objects() as freeze,
+        ):
+            _run(engine, batches, num_batches=1)
+            freeze()
+            found = []
+            for _ in range(num_streams):
+                _run(engine, batches, num_batches=num_batches)
+                found.append(_seen(server, time_scale=time_scale))
+    return found
+
+
+def _run(engine: Engine, batches: Sequence[Tensor], *, num_batches: int) -> None:
+    steps: list[PendingStep] = []
+    for _ in range(num_batches):
+        step = engine.begin_step(
+            batches,
+            lambda view, batch, index: view.training_step(batch, index),
+            loss_scales=[1 / len(batches)] * len(batches),
+        )
+        step.outputs()
+        steps.append(step)
+    steps[-1].result()
+
+
+def _seen(server: EmulatedServer, *, time_scale: float) -> Stream:
+    rows = [device.compute.spans for device in server.devices]
+    spans = [span for row in rows for span in row]
+    makespan = max(end for _, end in spans) - min(start for start, _ in spans)
+    busy = sum(end - start for start, end in spans)
+    return Stream(
+        makespan_seconds=makespan / time_scale, idle_share=1 - busy / (makespan * len(rows))
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--timings", default=str(DEFAULT_TIMINGS))
+    parser.add_argument("--models", nargs="+", help="names (default: all)")
+    parser.add_argument("--team-size", type=int, default=1, help="of the plan (default 1)")
+    parser.add_argument("--batches", type=int, default=4, help="in a stream (default 4)")
+    parser.add_argument("--streams", type=int, default=1, help="counted ones (default 1)")
+    parser.add_argument("--time-scale", type=float, default=6.0, help="(default 6)")
+    parser.add_argument("--output", choices=("text", "json"), default="text")
+    options = parser.parse_args()
+    timings = load_timings(options.timings)
+    result: dict[str, Any] = {"batches": options.batches, "time_scale": options.time_scale}
+    for model in timings.models:
+        if options.models and model.name not in options.models:
+            continue
+        begin = time.perf_counter()
+        case = case_of(model, timings, num_batches=options.batches, team_sizes=(options.team_size,))
+        result[model.name] = {"idle_share_of_one_batch": case.simulated.idle_share}
+        for way, goes_round in WAYS.items():
+            expected = simulated(
+                case,
+                num_batches=options.batches,
+                goes_round=goes_round,
+                hop_seconds=model.hop_seconds,
+            )
+            streams = measure(
+                case,
+                num_batches=options.batches,
+                num_streams=options.streams,
+                time_scale=options.time_scale,
+                goes_round=goes_round,
+            )
+            result[model.name][way] = {
+                "simulated_idle_share": expected.idle_share,
+                "measured_idle_share": statistics.median(s.idle_share for s in streams),
+                "simulated_makespan_ms": expected.makespan_seconds * 1e3,
+                "measured_makespan_ms": statistics.median(s.makespan_seconds for s in streams)
+                * 1e3,
+            }
+        result[model.name]["seconds"] = time.perf_counter() - begin
+        if options.output == "text":
+            print(model.name, json.dumps(result[model.name], indent=2), flush=True)
+    if options.output == "json":
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
