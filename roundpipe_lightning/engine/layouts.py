@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.parameter_group import fills_its_memory
 from roundpipe_lightning.engine.serving import Serving
-from roundpipe_lightning.engine.store import HostStore, fills_its_memory
+from roundpipe_lightning.engine.store import HostStore
 
 _ALIGNMENT_BYTES = 256  # of a block's buffers in its region
 _TENSOR_ALIGNMENT_BYTES = 64  # of every gradient, as of every parameter on the host

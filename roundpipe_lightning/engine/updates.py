@@ -49,8 +49,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.notes import add_note
+from roundpipe_lightning.engine.parameter_group import fills_its_memory
 from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.store import HostStore, fills_its_memory
+from roundpipe_lightning.engine.store import HostStore
 from roundpipe_lightning.engine.update_units import (
     BegunStep,
     UpdateSpan,
