@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 
 from roundpipe_lightning import PipelineTimeline
@@ -92,6 +93,26 @@ def test_training_that_ended_early_has_a_timeline(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enough"):
         trainer.fit(Regressor(on_step=fail), regression_data())
     assert (tmp_path / "timeline.json").exists()
+
+
+def test_steps_of_a_search_for_the_learning_rate_are_not_counted(tmp_path: Path) -> None:
+    class Adjustable(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 0.1
+
+    class Finder(LearningRateFinder):
+        def on_fit_start(self, *args: Any) -> None:
+            super().on_fit_start(*args)
+            assert args[0].strategy.last_step is not None, "it has searched"
+
+    timeline = PipelineTimeline(tmp_path / "out")
+    finder = Finder(num_training_steps=3, update_attr=False)
+    trainer = make_trainer(
+        tmp_path, strategy="roundpipe", devices=2, callbacks=[timeline, finder], max_epochs=1
+    )
+    trainer.fit(Adjustable(), regression_data(8, batch_size=4))
+    assert list(timeline.measured) == [trainer.global_step - 1]
 
 
 def test_no_training_no_files(tmp_path: Path) -> None:
