@@ -1,10 +1,11 @@
 """Parameters of user code outside the blocks (embedding, norm, LM head) on their way.
 
-The engine learns from each step which of them user code asks for during which visit of a worker.
-In the next step they are uploaded, like the weights of that visit, while the visit before computes;
-what was not expected is uploaded when it is asked for. What the first visit needs before its blocks
-goes before their weights. They stay until the step ends. Their gradients, one per microbatch, go
-home while the worker computes something else:
+The engine learns from each step which of them user code asks for during the visits of which stage.
+In the next step they are uploaded, like the weights of such a visit, while the visit before
+computes; what was not expected is uploaded when it is asked for. What the first visit needs before
+its blocks goes before their weights. They stay until the step ends, and as long as a step that is
+under way then needs them. Their gradients, one per microbatch, go home while the worker computes
+something else:
 
 ```
 compute    [ visit 0      ][ visit 1: blocks, LM head, loss; backward ][ of the next microbatch
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -31,19 +32,52 @@ from roundpipe_lightning.engine.parameter_group import fills_its_memory
 from roundpipe_lightning.engine.serving import Serving
 from roundpipe_lightning.engine.store import HostStore
 from roundpipe_lightning.engine.transfers import CHUNK_BYTES, Job, TransferQueue, Urgency
+from roundpipe_lightning.planning.stages import Stage
 
 _MOST_ON_THE_WAY = 2
 """Microbatches whose gradients take memory on a worker until they are home."""
 
 
+class OutsideUses:
+    """Which parameters user code asks for in the visits of which stage; all workers share it.
+
+    A step learns for the next one, whichever worker runs a stage then.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[Stage, Mapping[nn.Parameter, bool]] = {}
+        self._asked: dict[Stage, dict[nn.Parameter, bool]] = {}
+
+    def begin_step(self) -> None:
+        """Expect what the last steps have asked for: one begins, and none is under way."""
+        self._expected = {**self._asked} or self._expected
+        self._asked = {}
+
+    def follow_step(self) -> None:
+        """Expect what the step under way has asked for, too: one follows it."""
+        asked = {stage: dict(parameters) for stage, parameters in list(self._asked.items())}
+        self._expected = {**self._expected, **asked}
+
+    def expected(self, stage: Stage) -> Mapping[nn.Parameter, bool]:
+        """Return the parameters of a stage, and whether each is needed before its blocks."""
+        return self._expected.get(stage, {})
+
+    def note(self, stage: Stage, parameter: nn.Parameter, *, is_first: bool) -> None:
+        """Note that a parameter was asked for, by the thread whose turn it is."""
+        self._asked.setdefault(stage, {}).setdefault(parameter, is_first)
+
+
 class OutsideWeights:
     """The values of such parameters on one worker. Called by the thread whose turn it is.
+
+    The Trainer's thread may add a step meanwhile, and say that one has ended.
 
     Args:
         device: The worker's.
         store: The parameters.
         uploads: The worker's queue.
         updated: Gives the event that a parameter has the values to compute with.
+        uses: What is known of the user's code.
     """
 
     def __init__(
@@ -53,55 +87,76 @@ class OutsideWeights:
         store: HostStore,
         uploads: TransferQueue,
         updated: Callable[[Sequence[nn.Parameter]], Event],
+        uses: OutsideUses,
     ) -> None:
         self._device = device
         self._store = store
         self._uploads = uploads
         self._updated = updated
-        # By the number of the visit, and whether it is needed before the visit's blocks.
-        self._expected: dict[int, dict[nn.Parameter, bool]] = {}
-        self._asked: dict[int, dict[nn.Parameter, bool]] = {}
-        self._number = 0  # of the visit
+        self._uses = uses
+        self._stages: list[Stage] = []  # of the visits that are known
+        self._number = 0  # of the visit among them
         self._is_planned = False
         self._serving = store.serving
-        self._next: Serving | None = None  # of the step that follows
+        self._next: tuple[Serving, Sequence[Stage]] | None = None  # of the step that follows
         self._has_left = False  # the last turn of the step is over
-        self._following = threading.Lock()
+        self._num_left = 0  # steps whose last turn is over, since the worker had none
+        self._num_ended = 0  # and those that have ended everywhere
+        self._lock = threading.RLock()
         self._here: dict[nn.Parameter, Tensor] = {}
         self._events: dict[nn.Parameter, Event] = {}
+        self._last_used: dict[nn.Parameter, int] = {}  # in which of these steps
         #: Bytes of what is here or on its way.
         self.num_bytes = 0
 
-    def begin_step(self, *, is_planned: bool) -> None:
+    # -------------------------------------------------------------------------- steps and visits
+
+    def begin_step(self, stages: Sequence[Stage] = (), *, is_planned: bool) -> None:
         """Begin the uploads that the first visit needs before those of its blocks.
 
         Args:
-            is_planned: Whether the worker's visits are those of the last planned step.
+            stages: Of the worker's visits.
+            is_planned: Whether they come in that order, and the step is one to learn from.
         """
-        self._number, self._is_planned = 0, is_planned
-        self._serving, self._next, self._has_left = self._store.serving, None, False
-        if is_planned:
-            self._expected = self._asked or self._expected
-            self._asked = {}
-            for parameter, is_first in self._expected.get(0, {}).items():
+        with self._lock:
+            self._num_left = self._num_ended = 0
+            self._last_used.clear()
+            self._next, self._has_left, self._is_planned = None, False, is_planned
+            self._begin(self._store.serving, stages)
+
+    def _begin(self, serving: Serving, stages: Sequence[Stage]) -> None:
+        self._serving, self._stages, self._number = serving, list(stages), 0
+        if self._is_planned and stages:
+            for parameter, is_first in self._uses.expected(stages[0]).items():
                 if is_first:
                     self._bring(parameter, Urgency.WEIGHTS)
 
     def begin_ahead(self) -> None:
-        """Begin what else the first two visits need."""
-        if self._is_planned:
-            self._expect(0)
-            self._expect(1)
+        """Begin what else the present visit and the next one need."""
+        with self._lock:
+            for stage in self._stages[self._number : self._number + 2] if self._is_planned else ():
+                for parameter in self._uses.expected(stage):
+                    self._bring(parameter, Urgency.PREFETCH)
 
-    def follow_step(self) -> None:
-        """Hear that a step follows the one that runs. It may be given other values."""
-        with self._following:
-            self._next = self._store.serving
+    def follow_step(self, stages: Sequence[Stage] = ()) -> None:
+        """Hear that a step follows the one that runs. It may be given other values.
+
+        Args:
+            stages: Of the worker's visits.
+        """
+        with self._lock:
+            self._next = self._store.serving, stages
+            if self._store.serving is self._serving:
+                del self._stages[: self._number]
+                self._stages += stages
+                self._number = 0
+                self.begin_ahead()
             self._go_on()
 
     def leave_step(self) -> None:
         """Hear that the worker has had its last turn of a step."""
-        with self._following:
+        with self._lock:
+            self._num_left += 1
             self._has_left = True
             self._go_on()
 
@@ -109,23 +164,44 @@ class OutsideWeights:
         """Go on to the step that follows; where it is given other values, bring these."""
         if self._next is None or not self._has_left:
             return
-        if self._next is self._serving:
-            self._next, self._has_left = None, False
-            return
-        is_planned = self._is_planned
-        self.end_step()
-        self.begin_step(is_planned=is_planned)
-        self.begin_ahead()
+        (serving, stages), self._next, self._has_left = self._next, None, False
+        if serving is not self._serving:
+            self._forget()
+            self._begin(serving, stages)
+            self.begin_ahead()
 
     def leave(self) -> None:
         """Go on to the next visit."""
-        self._number += 1
-        if self._is_planned:
-            self._expect(self._number + 1)
+        with self._lock:
+            self._number += 1
+            self.begin_ahead()
 
-    def _expect(self, number: int) -> None:
-        for parameter in self._expected.get(number, ()):
-            self._bring(parameter, Urgency.PREFETCH)
+    def end_first(self) -> None:
+        """Hear that the first step under way has ended everywhere: drop what it alone has used."""
+        with self._lock:
+            self._num_ended += 1
+            stages = {*self._stages[self._number :]}
+            wanted = {p for stage in stages for p in self._uses.expected(stage)}
+            for parameter in [p for p in self._here if p not in wanted]:
+                if self._last_used.get(parameter, -1) < self._num_ended:
+                    self._drop(parameter)
+
+    def end_step(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._is_planned, self._next = False, None
+            self._forget()
+
+    def _forget(self) -> None:
+        for parameter in list(self._here):
+            self._drop(parameter)
+
+    def _drop(self, parameter: nn.Parameter) -> None:
+        del self._here[parameter]
+        self._events.pop(parameter, None)
+        self.num_bytes -= parameter.nbytes
+
+    # -------------------------------------------------------------------------------- the values
 
     def _bring(self, parameter: nn.Parameter, urgency: Urgency) -> None:
         source = parameter.detach()
@@ -163,23 +239,18 @@ class OutsideWeights:
             wait: Lets the worker's compute wait.
             is_first: Whether none of the visit's blocks has run.
         """
-        if self._is_planned:
-            self._asked.setdefault(self._number, {}).setdefault(parameter, is_first)
-        self._bring(parameter, Urgency.WEIGHTS)
-        if parameter not in self._here:  # memory with gaps: one by one
-            self._here[parameter] = self._device.upload(self._store.value(parameter))
-            self.num_bytes += parameter.nbytes
-        event = self._events.pop(parameter, None)
+        with self._lock:
+            if self._is_planned and self._number < len(self._stages):
+                self._uses.note(self._stages[self._number], parameter, is_first=is_first)
+            self._last_used[parameter] = self._num_left
+            self._bring(parameter, Urgency.WEIGHTS)
+            if parameter not in self._here:  # memory with gaps: one by one
+                self._here[parameter] = self._device.upload(self._store.value(parameter))
+                self.num_bytes += parameter.nbytes
+            values, event = self._here[parameter], self._events.pop(parameter, None)
         if event is not None:
             wait(event)
-        return self._here[parameter]
-
-    def end_step(self) -> None:
-        """Give the memory back."""
-        self._is_planned, self._next = False, None
-        self._here.clear()
-        self._events.clear()
-        self.num_bytes = 0
+        return values
 
 
 class OutsideGradients:
