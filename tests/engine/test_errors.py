@@ -185,7 +185,7 @@ def test_several_microbatches_fail_and_one_error_comes() -> None:
     module = Regressor()
     stack = layers_of(module)
     plan = plan_of(stack, num_workers=4, num_microbatches=4, team_size=4)
-    barrier = threading.Barrier(4, timeout=20)
+    barrier = threading.Barrier(4, timeout=60)
 
     def call(view: Any, batch: Any, index: int) -> Any:
         barrier.wait()

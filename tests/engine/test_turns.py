@@ -99,7 +99,7 @@ def test_random_schedules_run_to_their_end_in_order(plan: Plan) -> None:
     graph = TurnGraph.of(plan)
     turns, log = Turns(graph), _Log()
     for thread in _walk_all(plan, turns, graph, log):
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), f"deadlock\n{turns.report(plan)}\n{plan}"
     begins = [action for what, action in log.events if what == "begin"]
     assert sorted(map(str, begins)) == sorted(map(str, plan.schedule))
@@ -130,7 +130,7 @@ def test_an_abort_at_any_moment_releases_everyone(plan: Plan, moment: int) -> No
     if not moment:
         turns.abort()
     for thread in _walk_all(plan, turns, graph, Stopping()):
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     turns.abort()
 
@@ -174,7 +174,7 @@ def test_a_waiter_waits_until_the_worker_is_free() -> None:
         turns.report(plan)
     )
     turns.end(first)
-    assert entered.wait(10)
+    assert entered.wait(60)
     thread.join()
     assert "worker 0: 1 of 6 done, runs F0.1" in turns.report(plan)
     assert "worker 1: 0 of 4 done, may begin F1.0" in turns.report(plan)

@@ -258,7 +258,7 @@ class _FailsLate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.is_broken:
-            assert ctx.taken.wait(timeout=20)
+            assert ctx.taken.wait(timeout=60)
             raise ValueError("late in the backward pass")
         return gradient, None, None
 
@@ -421,7 +421,7 @@ def test_a_step_runs_while_the_next_batch_is_fetched(
     waited: list[bool] = []
 
     def run(unit: UpdateUnit, step: CapturedStep) -> None:
-        waited.append(fetched.wait(10))
+        waited.append(fetched.wait(60))
         step.run(unit.parameters)
 
     class Batches(torch.utils.data.Dataset[Any]):
@@ -450,7 +450,7 @@ def test_loaders_that_are_made_anew_see_finished_parameters(
     begun = threading.Event()  # somebody waits for the step, or a loader is made
 
     def run(unit: UpdateUnit, step: CapturedStep) -> None:
-        assert begun.wait(timeout=20)
+        assert begun.wait(timeout=60)
         step.run(unit.parameters)
 
     monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
