@@ -5,7 +5,8 @@
 
 Each case trains a random tiny model for two steps with a random plan, on devices whose copies and
 computations take random times; a step accumulates one batch or more, which are in flight together,
-or its blocks are updated while its backward pass runs. Weights go up as they are, or rounded.
+or its blocks are updated while its backward pass runs, or the next step begins before its update
+with parameters of one update ago. Weights go up as they are, or rounded.
 Losses, gradients and parameters must be those of a plain loop to the bit, and the checker must find
 every access ordered by an event. Targets of copies hold not-a-numbers until they are filled.
 
@@ -36,6 +37,7 @@ from torch import Tensor
 from roundpipe_lightning.engine.emulated_server import EmulatedServer
 from roundpipe_lightning.engine.emulated_time import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.pending import PendingStep
 from roundpipe_lightning.engine.protocol import ProtocolChecker, ProtocolError
 from roundpipe_lightning.engine.result import StepResult
 from roundpipe_lightning.engine.updates import Updater, update_units
@@ -45,6 +47,7 @@ from roundpipe_lightning.planning.roundrobin import round_robin_schedule
 from roundpipe_lightning.planning.stages import Partition
 
 _NUM_STEPS = 2
+_NUM_STALE_STEPS = 4
 _LEARNING_RATE = 0.25
 _TIMEOUT_SECONDS = 60.0
 _SECONDS_BETWEEN_LINES = 10.0
@@ -70,6 +73,7 @@ class Case:
         bytes_per_second: Of the links.
         is_direct: Whether devices reach each other.
         is_early: Whether blocks are updated as soon as their gradients are there.
+        is_stale: Whether steps compute with parameters of one update ago.
         seed: Of all else.
     """
 
@@ -88,6 +92,7 @@ class Case:
     bytes_per_second: float
     is_direct: bool
     is_early: bool
+    is_stale: bool
     seed: int
 
     @classmethod
@@ -109,8 +114,10 @@ class Case:
         stays = numbers.random() < 0.4
         others = random.Random(f"others {seed}")
         num_batches = others.choice((1, 1, 1, 2) if is_small else (1, 1, 2, 3))
+        rounds, is_direct = others.random() < 0.3, others.random() < 0.4
+        is_early = num_batches == 1 and others.random() < 0.5
         return cls(
-            model=replace(spec, rounds=others.random() < 0.3),
+            model=replace(spec, rounds=rounds),
             planned_passes=planned,
             num_microbatches=num_microbatches,
             num_batches=num_batches,
@@ -126,8 +133,9 @@ class Case:
             is_checked=numbers.random() < (0.2 if is_small else 0.4),
             max_delay_seconds=numbers.choice((0.0002, 0.001) if is_small else (0.001, 0.003)),
             bytes_per_second=numbers.choice((1e6, 1e9) if is_small else (2e5, 1e6, 1e9)),
-            is_direct=others.random() < 0.4,
-            is_early=num_batches == 1 and others.random() < 0.5,
+            is_direct=is_direct,
+            is_early=is_early,
+            is_stale=num_batches == 1 and not is_early and others.random() < 0.8,
             seed=seed,
         )
 
@@ -210,6 +218,8 @@ def run_case(case: Case, *, fault: Fault | None = None) -> list[str]:
                 upload_dtype=torch.bfloat16 if case.model.rounds else None,
             ) as engine,
         ):
+            if case.is_stale:
+                return _train_stale(case, engine, model, plain)
             if case.is_early:
                 return _train_early(case, engine, model, plain)
             return _train(case, engine, model, plain)
@@ -242,11 +252,8 @@ def _train(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> l
 def _train_early(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> list[str]:
     """Train as `_train`, with blocks that are updated while steps run."""
     names = [name for name, _ in model.named_parameters()]
-    blocks = {
-        n: b for stack in engine.stacks for n, b in zip(stack.names, stack.blocks, strict=True)
-    }
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-    with Updater(engine.store, update_units(model, blocks, shared=engine.store.shared)) as updater:
+    with _updater(engine, model) as updater:
         for number in range(_NUM_STEPS):
             seed = case.seed + number
             updater.begin(optimizer)
@@ -267,6 +274,60 @@ def _train_early(case: Case, engine: Engine, model: RaceModel, plain: PlainModel
     return _differences(names, list(model.parameters()), plain.parameters)
 
 
+def _updater(engine: Engine, model: RaceModel, **options: Any) -> Updater:
+    blocks = {
+        n: b for stack in engine.stacks for n, b in zip(stack.names, stack.blocks, strict=True)
+    }
+    units = update_units(model, blocks, shared=engine.store.shared)
+    return Updater(engine.store, units, **options)
+
+
+def _train_stale(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> list[str]:
+    """Train with parameters of one update ago; steps begin while the one before drains."""
+    parameters = list(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE)
+    results: list[StepResult] = []
+    draining: PendingStep | None = None
+
+    def update(step: PendingStep, *, is_read: bool) -> None:
+        results.append(step.result())
+        for parameter in parameters:
+            parameter.grad = results[-1].gradients.get(parameter)
+        updater.keep([optimizer], is_read=is_read)
+        updater.submit(optimizer)
+
+    with _updater(engine, model, stale=True) as updater:
+        for number in range(_NUM_STALE_STEPS):
+            can_defer = updater.can_defer(optimizer)
+            step = _begun(case, engine, case.seed + number)
+            if draining is not None:
+                update(draining, is_read=True)
+                draining = None
+            step.outputs()
+            updater.join()
+            if step.is_over or not can_defer:
+                update(step, is_read=False)
+            else:
+                updater.defer(optimizer)
+                draining = step
+        if draining is not None:
+            update(draining, is_read=False)
+        updater.join()
+    older = present = [its.detach().clone() for its in plain.parameters]
+    for number, result in enumerate(results):
+        with torch.no_grad():
+            for its, values in zip(plain.parameters, older, strict=True):
+                its.copy_(values)
+        losses, gradients = _plain_step(case, plain, case.seed + number)
+        wrong = _differences([f"loss {i}" for i in range(len(losses))], result.losses, losses)
+        if wrong:
+            return [f"step {number}: {line}" for line in wrong]
+        pairs = zip(present, gradients, strict=True)
+        older, present = present, [p if g is None else p - _LEARNING_RATE * g for p, g in pairs]
+    return _differences(names, parameters, present)
+
+
 def _plain_step(
     case: Case, plain: PlainModel, seed: int
 ) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -280,16 +341,20 @@ def _run_step(case: Case, engine: Engine, seeds: Sequence[int]) -> list[StepResu
     """Run the batches of a step: each begins when what the one before has returned is known."""
     pending = []
     for seed in seeds:
-        batches = make_batches(case.num_microbatches, seed=seed)
-        torch.manual_seed(seed)
-        step = engine.begin_step(
-            batches,
-            lambda view, batch, index: view.training_step(batch, index),
-            loss_scales=[1 / len(batches)] * len(batches),
-        )
+        step = _begun(case, engine, seed)
         step.outputs()
         pending.append(step)
     return [step.result() for step in pending]
+
+
+def _begun(case: Case, engine: Engine, seed: int) -> PendingStep:
+    batches = make_batches(case.num_microbatches, seed=seed)
+    torch.manual_seed(seed)
+    return engine.begin_step(
+        batches,
+        lambda view, batch, index: view.training_step(batch, index),
+        loss_scales=[1 / len(batches)] * len(batches),
+    )
 
 
 def _differences(
@@ -353,8 +418,7 @@ def hunt(
     begin = told = time.perf_counter()
     wrong: dict[int, list[str]] = {}
     counts: Counter[str] = Counter()
-    seeds = range(seed, seed + cases)
-    num_run = 0
+    seeds, num_run = range(seed, seed + cases), 0
     results = _results(
         seeds, partial(_run_seed, fault=fault, is_small=is_small), processes=processes
     )
@@ -365,6 +429,7 @@ def hunt(
         counts["checked"] += case.is_checked
         counts["several batches"] += case.num_batches > 1
         counts["early updates"] += case.is_early
+        counts["stale updates"] += case.is_stale
         if found:
             wrong[number] = found
         now = time.perf_counter()
@@ -383,6 +448,7 @@ def hunt(
         "num_checked": counts.pop("checked"),
         "num_in_flight": counts.pop("several batches"),
         "num_early": counts.pop("early updates"),
+        "num_stale": counts.pop("stale updates"),
         "workers": dict(sorted(counts.items())),
         "wrong": {number: lines[:3] for number, lines in wrong.items()},
     }
@@ -394,7 +460,7 @@ def format_text(result: dict[str, Any]) -> str:
     found_by = f"{result['num_wrong']} wrong, {result['found_by_checker']} found by the checker"
     kinds = (
         f"{result['num_checked']} with the checker, {result['num_in_flight']} with several "
-        f"batches, {result['num_early']} with early updates"
+        f"batches, {result['num_early']} with early and {result['num_stale']} with stale updates"
     )
     lines = [f"{head}, {kinds}: {found_by}"]
     for number, found in list(result["wrong"].items())[:5]:

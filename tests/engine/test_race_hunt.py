@@ -41,6 +41,7 @@ def test_the_cases_are_of_every_kind(race_hunt: ModuleType) -> None:
         lambda case: any(case.resident),
         lambda case: case.is_direct,
         lambda case: case.is_early,
+        lambda case: case.is_stale,
         lambda case: case.model.rounds,
         lambda case: case.model.num_second and case.model.num_experts,
         lambda case: case.planned_passes < case.model.num_passes,
