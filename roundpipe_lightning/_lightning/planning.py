@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from roundpipe_lightning._lightning import facts
+from roundpipe_lightning._lightning.kept_hints import KeptHints, SeenStep
 from roundpipe_lightning._lightning.machine import find_machine, rate_name, storage_of
 from roundpipe_lightning._lightning.number_formats import TravelSizes, upload_dtype_of
 from roundpipe_lightning._lightning.options import Options
@@ -45,11 +46,10 @@ from roundpipe_lightning.planning.improve import improved_plan
 from roundpipe_lightning.planning.layout import PipelineLayout
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.profile import ModelProfile
-from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search import Effort
 from roundpipe_lightning.planning.timeline import Timeline
-from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile
+from roundpipe_lightning.planning.work import MicrobatchShape
 from roundpipe_lightning.precision import RoundPipePrecision
 
 _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
@@ -60,23 +60,6 @@ _SMALLEST_SHARE = 0.6
 
 _SHAPE = MicrobatchShape(sequences=1, seq_len=1)
 """All amounts of a measured step are fixed: its shape is the one it was measured with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What a trial of the step has shown.
-
-    Attributes:
-        work: What a microbatch costs.
-        knows_activations: Whether its bytes are among that.
-        writes_buffers: Whether the forward pass writes into buffers.
-        may_write_buffers: Whether it does, or is not known not to.
-    """
-
-    work: WorkProfile
-    knows_activations: bool
-    writes_buffers: bool
-    may_write_buffers: bool
 
 
 class StepPlanner:
@@ -152,7 +135,7 @@ class StepPlanner:
             self.num_microbatches = 2 * len(devices)
         else:
             self.num_microbatches = options.num_microbatches
-        self._rounds: dict[int, tuple[int, int]] = {}
+        self._hints = KeptHints(options, machine=self.machine, num_workers=len(devices))
         self._restored: list[Mapping[str, Any]] = []
 
     # --- before the first batch ------------------------------------------------------------------
@@ -222,7 +205,7 @@ class StepPlanner:
         found.planning_seconds = time.perf_counter() - began
         self._take_over(found)
         self._planned.append(found)
-        self._rounds.setdefault(count, (found.plan.team_size, found.plan.round_size))
+        self._hints.note(found.plan)
         if len(self._planned) == 1 or count == self.num_microbatches:
             self.profile = timed_profile(found.job)
         rank_zero_info(
@@ -242,7 +225,7 @@ class StepPlanner:
         ]
         return min(near, key=lambda planned: planned.size, default=None)
 
-    def _try(self, microbatch: Any, arguments: Sequence[Any]) -> _Seen:
+    def _try(self, microbatch: Any, arguments: Sequence[Any]) -> SeenStep:
         """Run the step without values; where that fails, once, use the parameters from then on.
 
         Only calls of one stack, once, are measured so.
@@ -260,7 +243,7 @@ class StepPlanner:
             )
             return self._from_parameters()
 
-    def _tried(self, microbatch: Any, arguments: Sequence[Any]) -> _Seen:
+    def _tried(self, microbatch: Any, arguments: Sequence[Any]) -> SeenStep:
         """Run the step without values.
 
         Raises:
@@ -275,15 +258,15 @@ class StepPlanner:
             loss=self._options.loss,
         )
         writes = step.writes_buffers or self._keeps_statistics
-        return _Seen(
+        return SeenStep(
             work=step.work,
             knows_activations=True,
             writes_buffers=writes,
             may_write_buffers=writes,
         )
 
-    def _from_parameters(self) -> _Seen:
-        return _Seen(
+    def _from_parameters(self) -> SeenStep:
+        return SeenStep(
             work=self._parameter_work,
             knows_activations=False,
             writes_buffers=self._keeps_statistics,
@@ -334,7 +317,7 @@ class StepPlanner:
         return {
             "machine": self.machine.name,
             "num_workers": self._num_workers,
-            "rounds": [[count, *sizes] for count, sizes in self._rounds.items()],
+            "rounds": [[count, *sizes] for count, sizes in self._hints.rounds.items()],
             "averages": [
                 {
                     "num_microbatches": planned.plan.num_microbatches,
@@ -348,7 +331,7 @@ class StepPlanner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned, if it was on a machine like this one."""
         if (state["machine"], state["num_workers"]) == (self.machine.name, self._num_workers):
-            self._rounds = {count: (team, size) for count, team, size in state["rounds"]}
+            self._hints.rounds = {count: (team, size) for count, team, size in state["rounds"]}
             self._restored = list(state["averages"])
 
     def _take_over(self, planned: Planned) -> None:
@@ -362,9 +345,9 @@ class StepPlanner:
 
     # --- planning --------------------------------------------------------------------------------
 
-    def _job(self, seen: _Seen, count: int, *, search: Search = Search.FULL) -> TrainingJob:
+    def _job(self, seen: SeenStep, count: int, *, search: Search = Search.FULL) -> TrainingJob:
         """What is to be planned for batches of so many microbatches."""
-        hints = self._wanted_hints(count)
+        hints = self._hints.wanted(count, full=self.num_microbatches)
         return TrainingJob(
             work=self._travel.of(seen.work, self.chain),
             hardware=self.machine,
@@ -372,68 +355,14 @@ class StepPlanner:
             storage=self._storage,
             shape=_SHAPE,
             num_microbatches=count,
-            hints=self._completed(hints, seen, count),
+            hints=self._hints.completed(hints, seen, count),
             search=search,
             effort=_EFFORT,
         )
 
-    def _wanted_hints(self, count: int) -> PartitionHints:
-        """The user's hints, for a batch of fewer microbatches as far as they can be kept there."""
-        hints = self._options.partition_hints
-        if count >= self.num_microbatches:
-            return hints
-        team = hints.team_size if hints.team_size and hints.team_size <= count else None
-        size = None if hints.round_size is None else min(hints.round_size, count)
-        return replace(hints, team_size=team, round_size=size)
-
-    def _completed(self, hints: PartitionHints, seen: _Seen, count: int) -> PartitionHints:
-        """The hints with what else has to be kept.
-
-        Running statistics are written in the order of the microbatches, so in one round without
-        teams. Accelerators sum gradients up per round and team: those stay as they are, so that
-        results do not depend on which shapes came first. A stage has no more than a part of the
-        blocks on CPU workers, and wherever nothing is known about activations; no block stays
-        there, because what room they leave is not known.
-        """
-        if self._options.compile and hints.recompute is None:  # it has no operations to keep
-            hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
-        if hints.resident is None and not seen.knows_activations:
-            hints = replace(hints, resident=0)
-        if seen.writes_buffers and (
-            hints.team_size not in (None, 1) or hints.round_size not in (None, count)
-        ):
-            raise PlanError(
-                f"partition.team_size={hints.team_size} and "
-                f"partition.round_size={hints.round_size} cannot be kept: the forward pass writes "
-                "into buffers (running statistics, for example), which needs one round of all "
-                f"{count} microbatches and no teams. Drop these hints."
-            )
-        if seen.may_write_buffers:
-            hints = replace(
-                hints,
-                team_size=hints.team_size or 1,
-                round_size=hints.round_size or count,
-            )
-        elif count in self._rounds and not self.machine.shares_host_memory:
-            team_size, round_size = self._rounds[count]
-            hints = replace(hints, team_size=team_size, round_size=round_size)
-        if seen.knows_activations and not self.machine.shares_host_memory:
-            return hints
-        if hints.recompute == (RecomputePolicy.NONE,):
-            return hints
-        num_blocks = len(seen.work.blocks)
-        most = max(1, -(-num_blocks // max(self._num_workers, 4)))
-        if hints.backward is None:
-            hints = replace(
-                hints,
-                most_backward=hints.most_backward or most,
-                most_fused=most if hints.most_fused is None else hints.most_fused,
-            )
-        return hints
-
     def _settle(
         self,
-        seen: _Seen,
+        seen: SeenStep,
         count: int,
         *,
         what: str,
@@ -460,7 +389,7 @@ class StepPlanner:
             return make_planned(given, job, knows_activations=seen.knows_activations)
         answer = fit_training(job)
         if answer.planned is None or not answer.fits:
-            free = self._completed(PartitionHints(), seen, count)
+            free = self._hints.completed(PartitionHints(), seen, count)
             found = remedies(job, alternatives(), free_hints=free)
             shorter = longest(memory_shortage) if seen.knows_activations else ""
             raise refusal(answer, found, what=what, shorter=shorter, is_first=not self._planned)
