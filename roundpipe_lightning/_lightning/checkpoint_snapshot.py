@@ -113,6 +113,8 @@ class Snapshots:
             self._changed.acquire()
             member.is_read = False
             self._changed.notify_all()
+        if not member.num_readers:  # its writer has given up meanwhile
+            return
         member.storage, member.is_copy = copy, True
         self._copied_bytes += member.num_bytes
         self.peak_copied_bytes = max(self.peak_copied_bytes, self._copied_bytes)

@@ -116,6 +116,21 @@ def test_without_room_the_change_waits_for_the_writer() -> None:
     assert snapshots.waited_seconds > 0
 
 
+def test_a_copy_that_nobody_needs_any_more_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = Snapshots(max_copy_bytes=1000)
+    tensor, clone = torch.ones(5), torch.UntypedStorage.clone
+    snapshot = snapshots.protect([tensor.untyped_storage()])
+
+    def given_up(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        snapshot.abandon()  # the writer's thread has failed
+        return clone(storage)  # type: ignore[no-untyped-call, no-any-return]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.UntypedStorage, "clone", given_up)
+        snapshots.release()
+    assert snapshots._copied_bytes == snapshots.peak_copied_bytes == 0
+
+
 def test_what_may_change_at_any_time_is_copied_at_once(
     tmp_path: Path, held: threading.Event
 ) -> None:
