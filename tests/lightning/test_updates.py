@@ -25,6 +25,7 @@ from roundpipe_lightning._lightning.machine import storage_of
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.emulated import EmulatedDevice
 from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.separable import why_whole
 from roundpipe_lightning.engine.updates import Updater, UpdateUnit
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.models.batches import split_batch
@@ -316,6 +317,24 @@ def test_other_optimizers(tmp_path: Path, kind: Any, slow_updates: None) -> None
         torch.manual_seed(3)
         modules.append(fit(tmp_path, strategy, Chosen(), devices=devices)[0])
     assert same_bits(*modules)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+def test_optimizers_of_bitsandbytes(tmp_path: Path, name: str) -> None:
+    """They keep tables, and settings by the number of the parameter: they are stepped whole."""
+    kind = getattr(pytest.importorskip("bitsandbytes").optim, name)
+
+    class Chosen(Grouped):
+        pass
+
+    Chosen.kind = staticmethod(partial(kind, min_8bit_size=64))
+    assert "keeps tensors" in str(why_whole(kind(Regressor().parameters(), lr=0.01)))
+    modules = []
+    for strategy, devices in ((PlainLoop(2), 1), (Emulated(num_microbatches=2), 2)):
+        torch.manual_seed(3)
+        modules.append(fit(tmp_path, strategy, Chosen(), devices=devices)[0])
+    assert same_bits(*modules)
+    assert all(p.isfinite().all() for p in modules[0].parameters())
 
 
 class _Reader(Callback):
