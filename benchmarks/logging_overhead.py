@@ -1,25 +1,26 @@
 """What the callbacks cost: training steps with all of them on, against steps without.
 
-Two processes train the same small decoder on CPU workers, one with `PipelineMonitor`,
-`PipelineTimeline` and `PlanReport`, one with none of them. They take turns, a batch each: a process
-runs one when it is sent a token, and else stands still in a read from a pipe. So whatever else the
-machine does hits both, and neither slows the other. Adjacent batches are a pair; which of the two
-comes first changes from pair to pair. A batch's time is from its start to the start of the next,
-with all that Lightning does in between, and without the other's turn.
+One process trains a small decoder on CPU workers. Between two batches, while the Trainer asks for
+the next one, `PipelineMonitor`, `PipelineTimeline` and `PlanReport` are put into the Trainer or
+taken out of it. So both kinds of batches run in the same memory and the same threads, a moment
+apart, and whatever else the machine does hits both. A batch with them and one without are a pair;
+which comes first is drawn for each pair. A batch's time is from its fetch to the fetch of the next,
+with all that Lightning does in between. Before it, untimed, garbage is collected: each pays for its
+own.
 
 `ratio_median` is the median over the pairs of time with callbacks by time without; `ratio_low` and
 `ratio_high` are its 95 % confidence interval (order statistics, so no distribution is assumed).
-`cpu_ratio_median` is the same of the processes' processor time, which depends less on what else the
-machine does. A median does not see what happens in few batches: `ratio_of_sums` does.
+`cpu_ratio_median` is the same of the process's processor time, which depends less on what else the
+machine does. A median does not see what happens in few batches: `ratio_of_sums` and
+`cpu_ratio_of_sums` do. `callback_seconds_share` is counted another way: the seconds that the
+callbacks' own hooks take, as a share of the time of the batches that have them.
 
-Two processes that do the same may still differ for good, by where their memory happens to lie; so
-there are several rounds, each with new processes. `--control` leaves the callbacks out of both:
-what is then left of a difference is not theirs.
+`--control` leaves the callbacks out of all batches: what is then left of a difference is the
+scatter of the machine. `--emulated` trains on emulated devices instead, whose blocks take given
+times, with an optimizer in host memory that takes half as long as the forward pass: there a batch
+also gets longer if the callbacks make the Trainer wait for what it would overlap with.
 
-`callback_seconds_share` is counted another way: the seconds that the callbacks' own hooks take, all
-batches taken together, as a share of the time of these batches.
-
-    python benchmarks/logging_overhead.py [--pairs 100] [--rounds 4] [--control] [--output json]
+    python benchmarks/logging_overhead.py [--pairs 200] [--log-every 50] [--control] [--emulated]
 """
 
 from __future__ import annotations
@@ -29,30 +30,37 @@ import gc
 import json
 import logging
 import math
-import multiprocessing
 import platform
+import random
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import Profiler
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
 
 from roundpipe_lightning import PipelineMonitor, PipelineTimeline, PlanReport, RoundPipeStrategy
+from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.planning.hardware_files import load_hardware
 
-_WARMUP = 4
+_WARMUP = 4  # batches, all of them with the callbacks
 
-Times: TypeAlias = list[tuple[float, float]]
-"""Seconds of the wall's clock and of the processor's, batch by batch."""
+Times: TypeAlias = tuple[float, float]
+"""Seconds of the wall's clock and of the processor's."""
+
+Batch: TypeAlias = dict[str, Tensor]
 
 _VOCABULARY = 512
 
@@ -79,17 +87,52 @@ class Block(nn.Module):
         return result
 
 
-class Decoder(LightningModule):
-    """A small causal language model."""
+class TimedBlock(nn.Module):
+    """A linear layer that takes a given time on an emulated device."""
 
-    def __init__(self, *, width: int, num_blocks: int) -> None:
+    def __init__(self, width: int, *, server: EmulatedServer, seconds: float) -> None:
         super().__init__()
+        self.server, self.seconds = server, seconds
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the hidden states."""
+        x = self.server.work(x, forward_seconds=self.seconds, backward_seconds=2 * self.seconds)
+        result: Tensor = x + self.linear(x)
+        return result
+
+
+class SlowAdamW(torch.optim.AdamW):
+    """Takes a given time for each parameter's value, and no processor for it."""
+
+    seconds_per_value = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, and wait."""
+        result = super().step(closure)
+        members = (p for group in self.param_groups for p in group["params"])
+        time.sleep(self.seconds_per_value * sum(p.numel() for p in members if p.grad is not None))
+        return result
+
+
+class Decoder(LightningModule):
+    """A small causal language model.
+
+    Args:
+        blocks: Its layers, for hidden states of `width`.
+        width: Of hidden states.
+        update_seconds: How long the optimizer's step waits, beside its own work.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], *, width: int, update_seconds: float) -> None:
+        super().__init__()
+        self.update_seconds = update_seconds
         self.embedding = nn.Embedding(_VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.layers = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, _VOCABULARY, bias=False)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss per target."""
         del batch_idx
         x = self.embedding(batch["input_ids"])
@@ -102,134 +145,122 @@ class Decoder(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        if not self.update_seconds:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        optimizer = SlowAdamW(self.parameters(), lr=1e-4)
+        num_values = sum(parameter.numel() for parameter in self.parameters())
+        optimizer.seconds_per_value = self.update_seconds / num_values
+        return optimizer
 
 
-class Tokens(Dataset[dict[str, Tensor]]):
-    """Random tokens with labels and a mask, as language models take them."""
+class EmulatedStrategy(RoundPipeStrategy):
+    """The strategy on an emulated server's devices."""
 
-    def __init__(self, num_sequences: int, length: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self._ids = torch.randint(0, _VOCABULARY, (num_sequences, length), generator=generator)
+    server: EmulatedServer
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self._ids[index]
-        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    def _devices(self) -> list[Device]:
+        return list(self.server.devices)
 
 
-class TakeTurns(Callback):
-    """Runs a batch when a token comes, and answers with the time that it took.
+class HookClock(Profiler):
+    """Adds up how long the hooks of some callbacks take; Lightning tells its profiler of each.
 
     Args:
-        pipe: Where tokens come from.
+        callbacks: Whose.
+
+    Attributes:
+        runs: Whether it does.
+        seconds: By the callback's name.
     """
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._num_batches = 0
-        self._began: tuple[float, float] | None = None
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        super().__init__()
+        self._of = {f"[Callback]{c.state_key}": type(c).__name__ for c in callbacks}
+        self.seconds = dict.fromkeys(self._of.values(), 0.0)
+        self.runs = False
+        self._began = 0.0
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """End the batch before, with all that Lightning did after it, and wait for the turn."""
-        if self._began is not None:
-            wall, processor = self._began
-            spent = (time.perf_counter() - wall, time.process_time() - processor)
-            self._num_batches += 1
-            if self._num_batches == _WARMUP:
-                gc.collect()
-                gc.freeze()  # from here on, each process pays for its own garbage alone
-            self._pipe.send(spent)
-        else:
-            self._pipe.send("ready")
-        self._pipe.recv()
-        self._began = (time.perf_counter(), time.process_time())
+    def start(self, action_name: str) -> None:  # noqa: ARG002 - Lightning's signature
+        """Note when; hooks do not call each other."""
+        self._began = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        """Add what a hook has taken."""
+        name = self._of.get(action_name.rpartition(".")[0])
+        if name is not None and self.runs:
+            self.seconds[name] += time.perf_counter() - self._began
 
 
-def count_seconds(callback: Callback) -> Callable[[], float]:
-    """Let a callback's hooks note how long they take; return a function that says how long so far.
+class Turns:
+    """The batches of a training, by turns with and without callbacks: the Trainer's data loader.
 
-    The first batch, in which the plan is made and told, is not counted.
+    Args:
+        batch: Every batch.
+        order: Which turns are to have the callbacks. Those for warming up come before.
+        callbacks: They, as they are given to the Trainer, too.
+        clock: Runs in the turns.
+
+    Attributes:
+        times: What the turns have taken.
+        trainer: The Trainer, once it is there.
     """
-    total, batches = [0.0], [0]
 
-    def timed(hook: Callable[..., Any], *, ends_batch: bool) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                if batches[0] >= _WARMUP:
-                    total[0] += time.perf_counter() - began
-                batches[0] += ends_batch
+    trainer: Trainer
 
-        return run
+    def __init__(
+        self,
+        batch: Batch,
+        *,
+        order: Sequence[bool],
+        callbacks: Sequence[Callback],
+        clock: HookClock,
+    ) -> None:
+        self._batch = batch
+        self._order = order
+        self._callbacks = callbacks
+        self._clock = clock
+        self.times: list[Times] = []
 
-    for name in dir(callback):
-        if name.startswith("on_train_batch") or name == "on_before_optimizer_step":
-            hook = getattr(callback, name)
-            setattr(callback, name, timed(hook, ends_batch=name == "on_train_batch_end"))
-    return lambda: total[0]
+    def __len__(self) -> int:
+        return _WARMUP + len(self._order) + 1  # the end of the last one is not measured
 
+    def __iter__(self) -> Iterator[Batch]:
+        """Give the batches. What stands behind a `yield` runs when the next one is asked for."""
+        for _ in range(_WARMUP):
+            yield self._batch
+        gc.collect()
+        gc.freeze()  # what is there by now is not looked through before each turn
+        self._clock.runs = True
+        lists = self._lists()
+        everybody = [list(members) for members in lists]
+        for has_callbacks in self._order:
+            for members, everyone in zip(lists, everybody, strict=True):
+                members[:] = [m for m in everyone if has_callbacks or not self._is_theirs(m)]
+            gc.collect()
+            wall, processor = time.perf_counter(), time.process_time()
+            yield self._batch
+            self.times.append((time.perf_counter() - wall, time.process_time() - processor))
+        self._clock.runs = False
+        for members, everyone in zip(lists, everybody, strict=True):
+            members[:] = everyone
+        yield self._batch
 
-def train(pipe: Connection, callbacks: list[Callback], options: argparse.Namespace) -> None:
-    """Train, a batch for each token, and end at the last one."""
-    torch.manual_seed(0)
-    folder = tempfile.mkdtemp(dir=options.folder)
-    num_batches = _WARMUP + options.pairs
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=options.workers,
-        strategy=RoundPipeStrategy(num_microbatches=options.microbatches, replan=False),
-        callbacks=[*callbacks, TakeTurns(pipe)],
-        logger=CSVLogger(folder),
-        log_every_n_steps=options.log_every,
-        max_steps=num_batches + 1,  # the last one's end is not measured
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        default_root_dir=folder,
-    )
-    batch = options.microbatches * options.samples
-    data = DataLoader(Tokens(batch * (num_batches + 1), options.tokens), batch_size=batch)
-    trainer.fit(Decoder(width=options.width, num_blocks=options.blocks), data)
+    def _lists(self) -> tuple[list[Any], ...]:
+        """Where callbacks stand. What they listen to fetches with notes the time, and stays."""
+        trainer: Any = self.trainer
+        strategy = trainer.strategy
+        return trainer.callbacks, strategy.plan_watchers, strategy.step_watchers
 
-
-def child(pipe: Connection, options: argparse.Namespace, *, with_callbacks: bool) -> None:
-    """Be one of the two processes; at the end, say how long the callbacks' hooks took."""
-    be_quiet()
-    callbacks: list[Callback] = []
-    if with_callbacks:
-        report = PlanReport(write=lambda text: None)
-        callbacks = [report, PipelineMonitor(), PipelineTimeline(options.folder)]
-    clocks = {type(callback).__name__: count_seconds(callback) for callback in callbacks}
-    try:
-        train(pipe, callbacks, options)
-    finally:
-        gc.unfreeze()
-    pipe.send({name: clock() / (options.pairs + 1) for name, clock in clocks.items()})
+    def _is_theirs(self, member: Any) -> bool:
+        """Whether a callback or a watcher is of the callbacks'; nobody else watches here."""
+        return member in self._callbacks or not isinstance(member, Callback)
 
 
-def take_turns(pipes: Mapping[int, Connection], *, num_pairs: int) -> tuple[Times, Times]:
-    """Let two processes train by turns; return the times of each one's batches after warming up.
-
-    Both stand before their first batch, and before their last one in the end.
-    """
-    times: tuple[Times, Times] = ([], [])
-    for number in range(_WARMUP + num_pairs):
-        for runner in (0, 1) if number % 2 else (1, 0):
-            pipes[runner].send("go")
-            times[runner].append(pipes[runner].recv())
-    return times[0][_WARMUP:], times[1][_WARMUP:]
-
-
-def end(pipe: Connection) -> dict[str, float]:
-    """Let a process end its training; return how long each callback's hooks took."""
-    pipe.send("end")
-    spent: dict[str, float] = pipe.recv()
-    return spent
+def drawn_order(num_pairs: int) -> list[bool]:
+    """Return which turns have the callbacks: one of each pair."""
+    drawn = random.Random(0)
+    firsts = [drawn.random() < 0.5 for _ in range(num_pairs)]
+    return [turn for first in firsts for turn in (first, not first)]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -239,76 +270,107 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[rank], ordered[count - 1 - rank]
 
 
-def run_round(options: argparse.Namespace, *, first: int) -> tuple[Times, Times, dict[str, float]]:
-    """Measure with two new processes; return the times with and without, and what hooks took.
-
-    Only one of them runs at any time, also when they begin and end.
-
-    Args:
-        options: The settings.
-        first: Which of them is started first: 0 is the one with callbacks.
-    """
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[int, Connection] = {}
-    processes = []
-    for index in (first, 1 - first):
-        pipes[index], theirs = context.Pipe()
-        having = {"with_callbacks": index == 0 and not options.control}
-        processes.append(context.Process(target=child, args=(theirs, options), kwargs=having))
-        processes[-1].start()
-        theirs.close()
-        pipes[index].recv()  # it is ready
-    try:
-        with_them, without = take_turns(pipes, num_pairs=options.pairs)
-        spent, _ = (end(pipes[index]) for index in (0, 1))
-    finally:
-        for pipe in pipes.values():
-            pipe.close()  # one that still waits for a token ends with an error
-        for process in processes:
-            process.join()
-    return with_them, without, spent
+def make_training(
+    options: argparse.Namespace, resources: ExitStack
+) -> tuple[Decoder, RoundPipeStrategy]:
+    """Return what is trained, and where."""
+    width, num_blocks = options.width, options.blocks
+    if not options.emulated:
+        blocks: list[nn.Module] = [Block(width) for _ in range(num_blocks)]
+        strategy = RoundPipeStrategy(num_microbatches=options.microbatches, replan=False)
+        return Decoder(blocks, width=width, update_seconds=0.0), strategy
+    seconds = options.block_seconds
+    block_bytes = 4 * width * (width + 1)
+    rate = block_bytes / seconds  # weights travel as fast as a block computes
+    timing = EmulatedTiming(upload_bytes_per_second=rate, download_bytes_per_second=rate)
+    server = resources.enter_context(EmulatedServer(options.workers, timing=timing, tags=False))
+    machine = replace(load_hardware("rtx4090x4"), name="emulated", num_devices=options.workers)
+    on_server = EmulatedStrategy(
+        num_microbatches=options.microbatches, hardware=machine, replan=False
+    )
+    on_server.server = server
+    blocks = [TimedBlock(width, server=server, seconds=seconds) for _ in range(num_blocks)]
+    forward_seconds = seconds * num_blocks * options.microbatches / options.workers
+    return Decoder(blocks, width=width, update_seconds=forward_seconds / 2), on_server
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure."""
-    rounds = [run_round(options, first=number % 2) for number in range(options.rounds)]
-    with_them = [times for one, _, _ in rounds for times in one]
-    without = [times for _, other, _ in rounds for times in other]
-    names = rounds[0][2]
-    spent = {name: statistics.mean(hooks[name] for _, _, hooks in rounds) for name in names}
-    result = summary(with_them, without, spent=spent, options=options)
-    each = [(one, other) for one, other, _ in rounds]
-    result["ratio_medians_of_rounds"] = [
-        statistics.median(a[0] / b[0] for a, b in zip(*pair, strict=True)) for pair in each
+    be_quiet()
+    torch.manual_seed(0)
+    report = PlanReport(write=lambda text: None)
+    callbacks = [report, PipelineMonitor(), PipelineTimeline(options.folder)]
+    ids = torch.randint(0, _VOCABULARY, (options.microbatches * options.samples, options.tokens))
+    order, clock = drawn_order(options.pairs), HookClock(callbacks)
+    turns = Turns(
+        {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)},
+        order=[has_callbacks and not options.control for has_callbacks in order],
+        callbacks=callbacks,
+        clock=clock,
+    )
+    with ExitStack() as resources:
+        module, strategy = make_training(options, resources)
+        resources.callback(gc.unfreeze)
+        turns.trainer = Trainer(
+            accelerator="cpu",
+            devices=options.workers,
+            strategy=strategy,
+            callbacks=callbacks,
+            profiler=clock,
+            logger=CSVLogger(options.folder),
+            log_every_n_steps=options.log_every,
+            max_epochs=1,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            default_root_dir=options.folder,
+        )
+        turns.trainer.fit(module, turns)
+    seconds = {name: each / options.pairs for name, each in clock.seconds.items()}
+    return summary(paired(turns.times, order), seconds=seconds, options=options)
+
+
+def paired(times: Sequence[Times], order: Sequence[bool]) -> list[tuple[Times, Times]]:
+    """Return the times of each pair, that with callbacks first."""
+    pairs = zip(times[::2], times[1::2], strict=True)
+    return [
+        pair if first_has_callbacks else (pair[1], pair[0])
+        for pair, first_has_callbacks in zip(pairs, order[::2], strict=True)
     ]
-    return result
+
+
+def compared(pairs: Sequence[tuple[float, float]], *, prefix: str) -> dict[str, float]:
+    """Return how much longer turns with callbacks take."""
+    ratios = [on / off for on, off in pairs]
+    lower, middle, upper = statistics.quantiles(ratios, n=4)
+    low, high = median_interval(ratios)
+    return {
+        f"{prefix}ratio_median": middle,
+        f"{prefix}ratio_low": low,
+        f"{prefix}ratio_high": high,
+        f"{prefix}ratio_lower_quartile": lower,
+        f"{prefix}ratio_upper_quartile": upper,
+        f"{prefix}ratio_of_sums": sum(on for on, _ in pairs) / sum(off for _, off in pairs),
+    }
 
 
 def summary(
-    with_them: Times, without: Times, *, spent: dict[str, float], options: argparse.Namespace
+    pairs: Sequence[tuple[Times, Times]],
+    *,
+    seconds: dict[str, float],
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the figures."""
-    pairs = list(zip(with_them, without, strict=True))
-    ratios, cpu_ratios = ([one[i] / other[i] for one, other in pairs] for i in range(2))
-    on, off = ([wall for wall, _ in times] for times in (with_them, without))
-    lower, middle, upper = statistics.quantiles(ratios, n=4)
-    low, high = median_interval(ratios)
-    cpu_low, cpu_high = median_interval(cpu_ratios)
+    on, off = ([pair[index][0] for pair in pairs] for index in range(2))
     return {
-        "ratio_median": middle,
-        "ratio_low": low,
-        "ratio_high": high,
-        "ratio_lower_quartile": lower,
-        "ratio_upper_quartile": upper,
-        "ratio_of_sums": sum(on) / sum(off),
-        "cpu_ratio_median": statistics.median(cpu_ratios),
-        "cpu_ratio_low": cpu_low,
-        "cpu_ratio_high": cpu_high,
+        **compared(list(zip(on, off, strict=True)), prefix=""),
+        **compared([(one[1], other[1]) for one, other in pairs], prefix="cpu_"),
         "pairs": len(pairs),
         "batch_seconds_median": statistics.median(off),
-        "callback_seconds_share": sum(spent.values()) / statistics.mean(on),
-        "callback_seconds_per_batch": spent,
+        "callback_seconds_share": sum(seconds.values()) / statistics.mean(on),
+        "callback_seconds_per_batch": seconds,
         "control": options.control,
+        "emulated": options.emulated,
         "log_every_n_steps": options.log_every,
         "num_workers": options.workers,
         "num_microbatches": options.microbatches,
@@ -324,40 +386,53 @@ def be_quiet() -> None:
     torch.set_num_threads(1)
 
 
-def main() -> None:
-    """Measure and print."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=100, help="pairs in a round (default 100)")
-    parser.add_argument("--rounds", type=int, default=4, help="with new processes (default 4)")
-    parser.add_argument("--control", action="store_true", help="callbacks in neither process")
+    parser.add_argument("--pairs", type=int, default=200, help="of batches (default 200)")
+    parser.add_argument("--control", action="store_true", help="callbacks in no batch")
+    parser.add_argument("--emulated", action="store_true", help="train on emulated devices")
     parser.add_argument(
         "--log-every", type=int, default=1, help="the Trainer's log_every_n_steps (default 1)"
     )
-    parser.add_argument("--workers", type=int, default=2, help="CPU workers (default 2)")
+    parser.add_argument("--workers", type=int, default=2, help="(default 2)")
     parser.add_argument("--microbatches", type=int, default=4, help="per batch (default 4)")
     parser.add_argument("--samples", type=int, default=2, help="per microbatch (default 2)")
     parser.add_argument("--tokens", type=int, default=64, help="per sequence (default 64)")
     parser.add_argument("--width", type=int, default=256, help="of the model (default 256)")
     parser.add_argument("--blocks", type=int, default=12, help="of the model (default 12)")
+    parser.add_argument(
+        "--block-seconds",
+        type=float,
+        default=0.01,
+        help="of a block's forward pass on an emulated device (default 0.01)",
+    )
     parser.add_argument("--output", choices=("text", "json"), default="text")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
         result = run(options)
     if options.output == "json":
         print(json.dumps(result))
         return
-    print(
-        f"{result['pairs']} pairs of batches of {result['batch_seconds_median']:.3f} s: with / "
-        f"without callbacks median {result['ratio_median']:.4f} (95 %: {result['ratio_low']:.4f} "
-        f"to {result['ratio_high']:.4f}), quartiles {result['ratio_lower_quartile']:.4f} and "
-        f"{result['ratio_upper_quartile']:.4f}, all together {result['ratio_of_sums']:.4f}\n"
-        f"of processor time {result['cpu_ratio_median']:.4f} (95 %: {result['cpu_ratio_low']:.4f} "
-        f"to {result['cpu_ratio_high']:.4f})\n"
-        f"the callbacks' own hooks: {result['callback_seconds_share']:.3%} of a batch"
-    )
+    seconds = result["batch_seconds_median"]
+    lines = [f"{result['pairs']} pairs of batches of {seconds:.3f} s, with / without callbacks"]
+    for name, prefix in (("time", ""), ("processor time", "cpu_")):
+        median, low, high = (result[f"{prefix}ratio_{end}"] for end in ("median", "low", "high"))
+        together = result[f"{prefix}ratio_of_sums"]
+        lines.append(
+            f"{name}: median {median:.4f} (95 %: {low:.4f} to {high:.4f}), "
+            f"all together {together:.4f}"
+        )
+    lines.append(f"the callbacks' own hooks: {result['callback_seconds_share']:.3%} of a batch")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
