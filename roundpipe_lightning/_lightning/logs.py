@@ -15,12 +15,15 @@ device would have made on the full batch, with values on the host:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -63,6 +66,47 @@ class LogRecorder:
             value = value.detach().clone()
         arguments.update(zip(_POSITIONAL, args, strict=False))
         self.calls.append(LogCall(name=name, value=value, arguments=arguments))
+
+
+class OwnLog:
+    """The module's own `log`, where a step gets past its view: recorded there, too.
+
+    A function that was put onto the module, such as `module.training_step = wrapped`, knows the
+    module and not a microbatch's view of it.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._here = threading.local()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Let calls from the threads of microbatches go to their recorders."""
+        attributes = vars(self._module)
+        before = {"log": attributes["log"]} if "log" in attributes else {}
+        own = self._module.log
+
+        def log(*arguments: Any, **options: Any) -> None:
+            getattr(self._here, "recorder", own)(*arguments, **options)
+
+        attributes["log"] = log
+        try:
+            yield
+        finally:
+            del attributes["log"]
+            attributes.update(before)
+
+    @contextmanager
+    def of(self, recorder: Callable[..., None]) -> Iterator[None]:
+        """Name the recorder of the microbatch that this thread runs."""
+        self._here.recorder = recorder
+        try:
+            yield
+        finally:
+            del self._here.recorder
 
 
 _POSITIONAL = (

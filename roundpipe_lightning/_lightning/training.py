@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from roundpipe_lightning._lightning.commit import LaterGradients, loss_with_gradients
-from roundpipe_lightning._lightning.logs import LogRecorder, replay_logs, weighted_mean
+from roundpipe_lightning._lightning.logs import LogRecorder, OwnLog, replay_logs, weighted_mean
 from roundpipe_lightning._lightning.metrics import MetricStandIns
 from roundpipe_lightning._lightning.watching import counters_of
 from roundpipe_lightning.engine.chain import Chain
@@ -134,6 +134,7 @@ class MicrobatchedStep:
         self._draining: _Draining | None = None
         self._fusion = None if loss == "own" else LossFusion(loss)
         self._metrics = MetricStandIns(module, in_place=on_host)
+        self._own_log = OwnLog(module)
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
         self.chain: Chain | None = None
@@ -166,10 +167,16 @@ class MicrobatchedStep:
         with (
             self._metrics.for_microbatches(shares) as stand_ins,
             _host_generator_seeded(self._batch_number),
+            self._own_log.recorded(),
         ):
             step = engine.begin_step(
                 microbatches,
-                partial(_call_training_step, arguments=arguments, fusion=self._fusion),
+                partial(
+                    _call_training_step,
+                    arguments=arguments,
+                    fusion=self._fusion,
+                    own_log=self._own_log,
+                ),
                 plan=plan,
                 loss_scales=[share * backward_scale for share in shares],
                 backward=backward,
@@ -373,9 +380,11 @@ def _call_training_step(
     *,
     arguments: Sequence[Any],
     fusion: LossFusion | None,
+    own_log: OwnLog,
 ) -> Any:
     """Call the user's code on a view; runs in the microbatch's thread."""
-    output = view.training_step(microbatch, *arguments)
+    with own_log.of(view.log):
+        output = view.training_step(microbatch, *arguments)
     if fusion is not None:
         output = fusion.settled(output)
     if isinstance(output, Mapping) and output.get("loss") is None:

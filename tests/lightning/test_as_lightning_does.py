@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -114,3 +116,19 @@ def test_an_interrupted_validation_is_counted_once(tmp_path: Path) -> None:
     progress = "epoch_loop.val_loop.batch_progress"
     assert resumed.fit_loop.state_dict()[progress] == expected[progress]
     assert resumed.fit_loop.state_dict()["epoch_progress"] == expected["epoch_progress"]
+
+
+@pytest.mark.filterwarnings("ignore:The training step never ran the blocks")
+def test_a_step_that_was_put_onto_the_module_logs_once_per_batch(tmp_path: Path) -> None:
+    def metrics(module: Regressor) -> Any:
+        strategy = RoundPipeStrategy(num_microbatches=4)
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
+        trainer.fit(module, regression_data())
+        return trainer.callback_metrics
+
+    torch.manual_seed(4)
+    module = Regressor()
+    wrapped = copy.deepcopy(module)
+    wrapped.training_step = functools.partial(wrapped.training_step)  # type: ignore[method-assign]
+    assert metrics(wrapped) == metrics(module)
+    assert "log" not in vars(wrapped)
