@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -162,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--timings", default=str(DEFAULT_TIMINGS))
+    parser.add_argument("--timings", type=Path, default=DEFAULT_TIMINGS)
     parser.add_argument("--models", nargs="+", help="names (default: all)")
     parser.add_argument("--team-size", type=int, default=1, help="of the plan (default 1)")
     parser.add_argument("--batches", type=int, default=4, help="in a stream (default 4)")
