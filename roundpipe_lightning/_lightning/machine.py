@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -128,7 +128,7 @@ def storage_of(
     *,
     steps_in_float32: bool = False,
     keeps_previous: bool = False,
-    masters: Collection[nn.Parameter] = (),
+    masters: Set[nn.Parameter] = frozenset(),
 ) -> ParameterStorage:
     """Return what is kept for each parameter beside what is uploaded.
 

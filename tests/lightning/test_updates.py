@@ -845,6 +845,6 @@ def test_the_second_copy_is_counted() -> None:
     before, after = (storage_of([optimizer], keeps_previous=way) for way in (False, True))
     assert after.optimizer_bytes - before.optimizer_bytes == 4.0
     master = module.get_parameter("head.weight")
-    narrow = storage_of([optimizer], keeps_previous=True, masters=[master])
+    narrow = storage_of([optimizer], keeps_previous=True, masters={master})
     saved = (after.optimizer_bytes - narrow.optimizer_bytes) * (WIDTH + 1)
     assert saved == pytest.approx(2 * WIDTH)
