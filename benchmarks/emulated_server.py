@@ -15,7 +15,7 @@ objects of the process holds all threads for a quarter of a second, and finds no
 
 The process keeps to one core (`--cores`). All its threads, the engine's and those of the emulation,
 take turns with Python's interpreter lock; from core to core each turn costs more than what is done
-in it, so on two cores the same step takes the host twice the processor time.
+in it: on two cores the same step takes two to three times the processor time.
 
 With `--optimizer-seconds-share 0.5` steps are also measured from one's first computation to the
 next one's, without an optimizer and with one whose update takes half a simulated step.

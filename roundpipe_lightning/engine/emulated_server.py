@@ -125,6 +125,9 @@ class EmulatedServer:
         Returns:
             The same values; what uses them has this time behind it.
         """
+        if not torch.is_grad_enabled():  # no gradient will pass: no node of a graph for it
+            self.launch(forward_seconds)
+            return tensor.view_as(tensor)
         result: Tensor = _Work.apply(tensor, self.launch, forward_seconds, backward_seconds)  # type: ignore[no-untyped-call]
         return result
 

@@ -48,3 +48,26 @@ def test_measured_beside_simulated(benchmark: ModuleType, tmp_path: Path) -> Non
     assert row["optimizer"]["exact_step_ms"] > 0
     text = benchmark.format_text({"models": {"tiny": row}})
     assert "updates of 0.5 steps: none" in text
+
+
+@pytest.mark.parametrize(("number", "kept"), [(0, None), (1, {5}), (2, {3, 5}), (9, {2, 3, 5})])
+def test_threads_keep_to_some_of_the_cores_that_are_allowed(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int, kept: set[int] | None
+) -> None:
+    told: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(benchmark.os, "sched_getaffinity", lambda pid: {5, 2, 3}, raising=False)
+    monkeypatch.setattr(
+        benchmark.os,
+        "sched_setaffinity",
+        lambda pid, cores: told.append((pid, set(cores))),
+        raising=False,
+    )
+    assert benchmark.keep_to_cores(number) == (3 if kept is None else len(kept))
+    assert told == ([] if kept is None else [(0, kept)])
+
+
+def test_all_cores_are_kept_where_the_system_does_not_tell(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(benchmark.os, "sched_setaffinity", raising=False)
+    assert benchmark.keep_to_cores(1) == 0

@@ -109,6 +109,18 @@ def test_compute_takes_the_given_time_in_order_and_the_host_runs_ahead() -> None
         assert all(before[1] <= after[0] for row in spans for before, after in pairwise(row))
 
 
+def test_work_without_gradients_takes_its_time_and_makes_no_graph() -> None:
+    with EmulatedServer(1) as server:
+        [device] = server.devices
+        with device.activate(), torch.no_grad():
+            x = device.upload(torch.ones(2)).requires_grad_()
+            done = server.work(x, forward_seconds=0.01, backward_seconds=0.02)
+        assert [end - start for start, end in device.compute.spans] == pytest.approx([0.01])
+        assert done.grad_fn is None
+        assert done is not x
+        assert device.holds(done)
+
+
 def test_no_time_is_between_two_pieces_of_compute_unless_the_host_is_late(now: Now) -> None:
     compute = ComputeQueue(host=HostClock(), delay=lambda: 0.0)
     compute.launch(2.0)
