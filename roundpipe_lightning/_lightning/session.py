@@ -30,6 +30,7 @@ from roundpipe_lightning._lightning.watching import (
 from roundpipe_lightning.engine.compiled import BlockCompiler
 from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.fingerprint import fingerprint
 from roundpipe_lightning.engine.updates import UpdateAborted, Updater, update_units
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.deferred_logits import FusedLosses
@@ -58,12 +59,12 @@ class ServedLast:
 
     def __init__(self, served: Mapping[nn.Parameter, Tensor]) -> None:
         self._served = dict(served)
-        self._versions = [parameter._version for parameter in served]
+        self._fingerprints = [fingerprint(parameter) for parameter in served]
 
     def values(self) -> Mapping[nn.Parameter, Tensor]:
         """Return the values; none once a parameter has been written to."""
-        if [parameter._version for parameter in self._served] != self._versions:
-            self._served, self._versions = {}, []
+        if [fingerprint(parameter) for parameter in self._served] != self._fingerprints:
+            self._served, self._fingerprints = {}, []
         return self._served
 
 

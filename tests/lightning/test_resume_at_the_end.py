@@ -13,6 +13,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from roundpipe_lightning._lightning.checkpointing import CHECKPOINT_KEY
+from roundpipe_lightning._lightning.updating import PREVIOUS_KEY
 from roundpipe_lightning.strategy import RoundPipeStrategy
 from tests.lightning.resumption import (
     RESUME_QUIET,
@@ -167,10 +169,16 @@ def test_stale_updates_saved_after_the_training_and_trained_longer(tmp_path: Pat
     assert longer.history == by_hand(1)[4:]
 
 
-def test_parameters_written_after_the_training_are_not_stale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_parameters_written_after_the_training_are_not_stale(
+    tmp_path: Path, *, is_counted: bool
+) -> None:
     module, trainer = _stale(tmp_path, max_epochs=1)
-    module.load_state_dict({name: torch.zeros(1) for name in module.state_dict()})
+    for parameter in module.parameters():
+        written = parameter.detach() if is_counted else parameter.data
+        written.zero_()
     trainer.save_checkpoint(tmp_path / "other.ckpt")
+    assert not torch.load(tmp_path / "other.ckpt")[CHECKPOINT_KEY][PREVIOUS_KEY]
     longer, _ = _stale(tmp_path, max_epochs=2, path=tmp_path / "other.ckpt")
     assert longer.history == [0.0] * 4  # zero weights have no gradient; older ones have
 
