@@ -17,6 +17,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+
+from roundpipe_lightning.engine.device import Device
 
 
 class Serving:
@@ -55,13 +58,20 @@ class Serving:
                 self._changed.notify_all()
 
     @contextmanager
-    def reading(self) -> Iterator[bool]:
-        """Read until the end of the context; gives whether from the copy."""
+    def reading(self, device: Device) -> Iterator[bool]:
+        """Read until what was launched on a device in the context has been done there.
+
+        Gives whether from the copy.
+        """
         previous = self.begin_reading()
+        end = partial(self.end_reading, previous=previous)
         try:
             yield previous
-        finally:
-            self.end_reading(previous=previous)
+            copied = device.mark_event("values are copied")
+        except BaseException:  # what arrives is not used
+            end()
+            raise
+        copied.when_done(end)
 
     def switch(self) -> None:
         """Have the copy read from now on, and wait until nobody reads the parameters."""

@@ -239,14 +239,15 @@ class HostStore:
     def upload_block(self, block: nn.Module, device: Device) -> dict[nn.Parameter, Tensor]:
         """Copy a block's parameters, those it shares with others included, to a device.
 
-        It waits for the optimizer first.
+        It waits for the optimizer first. A device may make the copies later: until then the values
+        count as read.
 
         Raises:
             ConfigurationError: If one that is mapped from a file was written to.
         """
         self.check_unwritten(block)
         self.await_updated(block)
-        with self.serving.reading() as reads_previous:
+        with self.serving.reading(device) as reads_previous:
             served = self.previous if reads_previous else {}
             values = self._blocks[block].upload(device, previous=served)
             for parameter in self._of_block[block]:

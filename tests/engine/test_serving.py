@@ -5,8 +5,21 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import pytest
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.engine.events import Event, HostEvent
 from roundpipe_lightning.engine.serving import Serving
+from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.tagged import untag
 from tests.engine.test_under_way import begin, module_and_plan, opened
+from tests.engine.tiny import Regressor
+from tests.waiting import ToldOfWaits
+
+PATIENCE_SECONDS = 60.0
 
 
 def test_who_switches_waits_for_those_who_read_the_parameters() -> None:
@@ -16,7 +29,7 @@ def test_who_switches_waits_for_those_who_read_the_parameters() -> None:
     thread.start()
     while not serving.previous:
         pass
-    with serving.reading() as previous:
+    with serving.reading(CpuDevice()) as previous:
         assert previous  # begun later: nobody waits for it
         assert thread.is_alive()
         serving.end_reading(previous=False)
@@ -37,3 +50,51 @@ def test_a_step_with_other_values_waits_where_trained_blocks_stay() -> None:
                 assert first.is_over
             found = second.result()
             assert found.losses == wanted.losses
+
+
+class _LateDevice(EmulatedDevice):
+    """Has made what was launched on it when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.marks: list[HostEvent] = []
+        self.error: Exception | None = None
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return super().upload(tensor)
+
+    def mark_event(self, name: str) -> Event:
+        self.marks.append(HostEvent(name))
+        return self.marks[-1]
+
+
+def test_a_block_without_a_plan_is_read_until_its_copy_has_been_made() -> None:
+    """An accelerator's copy is only launched when `upload_block` returns."""
+    module, device = Regressor(2), _LateDevice()
+    block = next(iter(module.layers))
+    store = HostStore(module, list(module.layers))
+    serving, told = store.serving, ToldOfWaits()
+    serving._changed = told
+    values = store.upload_block(block, device)
+    [copied] = device.marks
+    updater = threading.Thread(target=serving.switch)  # to write into the parameters then
+    updater.start()
+    assert told.waits.acquire(timeout=PATIENCE_SECONDS)
+    assert updater.is_alive()
+    copied.set()
+    updater.join(PATIENCE_SECONDS)
+    assert not updater.is_alive()
+    assert all(torch.equal(untag(value), p) for p, value in values.items())
+
+
+def test_a_block_that_could_not_be_copied_is_not_read_for_good() -> None:
+    module, device = Regressor(2), _LateDevice()
+    store = HostStore(module, list(module.layers))
+    device.error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.upload_block(next(iter(module.layers)), device)
+    for mark in device.marks:
+        mark.set()
+    store.serving.switch()  # returns
