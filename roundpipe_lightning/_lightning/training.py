@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from roundpipe_lightning._lightning.commit import LaterGradients, loss_with_gradients
+from roundpipe_lightning._lightning.logged_batch import LoggedBatch
 from roundpipe_lightning._lightning.logs import LogRecorder, OwnLog, replay_logs, weighted_mean
 from roundpipe_lightning._lightning.metrics import MetricStandIns
 from roundpipe_lightning._lightning.watching import counters_of
@@ -160,7 +161,7 @@ class MicrobatchedStep:
         shares = self._shares(batch, microbatches)
         backward = not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
-        recorders = [LogRecorder() for _ in microbatches]
+        recorders, logged = [LogRecorder() for _ in microbatches], LoggedBatch(batch)
         plan = self._plan_for(microbatches, arguments)
         engine = self._engine()
         drains = backward and self._may_drain()
@@ -176,6 +177,7 @@ class MicrobatchedStep:
                     arguments=arguments,
                     fusion=self._fusion,
                     own_log=self._own_log,
+                    logged=logged,
                 ),
                 plan=plan,
                 loss_scales=[share * backward_scale for share in shares],
@@ -187,6 +189,7 @@ class MicrobatchedStep:
             )
             self._settle_before(step)
             known = step.outputs() if drains else step.result()
+        logged.use(self._module)
         replay_logs(
             recorders,
             shares=shares,
@@ -261,16 +264,20 @@ class MicrobatchedStep:
         """
         if self._on_host:
             return self._module.training_step(batch, *arguments)
-        recorder, engine = LogRecorder(), self._engine()
+        recorder, engine, logged = LogRecorder(), self._engine(), LoggedBatch(batch)
         device = engine.workers[0].device
+
+        def call(view: Any, here: Any) -> Any:
+            output = view.training_step(here, *arguments)
+            logged.note(here)
+            return output
+
         blocks = [block for stack in engine.stacks for block in stack.blocks]
         with self._metrics.lent() as stand_ins, self._device_generators_seeded(device):
             output: STEP_OUTPUT = ManualStep(self._module, blocks=blocks, device=device).run(
-                lambda view, here: view.training_step(here, *arguments),
-                batch,
-                overrides={"log": recorder},
-                stand_ins=stand_ins,
+                call, batch, overrides={"log": recorder}, stand_ins=stand_ins
             )
+        logged.use(self._module)
         self._replay(recorder)
         return output
 
@@ -320,7 +327,7 @@ class MicrobatchedStep:
             *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
         """
         self.settle()
-        recorder, engine = LogRecorder(), self._engine()
+        recorder, engine, logged = LogRecorder(), self._engine(), LoggedBatch(batch)
         with self._metrics.lent() as stand_ins:
             output = engine.evaluate(
                 partial(
@@ -328,12 +335,14 @@ class MicrobatchedStep:
                     step_name=step_name,
                     arguments=arguments,
                     fusion=self._fusion,
+                    logged=logged,
                 ),
                 batch,
                 overrides={"log": recorder},
                 stand_ins=stand_ins,
                 outside=self._fusion,
             )
+        logged.use(self._module)
         self._replay(recorder)
         return output
 
@@ -376,15 +385,18 @@ def _rows(microbatch: Any) -> int:
 def _call_training_step(
     view: Any,
     microbatch: Any,
-    index: int,  # noqa: ARG001 - the engine's signature
+    index: int,
     *,
     arguments: Sequence[Any],
     fusion: LossFusion | None,
     own_log: OwnLog,
+    logged: LoggedBatch,
 ) -> Any:
     """Call the user's code on a view; runs in the microbatch's thread."""
     with own_log.of(view.log):
         output = view.training_step(microbatch, *arguments)
+    if index == 0:
+        logged.note(microbatch)
     if fusion is not None:
         output = fusion.settled(output)
     if isinstance(output, Mapping) and output.get("loss") is None:
@@ -402,9 +414,11 @@ def _call_evaluation_step(
     step_name: str,
     arguments: Sequence[Any],
     fusion: LossFusion | None,
+    logged: LoggedBatch,
 ) -> Any:
     """Call the user's code on a view of the module."""
     output = getattr(view, step_name)(batch, *arguments)
+    logged.note(batch)
     return output if fusion is None else fusion.settled(output)
 
 
