@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,16 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
         assert list(metrics) == list(expected)
         for key, value in expected.items():
             torch.testing.assert_close(metrics[key], value, rtol=1e-5, atol=1e-6)
-    assert files[1].splitlines()[0] == files[0].splitlines()[0]
-    assert len(files[1].splitlines()) == len(files[0].splitlines())
+    assert _numbers(files[1]) == pytest.approx(_numbers(files[0]), rel=1e-4, abs=1e-5)
     for expected, output in zip(one.outputs, many.outputs, strict=True):
         torch.testing.assert_close(output["loss"], expected["loss"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(output["prediction"], expected["prediction"])
+
+
+def _numbers(file: str) -> dict[tuple[int, str], float]:
+    """Return all numbers of a CSV file by their row and column."""
+    rows = csv.DictReader(file.splitlines())
+    return {(i, key): float(x) for i, row in enumerate(rows) for key, x in row.items() if x}
 
 
 def test_metric_that_is_never_updated_in_training_is_left_alone(tmp_path: Path) -> None:
@@ -158,6 +164,31 @@ def test_some_microbatches_may_log_what_others_do_not(tmp_path: Path) -> None:
     trainer.fit(Regressor(on_step=log_large), data)
     largest = max(float(batch[0].max()) for batch in data)
     assert float(trainer.callback_metrics["large_epoch"]) == pytest.approx(largest)
+
+
+def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) -> None:
+    """`loss.exp()` of the batch is not what is logged, but the mean of the microbatches' own."""
+    seen: list[tuple[float, int]] = []
+
+    class Perplexed(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = functional.mse_loss(self(batch[0]), batch[1])
+            seen.append((float(loss.detach()), len(batch[0])))
+            self.log("perplexity", loss.exp())
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("of_the_batch", outputs["loss"].exp())
+
+    strategy = RoundPipeStrategy(num_microbatches=3, trial_run=False)
+    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=1)
+    trainer.fit(Perplexed(), regression_data(8))
+    assert len(seen) == 3
+    losses, sizes = torch.tensor(seen, dtype=torch.float64).T
+    shares, metrics = sizes / sizes.sum(), trainer.callback_metrics
+    assert float(metrics["perplexity"]) == pytest.approx(float((losses.exp() * shares).sum()))
+    assert float(metrics["of_the_batch"]) == pytest.approx(float((losses * shares).sum().exp()))
+    assert metrics["perplexity"] - metrics["of_the_batch"] > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

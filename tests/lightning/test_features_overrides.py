@@ -1,0 +1,210 @@
+"""What a module overrides and logs in hooks, and checkpoints within an epoch: as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
+
+from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO
+from roundpipe_lightning.strategy import RoundPipeStrategy
+from tests.lightning.resumption import MemoryLogger
+from tests.lightning.test_emulated import EmulatedStrategy
+from tests.lightning.tiny_training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+STRATEGIES: list[Callable[[], Any]] = [
+    lambda: "auto",
+    lambda: RoundPipeStrategy(num_microbatches=3),
+    lambda: EmulatedStrategy(num_microbatches=3),
+]
+
+
+def _rows(
+    folder: Path, make: Callable[[], Regressor], data: Any, **flags: Any
+) -> list[tuple[Regressor, list[Any]]]:
+    """Train on one device and with the strategy; return modules and all that loggers were given."""
+    runs = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(3)
+        module, logger, given = make(), MemoryLogger(), strategy()
+        made = {key: value() if callable(value) else value for key, value in flags.items()}
+        trainer = make_trainer(
+            folder,
+            strategy=given,
+            devices=1 if given == "auto" else 2,
+            logger=logger,
+            **{"max_epochs": 2, **made},
+        )
+        trainer.fit(module, data, regression_data(8))
+        runs.append((module, logger.rows))
+    return runs
+
+
+def _assert_same(runs: list[tuple[Regressor, list[Any]]], *, steps: int) -> None:
+    (expected, wanted), *others = runs
+    assert len({step for step, _ in wanted}) >= steps, "something was logged at every step"
+    for module, rows in others:
+        assert parameter_error(module, expected) < 1e-4
+        assert [(step, list(row)) for step, row in rows] == [(s, list(row)) for s, row in wanted]
+        for (_, row), (_, values) in zip(rows, wanted, strict=True):
+            assert row == pytest.approx(values, rel=1e-3, abs=1e-5)
+
+
+# Logged in hooks ---------------------------------------------------------------------------------
+
+
+class _LogsInHooks(Regressor):
+    """Logs in every hook of a training batch, as those do who watch gradients."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("start", batch[0].abs().max(), on_step=True, on_epoch=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("weight", self.head.weight.detach().norm(), on_epoch=True)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("from_hook", loss.detach(), on_epoch=True)
+
+    def on_after_backward(self) -> None:
+        gradient = self.head.weight.grad
+        assert gradient is not None
+        self.log("gradient", gradient.norm(), on_step=True, on_epoch=True, reduce_fx="max")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self.layers[0], norm_type=2))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("end", outputs["loss"], on_step=True, on_epoch=True, reduce_fx="sum")
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epochs", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_hooks_log_reaches_loggers_at_every_step(tmp_path: Path, accumulate: int) -> None:
+    runs = _rows(
+        tmp_path,
+        _LogsInHooks,
+        regression_data(30),
+        callbacks=lambda: [LearningRateMonitor(log_momentum=True)],
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+    )
+    _assert_same(runs, steps=8 // accumulate)
+    names = {name for _, row in runs[0][1] for name in row}
+    assert {"start_step", "weight_epoch", "gradient_epoch", "end_step", "lr-SGD"} <= names
+    assert "grad_2.0_norm_total" in names
+
+
+# Overridden --------------------------------------------------------------------------------------
+
+
+class _StepsEveryOther(Regressor):
+    """Runs the closure without a step at every other batch, as a GAN's trainer does."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (self.trainer.global_step + 1)  # warms up
+            optimizer.step(closure=optimizer_closure)
+
+
+class _KeepsGradients(Regressor):
+    """Drops gradients by itself, at every third batch."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad(set_to_none=False)
+
+
+class _MovesBatches(Regressor):
+    """Changes its batches on the way."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.5, batch[1]]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return [part * 2 for part in super().transfer_batch_to_device(batch, device, 0)]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0], batch[1] - 1]
+
+
+class _StepsItsScheduler(_LogsInHooks):
+    """Steps its scheduler by the number of the step."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.trainer.global_step % 2:
+            scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "kind", [_StepsEveryOther, _KeepsGradients, _MovesBatches, _StepsItsScheduler]
+)
+@pytest.mark.filterwarnings("ignore:You have overridden")
+def test_what_a_module_overrides(tmp_path: Path, kind: type[Regressor]) -> None:
+    _assert_same(_rows(tmp_path, kind, regression_data(30)), steps=4)
+
+
+# Checkpoints by a metric of the training ---------------------------------------------------------
+
+
+def test_checkpoints_chosen_by_steps_and_read_by_name(tmp_path: Path) -> None:
+    """Saves, removals, `last` and `best` within an epoch, written in the background, too."""
+    runs: list[Any] = []
+    strategies: list[Any] = [
+        "auto",
+        *(RoundPipeStrategy(checkpoint_io=io) for io in (None, RoundPipeAsyncCheckpointIO())),
+    ]
+    for strategy in strategies:
+        torch.manual_seed(3)
+        folder = tmp_path / str(len(runs))
+        chooser = ModelCheckpoint(
+            folder,
+            monitor="loss_step",
+            save_top_k=2,
+            save_last=True,
+            every_n_train_steps=2,
+            filename="{epoch}-{step}",
+        )
+        trainer = make_trainer(
+            tmp_path,
+            strategy=strategy,
+            callbacks=[chooser],
+            enable_checkpointing=True,
+            max_epochs=3,
+        )
+        trainer.fit(Regressor(), regression_data(30))
+        kept = sorted(path.name for path in folder.iterdir())
+        best = {Path(path).name: float(value) for path, value in chooser.best_k_models.items()}
+        loss = trainer.test(dataloaders=regression_data(8), ckpt_path="best", verbose=False)
+        last = trainer.validate(dataloaders=regression_data(8), ckpt_path="last", verbose=False)
+        runs.append((kept, Path(chooser.best_model_path).name, best, {**loss[0], **last[0]}))
+    for kept, name, best, values in runs[1:]:
+        assert (kept, name) == runs[0][:2]
+        assert best == pytest.approx(runs[0][2], rel=1e-4)
+        assert values == pytest.approx(runs[0][3], rel=1e-4)
+    assert len(runs[0][0]) == 3
