@@ -21,12 +21,17 @@ class WriteQueue:
         self._error: Exception | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after all that were submitted before."""
+        """Run `job` after all that were submitted before.
+
+        Raises:
+            RuntimeError: The system gives no thread; the job is not taken then.
+        """
         with self._changed:
-            self._jobs.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="roundpipe-checkpoints")
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="roundpipe-checkpoints")
+                thread.start()  # it looks for jobs when this lock is free
+                self._thread = thread
+            self._jobs.append(job)
 
     def _run(self) -> None:
         while True:

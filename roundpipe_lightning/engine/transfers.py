@@ -197,15 +197,20 @@ class TransferQueue:
         return bool(self._staging)
 
     def submit(self, job: Job) -> Event:
-        """Take a job and return the end of it."""
+        """Take a job and return the end of it.
+
+        Raises:
+            RuntimeError: The system gives no thread; the job is not taken then.
+        """
         entry = _Entry(job, self._chunk_bytes)
         with self._changed:
             assert not self._is_closed, "the engine is open"
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._entries[entry] = self._num_submitted
             self._num_submitted += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-                self._thread.start()
             if not entry.num_waits:
                 self._push(entry)
         for event in job.after:

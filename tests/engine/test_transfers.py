@@ -219,3 +219,25 @@ def test_a_job_with_nothing_to_copy_is_done() -> None:
         )
         queue.submit(empty).wait()
     assert calls == ["done"]
+
+
+def test_a_queue_without_a_thread_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for copies that nobody will make."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    device, failures = SteppedDevice(), Failures()
+    with queue_of(device, failures) as queue:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for number in range(2):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    queue.submit(job(number))
+        assert queue.num_jobs == 0
+        event = queue.submit(job(3))  # the next one finds a thread
+        device.make()
+        event.wait()
+        assert queue.drain(timeout_seconds=PATIENCE_SECONDS)
+        assert device.order == [3]
+    assert not failures

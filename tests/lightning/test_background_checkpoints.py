@@ -189,6 +189,24 @@ def test_queue_hands_out_the_first_error_of_several() -> None:
     assert done == [1]
 
 
+def test_a_queue_without_a_thread_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for a checkpoint that nobody writes would not end."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    queue, ran = WriteQueue(), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            queue.submit(lambda: ran.append(0))
+    assert not queue._jobs
+    queue.drain()
+    queue.submit(lambda: ran.append(1))
+    queue.drain()
+    assert ran == [1]
+
+
 def test_settings_that_cannot_work() -> None:
     with pytest.raises(ConfigurationError, match="max_copy_bytes=-1: set 0 or more"):
         RoundPipeAsyncCheckpointIO(max_copy_bytes=-1)
