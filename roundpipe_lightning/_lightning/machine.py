@@ -16,6 +16,7 @@ from roundpipe_lightning.engine.host import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.layouts import gradient_dtype
 from roundpipe_lightning.engine.optim import HostAdamW
 from roundpipe_lightning.engine.optim.float32_step import rounds_itself
+from roundpipe_lightning.engine.peers import all_reach
 from roundpipe_lightning.engine.probe import available_bytes, probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError
 from roundpipe_lightning.planning.hardware import HardwareSpec
@@ -60,8 +61,12 @@ def find_machine(
         )
     if workers_per_device == 1:
         return spec
-    size = spec.device_bytes // workers_per_device
-    return replace(spec, num_devices=num_workers, device_bytes=size)
+    return replace(
+        spec,
+        num_devices=num_workers,
+        device_bytes=spec.device_bytes // workers_per_device,
+        devices_reach_each_other=spec.devices_reach_each_other or num_devices == 1,
+    )
 
 
 def cpu_workers(num_workers: int) -> HardwareSpec:
@@ -83,6 +88,7 @@ def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareS
         return replace(
             spec,
             device_bytes=_least_available(spec, num_devices, accelerators),
+            devices_reach_each_other=all_reach(_devices(num_devices, accelerators)),
             host_bytes=host_bytes() or UNKNOWN_BYTES,  # another container may have another limit
         )
     except (RuntimeError, HardwareError) as error:
@@ -98,6 +104,7 @@ def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareS
         num_devices=num_devices,
         devices_per_root=num_devices,
         device_bytes=_least_available(spec, num_devices, accelerators),
+        devices_reach_each_other=all_reach(_devices(num_devices, accelerators)),
         host_bytes=size,
     )
 
@@ -106,11 +113,16 @@ def _least_available(
     spec: HardwareSpec, num_devices: int, accelerators: Sequence[torch.device]
 ) -> int:
     """What a plan may take of the accelerator with the least memory; a machine's where none is."""
+    devices = _devices(num_devices, accelerators)
+    return max(1, min(map(available_bytes, devices), default=spec.device_bytes))
+
+
+def _devices(num_devices: int, accelerators: Sequence[torch.device]) -> Sequence[torch.device]:
+    """The accelerators, or the machine's first ones; none where it has none."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
-        return spec.device_bytes
-    devices = accelerators or [torch.device(kind.type, index) for index in range(num_devices)]
-    return max(1, min(available_bytes(device) for device in devices))
+        return ()
+    return accelerators or [torch.device(kind.type, index) for index in range(num_devices)]
 
 
 def rate_name(machine: HardwareSpec, dtype: torch.dtype) -> str:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device import CopyQueue, Device
 from roundpipe_lightning.engine.events import Event
+from roundpipe_lightning.engine.peers import reaches
 from roundpipe_lightning.engine.streams import CompletionWatcher, StreamEvent
+from roundpipe_lightning.planning.boundaries import MOST_IN_USE
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
-_MOST_IN_USE = 0.8  # of the memory, for tensors to stay that need not
 
 
 class AcceleratorDevice(Device):
@@ -88,10 +89,7 @@ class AcceleratorDevice(Device):
 
     def reaches(self, other: Device) -> bool:
         """Ask the driver; where it says no, copies go through the host."""
-        here, there = self.torch_device, other.torch_device
-        if here == there or here.type != "cuda" or there.type != "cuda":
-            return here == there
-        return torch.cuda.can_device_access_peer(here, there)
+        return reaches(self.torch_device, other.torch_device)
 
     def _recorded(self, stream: Any, name: str) -> StreamEvent:
         # Of CUDA only the backend's own class can let a waiting thread sleep.
@@ -217,7 +215,7 @@ class AcceleratorDevice(Device):
         if fraction is not None:
             total *= fraction(self.torch_device)
         peak = self.peak_bytes()
-        return peak is not None and peak < _MOST_IN_USE * total
+        return peak is not None and peak < MOST_IN_USE * total
 
     def synchronize(self) -> None:
         """Wait for the device."""

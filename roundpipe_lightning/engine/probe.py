@@ -3,7 +3,8 @@
 Copies between host and devices, alone and all at once, copies within a device's memory, and a
 matrix product per dtype are timed for a fraction of a second each; the whole takes less than ten
 seconds. The result is kept in the user's cache folder under the devices' name and number and the
-version of torch. Nothing is measured when this module is imported.
+version of torch. Whether devices reach each other is asked of their driver each time. Nothing is
+measured when this module is imported.
 
 Measured rates are reached, not peaks, so the efficiencies of matrix products and of memory are 1;
 that of attention is its ratio to matrix products on an RTX 4090 (docs/planning.md).
@@ -18,13 +19,14 @@ import platform
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from roundpipe_lightning.engine.host import UNKNOWN_BYTES, host_bytes
+from roundpipe_lightning.engine.peers import all_reach
 from roundpipe_lightning.errors import HardwareError
 from roundpipe_lightning.planning.hardware import Efficiency, HardwareSpec, MatrixRates
 from roundpipe_lightning.planning.hardware_files import (
@@ -76,7 +78,7 @@ def probe_hardware(
     machine = _Machine.found(num_workers)
     path = (folder or cache_folder()) / f"{machine.key}.json"
     if not fresh and (known := _read(path)) is not None:
-        return known
+        return replace(known, devices_reach_each_other=machine.reaches_itself)
     try:
         spec = machine.measured()
     finally:
@@ -148,6 +150,11 @@ class _Machine:
         return self.devices[0].type == "cpu"
 
     @property
+    def reaches_itself(self) -> bool:
+        """Whether all accelerators reach each other's memory."""
+        return not self.is_cpu and all_reach(self.devices)
+
+    @property
     def key(self) -> str:
         """Name of the file with its measurement."""
         words = [self.name, f"x{self.num_workers}", f"torch-{torch.__version__}"]
@@ -177,6 +184,7 @@ class _Machine:
             root_download_bytes_per_second=max(down, _transfer_rate(self.devices, upload=False)),
             host_bytes=host_bytes() or UNKNOWN_BYTES,
             host_bytes_per_second=host_rate,
+            devices_reach_each_other=self.reaches_itself,
             efficiency=_efficiency(),
         )
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.errors import FitError, PlanError
-from roundpipe_lightning.planning.costs import StageCosts, stage_costs
+from roundpipe_lightning.planning.boundaries import boundary_route, hop_seconds
+from roundpipe_lightning.planning.costs import BoundaryRoute, StageCosts, stage_costs
 from roundpipe_lightning.planning.evaluate import Evaluator, Floats, PartitionTable
 from roundpipe_lightning.planning.footprint import Footprint
 from roundpipe_lightning.planning.hardware import HardwareSpec
@@ -76,7 +77,7 @@ class Case:
         request: What is wanted.
         limits: Blocks per stage at most, other stages as small as they may be.
         joint_limits: Blocks per stage at most, all stages together.
-        hop_seconds: From one worker to another.
+        hop_seconds: From one worker to another, at least.
         known_even: Even partitions by their limits, which cases of the same model share.
     """
 
@@ -196,7 +197,7 @@ class Case:
     def simulate(self, layout: PipelineLayout, *, num_batches: int | None = None) -> Prediction:
         """Simulate a layout, with all its transfers where there are any."""
         schedule = self.schedule(layout.partition, num_batches=num_batches)
-        costs = self.costs(layout.partition)
+        costs = self.costs(layout)
         if self.hardware.shares_host_memory:
             timeline = simulate(schedule, partition=layout.partition, costs=costs)
         else:
@@ -216,14 +217,16 @@ class Case:
         """Actions of a simulation."""
         return partition.num_stages * self.travel.num_microbatches * self.travel.num_batches
 
-    def costs(self, partition: Partition) -> StageCosts:
-        """Return what the stages cost."""
+    def costs(self, layout: PipelineLayout) -> StageCosts:
+        """Return what a layout's stages and hops cost."""
+        route = boundary_route(self.footprint, layout)
         return stage_costs(
             self.profile,
-            partition=partition,
-            hop_seconds=self.hop_seconds,
+            partition=layout.partition,
+            hop_seconds=_hop_seconds(self.footprint, self.request, route=route),
             recompute_start=self.request.recompute_start,
             recompute=self.travel.recompute,
+            route=route,
         )
 
     def schedule(self, partition: Partition, *, num_batches: int | None = None) -> Schedule:
@@ -257,6 +260,8 @@ def find_cases(
     footprints = {
         count: Footprint(profiles(count), hardware=hardware) for count in request.microbatch_choices
     }
+    reach = hardware.devices_reach_each_other
+    quickest = BoundaryRoute.DIRECT if reach else BoundaryRoute.THROUGH_HOST
     known_even: dict[int, dict[StageLimits, tuple[Candidate, ...]]] = {
         count: {} for count in footprints
     }
@@ -276,7 +281,7 @@ def find_cases(
                 request=request,
                 limits=limits,
                 joint_limits=_limits(footprint, travel, request, limits_within) or limits,
-                hop_seconds=_hop_seconds(footprint, request),
+                hop_seconds=_hop_seconds(footprint, request, route=quickest),
                 known_even=known_even[travel.num_microbatches],
             )
         )
@@ -321,11 +326,10 @@ def _limits(
     )
 
 
-def _hop_seconds(footprint: Footprint, request: PlanningRequest) -> float:
+def _hop_seconds(footprint: Footprint, request: PlanningRequest, *, route: BoundaryRoute) -> float:
     if request.hop_seconds is not None:
         return request.hop_seconds
-    size, hardware = footprint.boundary_bytes, footprint.hardware
-    return hardware.download_seconds(size) + hardware.upload_seconds(size)
+    return hop_seconds(footprint.hardware, footprint.boundary_bytes, route=route)
 
 
 def travels(hardware: HardwareSpec, request: PlanningRequest, *, num_batches: int) -> list[Travel]:

@@ -23,6 +23,19 @@ class RecomputeStart(Enum):
     """When the gradient has arrived: workers that run an action in one go, such as CPU workers."""
 
 
+class BoundaryRoute(Enum):
+    """What goes directly from device to device."""
+
+    THROUGH_HOST = "through_host"
+    """Nothing."""
+
+    GRADIENTS_DIRECT = "gradients_direct"
+    """Gradients; for boundaries there is no room."""
+
+    DIRECT = "direct"
+    """Boundaries, kept attention outputs and gradients."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionCost:
     """Duration of a stage for one microbatch.
@@ -55,12 +68,14 @@ class StageCosts:
         backward: Per FUSED and BACKWARD stage, in the order of `Partition.backward`.
         hop_seconds: Time for a boundary or gradient to get from one worker to another.
         recompute_start: When a recompute may begin.
+        route: The way that boundaries take, which the hop is of.
     """
 
     forward: tuple[ActionCost, ...]
     backward: tuple[ActionCost, ...]
     hop_seconds: float = 0.0
     recompute_start: RecomputeStart = RecomputeStart.EARLY
+    route: BoundaryRoute = BoundaryRoute.THROUGH_HOST
 
     def of(self, kind: StageKind, index: int) -> ActionCost:
         """Return one stage's cost."""
@@ -79,6 +94,7 @@ def stage_costs(
     hop_seconds: float = 0.0,
     recompute_start: RecomputeStart = RecomputeStart.EARLY,
     recompute: RecomputePolicy = RecomputePolicy.FULL,
+    route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
 ) -> StageCosts:
     """Add up the blocks of every stage.
 
@@ -91,6 +107,7 @@ def stage_costs(
         hop_seconds: Time from one worker to another.
         recompute_start: When a recompute may begin.
         recompute: What BACKWARD stages start from.
+        route: The way that boundaries take.
 
     Raises:
         PlanError: If the partition is for another number of blocks.
@@ -104,6 +121,7 @@ def stage_costs(
         backward=tuple(costs[partition.num_forward :]),
         hop_seconds=hop_seconds,
         recompute_start=recompute_start,
+        route=route,
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from roundpipe_lightning.planning.boundaries import boundary_route
 from roundpipe_lightning.planning.fit import TrainingJob
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.layout import PipelineLayout
 from roundpipe_lightning.planning.memory import MemoryNeed, MemoryReport
-from roundpipe_lightning.planning.moves import stage_bytes
+from roundpipe_lightning.planning.moves import worker_visits
 from roundpipe_lightning.planning.plan import Plan
 from roundpipe_lightning.planning.predict import StepPrediction, predict_step
 from roundpipe_lightning.planning.profile import ModelProfile
@@ -17,10 +18,16 @@ from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.stages import StageKind
 from roundpipe_lightning.planning.work import WorkProfile
 
-MOVED = ("weights", "gradients", "boundaries_up", "boundaries_down")
+MOVED = ("weights", "gradients", "boundaries_up", "boundaries_down", "boundaries_direct")
 """What `PlanDescription.moved` counts, in the order in which it is named."""
 
-_MOVED_NAMES = ("weights up", "gradients down", "boundaries up", "boundaries down")
+_MOVED_NAMES = (
+    "weights up",
+    "gradients down",
+    "boundaries up",
+    "boundaries down",
+    "boundaries from device to device",
+)
 _POLICIES = {
     RecomputePolicy.FULL: "backward stages run their blocks again",
     RecomputePolicy.SELECTIVE: "backward stages run their blocks again, but for attention",
@@ -92,19 +99,22 @@ class PlanDescription:
         job, layout = self.job, self.layout
         if job.hardware.shares_host_memory:
             return dict.fromkeys((*MOVED, "weights_saved"), 0.0)
-        profile = job.memory.footprint(job.shape).profile
-        each = [
-            stage_bytes(
-                profile, stage=stage, partition=layout.partition, recompute=layout.recompute
-            )
-            for stage in layout.partition.stages()
-        ]
-        count = job.step_microbatches
+        footprint = job.memory.footprint(job.shape)
+        rows = worker_visits(
+            self.plan.schedule,
+            partition=layout.partition,
+            profile=footprint.profile,
+            recompute=layout.recompute,
+            route=boundary_route(footprint, layout),
+        )
+        each = [visit for row in rows for visit in row]
+        count = job.step_microbatches / layout.num_microbatches
         sizes = (
             self.prediction.uploaded_bytes,
             self.prediction.downloaded_bytes,
             float(count * sum(moved.input_bytes for moved in each)),
             float(count * sum(moved.output_bytes for moved in each)),
+            float(count * sum(moved.direct_bytes for moved in each)),
         )
         without = job.predict(replace(layout, resident=())) if layout.resident else self.prediction
         saved = without.uploaded_bytes - self.prediction.uploaded_bytes
@@ -156,6 +166,7 @@ class PlanDescription:
         sizes = ", ".join(
             f"{size_text(moved[key])} of {name}"
             for key, name in zip(MOVED, _MOVED_NAMES, strict=True)
+            if moved[key] or key != "boundaries_direct"
         )
         return f"Moved per step: {sizes}"
 

@@ -139,6 +139,8 @@ class HardwareSpec:
         host_bytes_per_second: Bandwidth of the host's memory, for everything together.
         shares_host_memory: Whether the devices compute in host memory, as CPU workers do: nothing
             is copied, and `device_bytes` is a part of `host_bytes`.
+        devices_reach_each_other: Whether each device's driver copies from every other one's memory
+            without the host, as `torch.cuda.can_device_access_peer` says.
         efficiency: What share of the rates is reached.
 
     Raises:
@@ -159,6 +161,7 @@ class HardwareSpec:
     host_bytes: int
     host_bytes_per_second: float
     shares_host_memory: bool = False
+    devices_reach_each_other: bool = False
     efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
@@ -169,10 +172,9 @@ class HardwareSpec:
                 _check_count(field.name, value)
             elif field.name.endswith("_per_second"):
                 _check_positive(field.name, value)
-        if not isinstance(self.shares_host_memory, bool):
-            raise HardwareError(
-                f"shares_host_memory={self.shares_host_memory!r}: give true or false."
-            )
+        for name in ("shares_host_memory", "devices_reach_each_other"):
+            if not isinstance(getattr(self, name), bool):
+                raise HardwareError(f"{name}={getattr(self, name)!r}: give true or false.")
 
     @property
     def num_roots(self) -> int:

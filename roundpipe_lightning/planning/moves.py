@@ -8,9 +8,11 @@ is uploaded, at the block's first visit of the step, because it has changed sinc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from roundpipe_lightning.planning.boundaries import DirectCopies
+from roundpipe_lightning.planning.costs import BoundaryRoute
 from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.recompute import RecomputePolicy
 from roundpipe_lightning.planning.schedule import Action, Schedule
@@ -43,8 +45,9 @@ class Visit:
         actions: What runs.
         weight_bytes: Parameters that are uploaded.
         gradient_bytes: Gradients that are downloaded.
-        input_bytes: What all its actions need.
-        output_bytes: What all its actions hand on.
+        input_bytes: What all its actions need from the host.
+        output_bytes: What all its actions hand on by way of the host.
+        direct_bytes: What all its actions need from other devices, by one copy.
     """
 
     stage: Stage
@@ -53,6 +56,7 @@ class Visit:
     gradient_bytes: int
     input_bytes: int
     output_bytes: int
+    direct_bytes: int = 0
 
 
 def stage_parts(profile: ModelProfile, *, stage: Stage, partition: Partition) -> list[BlockProfile]:
@@ -113,6 +117,7 @@ def worker_visits(
     profile: ModelProfile,
     recompute: RecomputePolicy = RecomputePolicy.FULL,
     resident: Sequence[Sequence[int]] = (),
+    route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
 ) -> list[list[Visit]]:
     """Return every worker's visits in order.
 
@@ -122,6 +127,7 @@ def worker_visits(
         profile: What they weigh.
         recompute: What BACKWARD stages start from.
         resident: Blocks that stay on each worker; empty: none.
+        route: The way that boundaries take.
     """
     moved = {
         (stage.kind, stage.index): (
@@ -130,10 +136,31 @@ def worker_visits(
         )
         for stage in partition.stages()
     }
-    return [
+    rows = [
         _visits(row, moved, profile=profile, resident=set(resident[worker]) if resident else set())
         for worker, row in enumerate(schedule.workers)
     ]
+    if route is BoundaryRoute.THROUGH_HOST:
+        return rows
+    copies = DirectCopies(
+        schedule, partition=partition, profile=profile, recompute=recompute, route=route
+    )
+    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
+    return [[_directly(visit, copies, boundary, route) for visit in row] for row in rows]
+
+
+def _directly(
+    visit: Visit, copies: DirectCopies, boundary_bytes: int, route: BoundaryRoute
+) -> Visit:
+    """Take from a visit what does not pass the host."""
+    kind, direct = visit.stage.kind, copies.num_bytes(visit.stage, visit.actions)
+    if route is BoundaryRoute.DIRECT:
+        return replace(visit, input_bytes=0, output_bytes=0, direct_bytes=direct)
+    if kind is StageKind.BACKWARD:
+        inputs = visit.input_bytes - len(visit.actions) * boundary_bytes  # the gradient
+        return replace(visit, input_bytes=inputs, output_bytes=0, direct_bytes=direct)
+    outputs = 0 if kind is StageKind.FUSED else visit.output_bytes
+    return replace(visit, output_bytes=outputs)
 
 
 def _visits(

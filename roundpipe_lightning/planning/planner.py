@@ -144,7 +144,7 @@ def _planned(
         found = case.simulate(found.layout, num_batches=request.num_batches)
     return PlannedTraining(
         plan=_plan(case, found),
-        costs=case.costs(found.layout.partition),
+        costs=case.costs(found.layout),
         timeline=found.timeline,
     )
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+from roundpipe_lightning.planning.boundaries import boundary_route, hop_seconds
 from roundpipe_lightning.planning.costs import ActionCost, StageCosts, stage_costs
+from roundpipe_lightning.planning.footprint import Footprint
 from roundpipe_lightning.planning.hardware import HardwareSpec
 from roundpipe_lightning.planning.layout import PipelineLayout
 from roundpipe_lightning.planning.moves import Visit, worker_visits
@@ -189,13 +191,14 @@ class _Run:
     def _costs(self) -> StageCosts:
         """What stages cost, the expansion of compressed weights spread over a round."""
         partition = self.layout.partition
-        boundary = max((block.boundary_bytes for block in self.profile.blocks), default=0)
+        footprint = Footprint(self.stored, hardware=self.hardware)
+        route = boundary_route(footprint, self.layout)
         costs = stage_costs(
             self.profile,
             partition=partition,
-            hop_seconds=self.hardware.download_seconds(boundary)
-            + self.hardware.upload_seconds(boundary),
+            hop_seconds=hop_seconds(self.hardware, footprint.boundary_bytes, route=route),
             recompute=self.layout.recompute,
+            route=route,
         )
         extra = [self._expansion(stage) for stage in partition.stages()]
         return replace(

@@ -23,8 +23,8 @@ class PlanningRequest:
         round_sizes: Round sizes to choose from; empty: the whole batch, and one per worker.
         limits: Blocks per stage at most, whatever would fit; None: what fits the devices' memory.
         partitions: Partitions to choose from; empty: the search finds them.
-        hop_seconds: From one worker to another; None: a download and an upload of the largest
-            boundary.
+        hop_seconds: From one worker to another; None: that of the largest boundary, by way of the
+            host (a download and an upload) or directly (`BoundaryRoute`).
         recompute_start: When the workers begin a recompute.
         recompute: What BACKWARD stages may start from. Without NONE there is a BACKWARD stage,
             without the others there is none. Of several SELECTIVE is chosen where it saves enough.

@@ -16,9 +16,10 @@ download                     [ G0  ]         [ G1 ..
 
 Boundaries go first on the same links. Their latency is the hop, and their bytes are charged to the
 link by adding those of a visit to the weights that are uploaded behind it and to the gradients that
-are downloaded behind it. Links share the bandwidth of their root of the bus and of the host's
-memory evenly. Workers begin with empty slots; a timeline's makespan counts from the first action,
-so the first block's first upload is not in it.
+are downloaded behind it. Copies from device to device are charged to the receiver's uploads, and
+not to anybody's downloads (`BoundaryRoute`). Links share the bandwidth of their root of the bus and
+of the host's memory evenly. Workers begin with empty slots; a timeline's makespan counts from the
+first action, so the first block's first upload is not in it.
 
 A visit's first action begins with the weights of its first block, as the engine does, and waits
 for those of the others inside: what runs forward (a recompute, too) ends no sooner than the last
@@ -66,7 +67,7 @@ def simulate_transfers(
     Args:
         schedule: Every worker's actions in order; must be valid.
         partition: The stages.
-        costs: What they cost, and what a hop costs.
+        costs: What they cost, the way that boundaries take, and what a hop costs.
         profile: What they weigh.
         hardware: The links and the host's memory.
         weight_slots: Stages whose weights a worker holds at once: 2, or 1 for no prefetch.
@@ -77,7 +78,12 @@ def simulate_transfers(
         PlanError: If the schedule deadlocks.
     """
     visits = worker_visits(
-        schedule, partition=partition, profile=profile, recompute=recompute, resident=resident
+        schedule,
+        partition=partition,
+        profile=profile,
+        recompute=recompute,
+        resident=resident,
+        route=costs.route,
     )
     run = _Run(
         visits, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
@@ -377,7 +383,7 @@ def _transfers(visits: Sequence[Visit], *, partition: Partition, costs: StageCos
                 num_blocks=num_blocks,
             )
         )
-        boundary_bytes = visit.input_bytes
+        boundary_bytes = visit.input_bytes + visit.direct_bytes
     return found
 
 

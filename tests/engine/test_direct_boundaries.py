@@ -9,6 +9,9 @@ from roundpipe_lightning.engine.device import Device
 from roundpipe_lightning.engine.emulated_server import EmulatedServer
 from roundpipe_lightning.engine.emulated_time import EmulatedTiming
 from roundpipe_lightning.engine.protocol import ProtocolChecker
+from roundpipe_lightning.planning.costs import BoundaryRoute
+from roundpipe_lightning.planning.moves import worker_visits
+from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
 from tests.engine.tiny import (
     Regressor,
     differences,
@@ -74,3 +77,28 @@ def test_gradients_go_directly_where_boundaries_have_no_room(
     assert set(on_host) == {one}
     assert len(on_host) == NUM_MICROBATCHES * (len(stack.blocks) + 1)  # and no gradient
     assert sum(traffic.direct_bytes for traffic in result.traffic) >= NUM_MICROBATCHES * one
+
+
+def test_the_planner_counts_copies_that_are_made() -> None:
+    module, batches = Regressor(4), regression_batches(NUM_MICROBATCHES)
+    stack = layers_of(module)
+    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES)
+    timing = EmulatedTiming(direct_bytes_per_second=1e9)
+    with EmulatedServer(2, timing=timing, checker=ProtocolChecker(), poison=True) as server:
+        result = engine_step(module, stack, plan, batches, devices=[*server.devices])
+    size = batches[0][0].nbytes
+    block = BlockProfile(
+        name="block", forward_seconds=1.0, backward_seconds=1.0, boundary_bytes=size
+    )
+    profile = ModelProfile(blocks=(block,) * len(stack.blocks), fingerprint="")
+    rows = worker_visits(
+        plan.schedule, partition=plan.partition, profile=profile, route=BoundaryRoute.DIRECT
+    )
+    counted = [sum(visit.direct_bytes for visit in row) for row in rows]
+    made = [traffic.direct_bytes for traffic in result.traffic]
+    assert min(counted) > 0
+    # What is sent ahead to a turn that does not take it is not counted: one boundary here.
+    assert all(
+        few <= many <= few + NUM_MICROBATCHES * size
+        for few, many in zip(counted, made, strict=True)
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,7 +83,14 @@ def test_accelerators_are_measured_alone_and_at_once(
         monkeypatch.setattr(
             torch.accelerator, name, functools.partial(given_back.append, name), raising=False
         )
+    reached: set[tuple[int, int]] = {(0, 1)}
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b.index) in reached
+    )
     spec = probe_hardware(folder=tmp_path)
+    assert not spec.devices_reach_each_other
+    reached.update(itertools.permutations(range(4), 2))
+    assert probe_hardware(folder=tmp_path) == replace(spec, devices_reach_each_other=True)
     assert given_back == ["empty_cache", "empty_host_cache"]
     assert (spec.device_name, spec.num_devices) == ("Fast 1", 4)
     assert spec.device_bytes == 24 * 2**30
