@@ -364,9 +364,12 @@ class RoundPipeStrategy(CheckpointingStrategy):
         options = self._options
         if not self._module.automatic_optimization:
             options = replace(options, num_microbatches=1)
+        devices = self._devices()
+        if not all(device.shares_host_memory for device in devices):
+            checks.check_steps(self._module, trainer.state.fn)
         self._session = Session(
             self._module,
-            devices=self._devices(),
+            devices=devices,
             precision=self.precision_plugin,
             options=options,
             given_plan=self._given_plan,

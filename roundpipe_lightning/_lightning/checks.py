@@ -7,19 +7,28 @@ flag and the way out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.view import is_compiled
+from roundpipe_lightning.engine.view import is_compiled, is_rebound
 from roundpipe_lightning.errors import ConfigurationError
+
+_STEPS: Mapping[TrainerFn | None, Sequence[str]] = {
+    None: (),
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
 
 
 def check_trainer_flags(
@@ -97,6 +106,31 @@ def check_module(module: LightningModule, *, num_microbatches: int | str) -> Non
             "RoundPipeStrategy(num_microbatches=1) or leave it out, or use automatic optimization "
             "(one optimizer; gradient clipping and accumulation are flags of the Trainer)."
         )
+
+
+def check_steps(module: LightningModule, what: TrainerFn | None) -> None:
+    """Refuse functions in place of steps that get past the views of the module.
+
+    On CPU workers they are right, if slow: parameters and buffers lie where the module has them.
+
+    Args:
+        module: The user's module.
+        what: What the Trainer is about to do with it.
+
+    Raises:
+        ConfigurationError: One is a function that is not bound to the module.
+    """
+    for name in _STEPS[what]:
+        step = vars(module).get(name)
+        if step is not None and not is_rebound(step, module):
+            kind = type(module).__name__
+            raise ConfigurationError(
+                f"{kind}.{name} was replaced on the object by a function that is not bound to it. "
+                "It would run the module itself and not the part of it that is on a device: no "
+                "block would run in its stage. Write a function whose first argument is the module "
+                f"and bind it, module.{name} = types.MethodType(function, module), or override "
+                f"{name} in a subclass."
+            )
 
 
 def tell_of_compiled_modules(module: LightningModule) -> None:

@@ -19,6 +19,7 @@ parameters of experts) gives it to the view alone.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import types
@@ -199,10 +200,29 @@ def _is_entry(module: nn.Module, name: str) -> bool:
 
 
 def _rebound(value: Any, original: object, view: object) -> Any:
-    """Return a method of the original (a patched `forward`, say) bound to the view."""
+    """Return a method of the original (a patched `forward`, say) bound to the view.
+
+    Also where a `functools.partial` calls it, or is given it or the original as an argument.
+    """
     if isinstance(value, types.MethodType) and value.__self__ is original:
         return types.MethodType(value.__func__, view)
+    if type(value) is partial:
+        func = _rebound(value.func, original, view)
+        args = [_in_its_place(given, original, view) for given in value.args]
+        kwargs = {k: _in_its_place(given, original, view) for k, given in value.keywords.items()}
+        same = func is value.func and all(map(operator.is_, args, value.args))
+        if not same or any(kwargs[key] is not given for key, given in value.keywords.items()):
+            return partial(func, *args, **kwargs)
     return value
+
+
+def _in_its_place(value: Any, original: object, view: object) -> Any:
+    return view if value is original else _rebound(value, original, view)
+
+
+def is_rebound(value: object, module: nn.Module) -> bool:
+    """Say whether what was put onto a module is called with the view where the module has one."""
+    return _rebound(value, module, object()) is not value
 
 
 def put(view: Any, name: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning._lightning.machine import storage_of
 from roundpipe_lightning._lightning.resume import InexactResumeWarning
+from roundpipe_lightning.errors import ConfigurationError
+from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data, same_bits
 
 pytestmark = [
@@ -118,6 +121,16 @@ def test_an_interrupted_validation_is_counted_once(tmp_path: Path) -> None:
     assert resumed.fit_loop.state_dict()["epoch_progress"] == expected["epoch_progress"]
 
 
+def _beside(step: Any) -> Any:
+    """Return a function that knows the module from the step, not from an argument."""
+
+    @functools.wraps(step)
+    def wrapped(*arguments: Any) -> Any:
+        return step(*arguments)
+
+    return wrapped
+
+
 @pytest.mark.filterwarnings("ignore:The training step never ran the blocks")
 def test_a_step_that_was_put_onto_the_module_logs_once_per_batch(tmp_path: Path) -> None:
     def metrics(module: Regressor) -> Any:
@@ -129,6 +142,45 @@ def test_a_step_that_was_put_onto_the_module_logs_once_per_batch(tmp_path: Path)
     torch.manual_seed(4)
     module = Regressor()
     wrapped = copy.deepcopy(module)
-    wrapped.training_step = functools.partial(wrapped.training_step)  # type: ignore[method-assign]
+    wrapped.training_step = _beside(wrapped.training_step)  # type: ignore[method-assign]
     assert metrics(wrapped) == metrics(module)
     assert "log" not in vars(wrapped)
+
+
+def _called(step: Any, times: list[int], *arguments: Any) -> Any:
+    times.append(len(times))
+    return step(*arguments)
+
+
+def _of_module(module: Any, *arguments: Any) -> Any:
+    return type(module).training_step(module, *arguments)
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        lambda module: types.MethodType(_of_module, module),
+        lambda module: functools.partial(module.training_step),
+        lambda module: functools.partial(_called, module.training_step, []),
+        lambda module: functools.partial(_of_module, module),
+    ],
+)
+def test_a_step_that_was_bound_to_the_module_runs_in_stages(tmp_path: Path, bound: Any) -> None:
+    module = Regressor()
+    module.training_step = bound(module)  # type: ignore[method-assign]
+    strategy = EmulatedStrategy(num_microbatches=2)
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
+    trainer.fit(module, regression_data())  # a step that runs no blocks would warn
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])
+def test_a_step_that_knows_nothing_of_devices_is_refused(tmp_path: Path, name: str) -> None:
+    module = Regressor()
+    setattr(module, name, _beside(getattr(module, name)))
+    trainer = make_trainer(tmp_path, strategy=EmulatedStrategy(num_microbatches=2), devices=2)
+    run = {"test_step": trainer.test, "predict_step": trainer.predict}.get(name, trainer.fit)
+    with pytest.raises(ConfigurationError, match=rf"Regressor\.{name} was replaced on the object"):
+        run(module, regression_data())  # type: ignore[operator]
+    on_host = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=1)
+    if name in ("test_step", "predict_step"):
+        getattr(on_host, name.removesuffix("_step"))(module, regression_data())
