@@ -44,4 +44,4 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_register()
+_register(RoundPipeStrategy, name=RoundPipeStrategy.strategy_name)

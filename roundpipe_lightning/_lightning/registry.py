@@ -7,32 +7,35 @@ from typing import Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRICS_REGISTRY
 from lightning.fabric.strategies.strategy import Strategy as FabricsStrategy
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from roundpipe_lightning._lightning.checks import refuse_fabric
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy import RoundPipeStrategy
 
 
-def register() -> None:
+def register(strategy: type[Strategy], *, name: str) -> None:
     """Enter the strategy's name; doing so twice changes nothing.
 
     `pytorch_lightning` is a class tree of its own, which cannot use a strategy of `lightning`.
     Where it has been imported, it is told the name too, to say so. Fabric is told the name and the
     class, for the same reason: an instance that it takes for one of its own reaches the refusal.
+
+    Args:
+        strategy: The class.
+        name: What `Trainer(strategy=...)` calls it.
     """
-    if RoundPipeStrategy.strategy_name not in StrategyRegistry:
+    if name not in StrategyRegistry:
         StrategyRegistry.register(
-            RoundPipeStrategy.strategy_name,
-            RoundPipeStrategy,
+            name,
+            strategy,
             description="Round-robin pipeline over stateless workers, model state in host memory",
         )
-    if RoundPipeStrategy.strategy_name not in FABRICS_REGISTRY:
-        FABRICS_REGISTRY.register(RoundPipeStrategy.strategy_name, refuse_fabric)
-    FabricsStrategy.register(RoundPipeStrategy)
+    if name not in FABRICS_REGISTRY:
+        FABRICS_REGISTRY.register(name, refuse_fabric)
+    FabricsStrategy.register(strategy)
     foreign = getattr(sys.modules.get("pytorch_lightning.strategies"), "StrategyRegistry", None)
-    if foreign is not None and RoundPipeStrategy.strategy_name not in foreign:
-        foreign.register(RoundPipeStrategy.strategy_name, _refuse_pytorch_lightning)
+    if foreign is not None and name not in foreign:
+        foreign.register(name, _refuse_pytorch_lightning)
 
 
 def _refuse_pytorch_lightning(**_: Any) -> NoReturn:

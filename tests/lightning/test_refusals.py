@@ -42,7 +42,7 @@ class _Steps(Regressor):
 def test_name_is_registered_once(tmp_path: Path) -> None:
     assert roundpipe_lightning.RoundPipeStrategy is RoundPipeStrategy
     before = dict(StrategyRegistry["roundpipe"])
-    register()
+    register(RoundPipeStrategy, name="roundpipe")
     assert StrategyRegistry["roundpipe"] == before
     trainer = make_trainer(tmp_path, strategy="roundpipe", devices=3)
     assert isinstance(trainer.strategy, RoundPipeStrategy)
@@ -58,8 +58,8 @@ def test_pytorch_lightning_is_told_to_refuse(monkeypatch: pytest.MonkeyPatch) ->
     foreign = types.ModuleType("pytorch_lightning.strategies")
     foreign.StrategyRegistry = registry  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pytorch_lightning.strategies", foreign)
-    register()
-    register()
+    register(RoundPipeStrategy, name="roundpipe")
+    register(RoundPipeStrategy, name="roundpipe")
     with pytest.raises(ConfigurationError, match=r"import lightning\.pytorch as pl"):
         registry.get("roundpipe")
 

@@ -157,7 +157,9 @@ def test_fabric_is_refused_where_it_is_made(make: Callable[[], Any]) -> None:
 def test_pytorch_lightnings_trainer_is_refused() -> None:
     import pytorch_lightning  # `lightning` installs it
 
-    register()  # as an import after that of pytorch_lightning does
+    register(
+        RoundPipeStrategy, name="roundpipe"
+    )  # as an import after that of pytorch_lightning does
     with pytest.raises(ConfigurationError, match=r"Write `import lightning\.pytorch as pl`"):
         pytorch_lightning.Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
     with pytest.raises(ValueError, match=r"RoundPipeStrategy, a strategy for lightning\.pytorch"):
