@@ -29,6 +29,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from roundpipe_lightning._lightning import readers
+from roundpipe_lightning._lightning.data_readers import data_that_reads
 from roundpipe_lightning._lightning.training import WaitingStep
 from roundpipe_lightning.engine.notes import add_note
 from roundpipe_lightning.engine.separable import has_hooks, why_whole
@@ -175,6 +176,8 @@ class Updates:
         self._begins_early = begins_early and overlaps
         self._are_written = are_written
         self._whole = {optimizer: why_whole(optimizer) for optimizer in optimizers if overlaps}
+        self._loader: Any = None
+        self._reading_data: list[Any] = []
         self._front = JoinBeforeReaders(self)
         if overlaps:
             self._callbacks.insert(0, self._front)
@@ -240,9 +243,27 @@ class Updates:
             return result
         with self._begun(optimizer), self._submitting(optimizer):
             result = make(closure_then)
-        if self._callbacks[:1] != [self._front] or any(readers.readers_at_once(self._trainer)):
+        if (
+            self._callbacks[:1] != [self._front]
+            or any(readers.readers_at_once(self._trainer))
+            or self._data_reads()
+        ):
             self.join()
         return result
+
+    def _data_reads(self) -> bool:
+        """Say whether the next batch may be made of parameters."""
+        loader = self._trainer.fit_loop._combined_loader  # noqa: SLF001
+        if loader is not self._loader:
+            self._loader, self._reading_data = loader, [*data_that_reads(self._trainer)]
+            for owner in self._reading_data:
+                rank_zero_info(
+                    "The optimizer's step is waited for before the next batch is fetched: "
+                    f"{type(owner).__name__} knows the module and may look at parameters. If it "
+                    "does not, say so with its class's attribute `reads_parameters = False`; see "
+                    "docs/updates.md."
+                )
+        return bool(self._reading_data)
 
     def _is_divisible(self, optimizer: Optimizer) -> bool:
         if not self._overlaps or has_hooks(optimizer):
