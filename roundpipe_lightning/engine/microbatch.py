@@ -322,6 +322,7 @@ class Microbatch:
                 run.end_user_code()
             self.links = run.links()
             self.num_streamed = sum(call.place.position is None for call in run.calls)
+        user.check_unwritten()
         if context.backward:
             user.check_frozen()
         return without_phantoms(output)

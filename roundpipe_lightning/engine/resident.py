@@ -224,6 +224,10 @@ class ResidentBlocks:
         """Return what stands for a parameter here; None if no block here has it."""
         return self._leaves.get(parameter)
 
+    def original_of(self, leaf: Tensor) -> Tensor:
+        """Return the parameter for which something stands here; the tensor itself for no other."""
+        return next((p for p, known in self._leaves.items() if known is leaf), leaf)
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of what the leaves have accumulated."""

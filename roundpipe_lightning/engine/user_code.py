@@ -26,6 +26,7 @@ from roundpipe_lightning.engine.capture import Called, make_proxy, writes_first
 from roundpipe_lightning.engine.device import CpuDevice, Device
 from roundpipe_lightning.engine.gradients import Gradients
 from roundpipe_lightning.engine.modes import ModeStack
+from roundpipe_lightning.engine.parameter_writes import ParameterWrites, refuse_write
 from roundpipe_lightning.engine.randomness import RandomStream
 from roundpipe_lightning.engine.resident import PlacedBuffers, ResidentBlocks
 from roundpipe_lightning.engine.side_outputs import SideOutputs
@@ -93,6 +94,7 @@ class UserCode(TorchFunctionMode):
         self._devices = tuple(w.device for w in workers)
         self._host = CpuDevice()
         self._crosses = not all(device.shares_host_memory for device in self._devices)
+        self._parameter_writes = ParameterWrites(keeps_copies=self._crosses)
         self._active = False
         self._modes = ModeStack()
         self._classes = classes
@@ -180,13 +182,31 @@ class UserCode(TorchFunctionMode):
         """
         for (_, parameter), leaf in self._leaves.items():
             if leaf.requires_grad and not parameter.requires_grad:
-                name = next(n for n, p in self._module.named_parameters() if p is parameter)
+                name = self._name_of(parameter)
                 raise ConfigurationError(
                     f"training_step made {name!r} trainable (requires_grad_, or set_adapter of "
                     "peft). What is trained is settled before a step begins: do it in "
                     "on_train_batch_start or configure_model. Adapters that a step changes "
                     "between must all be trainable before it."
                 )
+
+    def check_unwritten(self) -> None:
+        """Raise if the code outside the blocks has written into a worker's copy of a parameter.
+
+        Raises:
+            ConfigurationError: Naming it.
+        """
+        for written in self._parameter_writes.take_written():
+            self._refuse_write(written)
+
+    def _refuse_write(self, written: Tensor) -> None:
+        originals = (p for (_, p), leaf in self._leaves.items() if leaf is written)
+        parameter = next(originals, written)
+        if parameter in self._masters:  # not of a module that the step has made
+            refuse_write(self._name_of(parameter))
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(n for n, p in self._module.named_parameters() if p is parameter)
 
     def take_gradients(self) -> dict[int, Gradients]:
         """Take the gradients of all leaves from them, by the number of the worker."""
@@ -259,8 +279,11 @@ class UserCode(TorchFunctionMode):
         try:
             with nullcontext() if self.stream is None else self.stream.block(number):
                 yield
+            for written in self._parameter_writes.take_written():
+                self._refuse_write(resident.original_of(written))
         finally:
             self._resident, self._gathers = None, False
+            self._parameter_writes.take_written()
 
     @property
     def runs_a_block(self) -> bool:
@@ -291,6 +314,8 @@ class UserCode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if (values := self._parameter_writes.note(func, args)) is not None:
+            return values
         if func is torch.autograd.grad and self._active and self.check_gradient is not None:
             self.check_gradient(args[0], args[1])
             return func(*args, **kwargs)
@@ -355,7 +380,7 @@ class UserCode(TorchFunctionMode):
         assert self._resident is not None, "a block runs"
         leaf = self._resident.leaf_of(value)
         if leaf is None:
-            name = next(n for n, p in self._module.named_parameters() if p is value)
+            name = self._name_of(value)
             raise CaptureError(
                 f"A block uses the parameter {name!r}, which is not registered in it: the worker "
                 "that runs the block does not have it. Register it in the block, or hand it to the "
