@@ -86,11 +86,16 @@ class LogSnapshot:
         return {"latest": _clone(self._latest), "results": results, "metrics": self._metrics}
 
 
+def set_latest(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Restore the latest values alone of what `log_state` returned."""
+    for name in _LATEST:
+        setattr(trainer._logger_connector, name, _clone(state["latest"][name]))  # noqa: SLF001
+
+
 def set_log_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Restore what `log_state` returned."""
     connector = trainer._logger_connector  # noqa: SLF001
-    for name in _LATEST:
-        setattr(connector, name, _clone(state["latest"][name]))
+    set_latest(trainer, state)
     connector._first_loop_iter = _first_loop_iter(trainer)  # noqa: SLF001
     metrics = metrics_of(trainer.lightning_module)
     results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001

@@ -25,6 +25,7 @@ from roundpipe_lightning._lightning.log_state import (
     LogSnapshot,
     log_state,
     metrics_of,
+    set_latest,
     set_log_state,
 )
 from roundpipe_lightning._lightning.loop_end import (
@@ -71,15 +72,19 @@ class ResumePoint:
         self._at_validation: HostRandomness | None = None
         self._quiet: Any = None
         self._limits: Limits | None = None
+        self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
 
     def begin(self) -> None:
         """Forget an earlier training."""
         self._loaded, self._stateful, self._logged_before = None, [], None
-        self._has_gradients = False
+        self._has_gradients, self._latest = False, None
 
     def end(self) -> None:
         """Put back what was changed in this process, and in the Trainer."""
         self._put_limits_back()
+        if self._latest is not None:  # no batch was left; a sanity check forgets what is logged
+            set_latest(*self._latest)
+            self._latest = None
         if self._quiet is not None and self._quiet in warnings.filters:
             warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]  # a list in CPython
         self._quiet = None
@@ -186,7 +191,7 @@ class ResumePoint:
         set_random_state(state["random_state"])
         if "place" not in state:
             return
-        self._loaded = state
+        self._loaded, self._latest = state, (trainer, state["logged"])
         fit_loop = loops.get("fit_loop", {}).get("state_dict", {})
         self._stateful = list(fit_loop.get("combined_loader", ()))
         settle_progress(trainer, Place(state["place"]))
@@ -203,7 +208,7 @@ class ResumePoint:
 
     def training_begins(self, trainer: Trainer) -> None:
         """Restore the rest, when the data is set up and before the first batch."""
-        state, self._loaded = self._loaded, None
+        state, self._loaded, self._latest = self._loaded, None, None
         self._metrics = metrics_of(trainer.lightning_module)
         combined = trainer.fit_loop._combined_loader  # noqa: SLF001
         assert combined is not None

@@ -115,6 +115,9 @@ class SaveEverywhere(Callback):
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         self._save(trainer, "on_train_epoch_end")
 
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        self._save(trainer, "on_train_end")
+
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
         self._save(trainer, "on_before_zero_grad")
 

@@ -125,6 +125,18 @@ def test_after_the_last_step(tmp_path: Path, limit: str) -> None:
         assert_same_end(run, expected, moment)
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_steps": 4}])
+def test_a_training_that_has_ended_still_has_its_metrics(
+    tmp_path: Path, limit: dict[str, int]
+) -> None:
+    saver = _SaveLast(tmp_path, ["on_train_end"])
+    expected = train(tmp_path, seed=1, callbacks=[saver], **_options(**limit)).trainer
+    run = train(tmp_path, seed=9, path=saver.moments[-1].path, **_options(**limit)).trainer
+    assert "val_loss" in expected.callback_metrics
+    for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+        assert getattr(run, name) == getattr(expected, name)
+
+
 def test_a_higher_limit_outweighs_an_early_stop(tmp_path: Path) -> None:
     saver = _SaveLast(tmp_path, HOOKS)
     options = _options(max_epochs=2)
