@@ -121,7 +121,7 @@ def test_blocks_are_stepped_before_the_backward_pass_ends(kind: Any) -> None:
             assert names == {"head.weight", "head.bias", "tail.weight", "tail.bias"}
             finish(updater, optimizer, gradients)
             updater.join()
-            assert ran[-7:-4] == ["layers.2", "layers.1", "layers.0"], number
+            assert sorted(ran[-7:-4]) == ["layers.0", "layers.1", "layers.2"], number
             assert [span.name for span in updater.spans] == ran[-7:]
     for event in module.updated:
         event.set()
