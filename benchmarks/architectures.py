@@ -38,14 +38,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.auto import modeling_auto
 
-from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.chain.chain import Chain
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.profile import profile_module
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.schedule.plan import Plan
 
 SIZES = tiny_configs.TinySizes()
 NUM_WORKERS = 3

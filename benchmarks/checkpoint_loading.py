@@ -86,7 +86,7 @@ def measure(case: str, folder: Path) -> dict[str, Any]:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from roundpipe_lightning.engine.store import HostStore
+    from roundpipe_lightning.engine.store.host_store import HostStore
     from roundpipe_lightning.models.blocks import find_blocks
     from roundpipe_lightning.modules import ModelSource
 
@@ -125,7 +125,7 @@ def measure_export(case: str, folder: Path) -> dict[str, Any]:
     """Load in this process, open the host store, export, and report what exporting took."""
     import torch
 
-    from roundpipe_lightning.engine.store import HostStore
+    from roundpipe_lightning.engine.store.host_store import HostStore
     from roundpipe_lightning.models.export import ExportOptions, export_pretrained
     from roundpipe_lightning.modules import ModelSource
 

@@ -42,19 +42,23 @@ from published_bubbles import machine
 from published_timings import DEFAULT_TIMINGS, PublishedModel, PublishedTimings, load_timings
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.engine import Engine, StepResult
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.updates import Updater, UpdateUnit, update_units
-from roundpipe_lightning.planning.costs import stage_costs
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.planner import PlanningRequest, plan_of_one_batch, plan_training
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.timeline import Timeline
-from roundpipe_lightning.planning.transfers import simulate_transfers
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
+from roundpipe_lightning.planning.cost.costs import stage_costs
+from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.search.planner import (
+    PlanningRequest,
+    plan_of_one_batch,
+    plan_training,
+)
 
 BYTES_PER_BYTE = 10_000
 """Bytes of a model for each byte of the tiny one."""

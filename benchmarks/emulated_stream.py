@@ -29,16 +29,16 @@ from emulated_server import BYTES_PER_BYTE, Case, TimedModel, case_of, frozen_ob
 from published_timings import DEFAULT_TIMINGS, load_timings
 from torch import Tensor
 
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.pending import PendingStep
-from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.planning.costs import stage_costs
-from roundpipe_lightning.planning.rotation import rotated, turns_of_batch
-from roundpipe_lightning.planning.schedule import Action, Schedule
-from roundpipe_lightning.planning.timeline import Timeline
-from roundpipe_lightning.planning.transfers import simulate_transfers
+from roundpipe_lightning.engine.steps import PendingStep
+from roundpipe_lightning.planning.cost.costs import stage_costs
+from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
+from roundpipe_lightning.planning.schedule.rotation import rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
+from roundpipe_lightning.planning.schedule.timeline import Timeline
 
 WAYS = {"round_the_workers": True, "from_worker_0": False}
 _CHUNK_BYTES = 100_000_000
@@ -91,8 +91,8 @@ def starting(*, goes_round: bool) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch("roundpipe_lightning.engine.batches.turns_of_batch", return_value=0),
-        mock.patch("roundpipe_lightning.engine.logistics.turns_of_batch", return_value=0),
+        mock.patch("roundpipe_lightning.engine.engine.turns_of_batch", return_value=0),
+        mock.patch("roundpipe_lightning.engine.transfer.transfers.turns_of_batch", return_value=0),
     ):
         yield
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.profile import profile_module

@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_blocks

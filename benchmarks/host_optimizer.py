@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.optim import HostAdamW
-from roundpipe_lightning.engine.optim.numa import usable_processors
+from roundpipe_lightning.optim import HostAdamW
+from roundpipe_lightning.optim.threads import usable_processors
 
 BYTES_PER_PARAMETER = 2 + 2 * 4 + 4 * 4 + 2
 COPY_BYTES_PER_PARAMETER = 2 * 4

@@ -50,10 +50,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning import PipelineMonitor, PipelineTimeline, PlanReport, RoundPipeStrategy
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
-from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
 
 _WARMUP = 4  # batches, all of them with the callbacks
 

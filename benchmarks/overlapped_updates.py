@@ -42,15 +42,15 @@ from emulated_server import BYTES_PER_BYTE, Case, TimedModel, case_of
 from published_timings import DEFAULT_TIMINGS, load_timings
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import CpuDevice
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.updates import Updater, UpdateUnit, update_units
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 
 WAYS = ("none", "after", "exact", "early", "async")
 _NUM_UNMEASURED = 1

@@ -21,15 +21,15 @@ from typing import Any
 
 from published_timings import DEFAULT_TIMINGS, PublishedModel, PublishedTimings, load_timings
 
-from roundpipe_lightning.planning.costs import (
+from roundpipe_lightning.planning.cost.costs import (
     ActionCost,
     RecomputeStart,
     StageCosts,
     stage_costs,
 )
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.planner import PlannedTraining, PlanningRequest, plan_training
+from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
 from roundpipe_lightning.planning.published import (
     bound_partition,
     gpipe_schedule,
@@ -37,11 +37,15 @@ from roundpipe_lightning.planning.published import (
     looped_bfs_schedule,
     one_f_one_b_schedule,
 )
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.schedule import Schedule
-from roundpipe_lightning.planning.simulate import simulate
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.search.planner import (
+    PlannedTraining,
+    PlanningRequest,
+    plan_training,
+)
 
 _LINK_BYTES_PER_SECOND = 25e9
 _HOST_BYTES_PER_SECOND = 200e9

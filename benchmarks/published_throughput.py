@@ -25,21 +25,21 @@ from torch import nn
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.memory import MemoryModel
-from roundpipe_lightning.planning.partition import balanced_partition
-from roundpipe_lightning.planning.predict import PipelineLayout, UpdateTiming, predict_step
-from roundpipe_lightning.planning.profile import ModelProfile
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
-from roundpipe_lightning.planning.work import (
+from roundpipe_lightning.planning.cost.memory import MemoryModel
+from roundpipe_lightning.planning.cost.predict import PipelineLayout, UpdateTiming, predict_step
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.model.work import (
     BlockWork,
     MicrobatchShape,
     WorkProfile,
     time_model,
     work_seconds,
 )
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.partition import balanced_partition
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "conf" / "model"

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from decoder_sizes import Architecture
 
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile, fingerprint
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
 
 DEFAULT_TIMINGS = Path(__file__).parent / "published_pipeline_timings.yaml"
 _CONFIGS = Path(__file__).parents[1] / "conf" / "model"

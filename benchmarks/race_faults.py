@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from roundpipe_lightning.engine.device import CopyQueue
-from roundpipe_lightning.engine.emulated_server import EmulatedServer, ServedDevice
-from roundpipe_lightning.engine.events import DoneEvent, Event
+from roundpipe_lightning.emulation.server import EmulatedServer, ServedDevice
+from roundpipe_lightning.engine.device.base import CopyQueue
+from roundpipe_lightning.engine.device.events import DoneEvent, Event
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,17 +34,16 @@ from race_faults import FAULTS, Fault, ForgetfulServer
 from race_models import ModelSpec, PlainModel, RaceModel, make_batches, make_model
 from torch import Tensor
 
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker, ProtocolError
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.pending import PendingStep
-from roundpipe_lightning.engine.protocol import ProtocolChecker, ProtocolError
-from roundpipe_lightning.engine.result import StepResult
-from roundpipe_lightning.engine.updates import Updater, update_units
-from roundpipe_lightning.planning.cuts import call_lengths
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.engine.steps import PendingStep, StepResult
+from roundpipe_lightning.engine.update.updater import Updater, update_units
+from roundpipe_lightning.planning.schedule.cuts import call_lengths
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
 
 _NUM_STEPS = 2
 _NUM_STALE_STEPS = 4

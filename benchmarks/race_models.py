@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.chain import Chain, Link
-from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.capture.randomness import RandomLock, RandomStream
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
 
 WIDTH = 4
 _STEPS_PER_ONE = 1024.0

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 WAYS = ("exact", "async")
 _COLORS = {"exact": "#1f77b4", "async": "#d62728"}

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from roundpipe_lightning import PipelineTimeline, RoundPipeStrategy
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
-from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
 
 _NUM_DEVICES, _NUM_BLOCKS, _WIDTH = 4, 10, 64
 _FORWARD_SECONDS, _BACKWARD_SECONDS = 0.012, 0.024

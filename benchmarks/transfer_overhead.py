@@ -31,18 +31,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import CpuDevice
+from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.gradients import GradientLedger
-from roundpipe_lightning.engine.logistics import Logistics
-from roundpipe_lightning.engine.pending import PendingStep
-from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.traffic import StepVisits, WaitedFor
-from roundpipe_lightning.engine.visits import VisitPlan
+from roundpipe_lightning.engine.steps import PendingStep
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
+from roundpipe_lightning.engine.transfer.transfers import Logistics
+from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan
+from roundpipe_lightning.engine.transfer.worker_transfers import StepVisits, WaitedFor
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.stages import Stage, StageKind
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 BLOCKS = 4
 VISITS = 8

@@ -5,22 +5,22 @@ nothing else: no thread is started, no device is touched, no setting is changed.
 """
 
 from roundpipe_lightning import errors, optim
-from roundpipe_lightning._lightning.registry import register as _register
 from roundpipe_lightning.callbacks import (
     ExportPretrained,
     PipelineMonitor,
     PipelineTimeline,
     PlanReport,
 )
-from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.models.linear_cross_entropy import linear_cross_entropy
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
-from roundpipe_lightning.planning.profile import ModelProfile
-from roundpipe_lightning.planning.simulate import simulate
+from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.registry import register as _register
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 __all__ = [
     "ExportPretrained",

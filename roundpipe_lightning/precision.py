@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.optim.float32_step import (
+from roundpipe_lightning.engine.capture.randomness import mix
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.optim.float32_step import (
     keep_wide_state,
     rounds_itself,
     step_in_float32,
 )
-from roundpipe_lightning.engine.randomness import mix
-from roundpipe_lightning.errors import ConfigurationError
 
 _TRUE_DTYPES = {
     "32-true": torch.float32,

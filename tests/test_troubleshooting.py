@@ -96,6 +96,6 @@ def test_messages_are_found_where_they_are_raised() -> None:
     flag = found["num_nodes=…: strategy='roundpipe' runs in one process on one machine"]
     assert flag.kind == "ConfigurationError"
     assert flag.cure == "Set Trainer(num_nodes=1)."
-    assert flag.place.startswith("_lightning/checks.py:")
+    assert flag.place.startswith("strategy/checks.py:")
     assert any(message.kind == "NoBlocksWarning" for message in found.values())
     assert len(found) > 300

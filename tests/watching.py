@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from roundpipe_lightning.engine import running
-from roundpipe_lightning.engine.turns import Turns
+from roundpipe_lightning.engine import steps as running
+from roundpipe_lightning.engine.worker.turns import Turns
 
 PATIENCE_SECONDS = 60.0
 """For what comes at once, however busy the machine is."""

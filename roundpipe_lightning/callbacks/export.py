@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export_folder import check_replaceable
 from roundpipe_lightning.models.export_options import ExportOptions
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from roundpipe_lightning._lightning.host_memory import peak_host_bytes
 from roundpipe_lightning.callbacks.fetch_clock import FetchClock
 from roundpipe_lightning.callbacks.step_watch import StepWatch
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.batch_counts import count_batch
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.step_record import StepRecord
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.strategy.host_memory import peak_host_bytes
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _PREFIX = "roundpipe/"
 _GIB = 2**30

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from roundpipe_lightning._lightning.watching import PlanNews
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.description import (
+from roundpipe_lightning.planning.report.description import (
     count_text,
     machine_line,
     memory_lines,
     model_line,
 )
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.strategy.plan_listeners import PlanNews
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 
 class PlanReport(Callback):

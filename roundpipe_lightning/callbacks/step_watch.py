@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from roundpipe_lightning._lightning.watching import StepWatcher
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.plan_listeners import StepWatcher
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 
 class StepWatch:

@@ -10,16 +10,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from roundpipe_lightning.callbacks.step_watch import StepWatch
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts
-from roundpipe_lightning.planning.idle import idle_seconds
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.render import render_trace
-from roundpipe_lightning.planning.simulate import simulate
-from roundpipe_lightning.planning.stages import Stage
-from roundpipe_lightning.planning.step_record import StepRecord
-from roundpipe_lightning.planning.svg import render_svg
-from roundpipe_lightning.planning.timeline import Timeline
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
+from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.report.idle import idle_seconds
+from roundpipe_lightning.planning.report.render import render_trace
+from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.planning.report.svg import render_svg
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.stages import Stage
+from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _NUM_WARMUP_STEPS = 3
 _NUM_DEFAULT_STEPS = 5

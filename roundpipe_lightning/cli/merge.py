@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from roundpipe_lightning.checkpoint import merge_checkpoint
+from roundpipe_lightning.checkpoint.io import merge_checkpoint
 from roundpipe_lightning.errors import CheckpointError
 
 

@@ -11,8 +11,8 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
-from roundpipe_lightning.planning.idle import IdleCause
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.report.idle import IdleCause
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 
 @dataclass(frozen=True, kw_only=True)

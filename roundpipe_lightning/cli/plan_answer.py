@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable
 
 from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings
-from roundpipe_lightning.planning.fit import (
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, MatrixRates
+from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     TrainingJob,
     fit_training,
     fits_memory,
 )
-from roundpipe_lightning.planning.hardware import HardwareSpec, MatrixRates
 
 _LONGEST = 2**22
 """Tokens of a sequence at which the search for the longest one stops."""

@@ -16,9 +16,9 @@ from roundpipe_lightning.cli.plan_answer import longest_seq_len
 from roundpipe_lightning.cli.plan_settings import PRECISIONS, JobMaker, PlanSettings
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.modules import Adapters
-from roundpipe_lightning.planning.fit import FitAnswer, Search, fit_training, fits_memory
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.storage import WeightStorage
+from roundpipe_lightning.planning.model.storage import WeightStorage
+from roundpipe_lightning.planning.search.fit import FitAnswer, Search, fit_training, fits_memory
+from roundpipe_lightning.planning.search.hints import PartitionHints
 
 _GIB = 2**30
 _HINT_KEYS = {

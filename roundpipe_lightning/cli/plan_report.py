@@ -8,16 +8,16 @@ from typing import Any
 
 from roundpipe_lightning.cli.plan_changes import VerifiedChange
 from roundpipe_lightning.cli.plan_settings import PlanSettings
-from roundpipe_lightning.planning.description import (
+from roundpipe_lightning.planning.cost.memory import MemoryNeed
+from roundpipe_lightning.planning.report.description import (
     PlanDescription,
     machine_line,
     memory_lines,
     model_line,
     size_text,
 )
-from roundpipe_lightning.planning.fit import FitAnswer
-from roundpipe_lightning.planning.memory import MemoryNeed
-from roundpipe_lightning.planning.stages import StageKind
+from roundpipe_lightning.planning.schedule.stages import StageKind
+from roundpipe_lightning.planning.search.fit import FitAnswer
 
 
 @dataclass(frozen=True, kw_only=True)

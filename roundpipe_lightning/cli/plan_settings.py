@@ -16,25 +16,25 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.cli.build import build
 from roundpipe_lightning.cli.peft import read_adapters
-from roundpipe_lightning.engine.optim.state import StatePlace
-from roundpipe_lightning.engine.probe import probe_hardware
+from roundpipe_lightning.engine.device.probe import probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
-from roundpipe_lightning.planning.fit import Search, TrainingJob
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.hardware_files import (
+from roundpipe_lightning.optim.state import StatePlace
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.hardware_files import (
     config_folder,
     hardware_from_mapping,
     hardware_names,
     load_hardware,
 )
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.recompute import RecomputePolicy
-from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
-from roundpipe_lightning.planning.work import MicrobatchShape, WorkProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.search.fit import Search, TrainingJob
+from roundpipe_lightning.planning.search.hints import PartitionHints
 
 _MOST_SEQUENCES = 8
 """Sequences of a microbatch that are tried where the number of microbatches is not given."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from roundpipe_lightning._lightning.host_memory import peak_host_bytes
 from roundpipe_lightning.cli.build import Run
 from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.pipeline import pipeline_figures
-from roundpipe_lightning.planning.description import count_text, size_text
+from roundpipe_lightning.planning.report.description import count_text, size_text
+from roundpipe_lightning.strategy.host_memory import peak_host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ microbatch threads    user code and stages, turn by turn ──┘ gradients, lo
 ```
 
 `begin_step` is the same in two parts: what the user's step has returned is known before the
-gradients are, and the next step can begin meanwhile (`engine/under_way.py`).
+gradients are, and the next step can begin meanwhile (`engine/steps.py`).
 """
 
 from __future__ import annotations
@@ -21,34 +21,80 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_lightning.engine.batches import BatchStarts
-from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.compiled import BlockCompiler
-from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler
+from roundpipe_lightning.engine.capture.randomness import RandomLock, StepDraws
+from roundpipe_lightning.engine.capture.view import ViewClasses
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.events import StepAborted
+from roundpipe_lightning.engine.device.notes import raise_noted
+from roundpipe_lightning.engine.device.threads import Countdown, divided_intra_op_threads
 from roundpipe_lightning.engine.evaluation import Evaluation
-from roundpipe_lightning.engine.gradients import GradientLedger
-from roundpipe_lightning.engine.logistics import Logistics, plan_visits
 from roundpipe_lightning.engine.microbatch import Microbatch, StepContext, UserStep
-from roundpipe_lightning.engine.notes import raise_noted
-from roundpipe_lightning.engine.pending import PendingStep
-from roundpipe_lightning.engine.randomness import RandomLock, StepDraws
-from roundpipe_lightning.engine.result import StepResult
-from roundpipe_lightning.engine.running import RunningStep, grace_seconds
-from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.threads import Countdown, divided_intra_op_threads
-from roundpipe_lightning.engine.traffic import StepVisits
-from roundpipe_lightning.engine.turns import StepAborted, TurnGraph, Turns
-from roundpipe_lightning.engine.under_way import StepsUnderWay
-from roundpipe_lightning.engine.user_code import Outside
-from roundpipe_lightning.engine.view import ViewClasses
-from roundpipe_lightning.engine.worker import Worker
+from roundpipe_lightning.engine.steps import (
+    PendingStep,
+    RunningStep,
+    StepResult,
+    StepsUnderWay,
+    grace_seconds,
+)
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
+from roundpipe_lightning.engine.transfer.transfers import Logistics, plan_visits
+from roundpipe_lightning.engine.transfer.worker_transfers import StepVisits
+from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
+from roundpipe_lightning.engine.worker.user_code import Outside
+from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
-from roundpipe_lightning.planning.plan import Plan
-
-__all__ = ["Engine", "UnusedStackWarning"]
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.rotation import rotated, turns_of_batch
 
 _PLANS_REMEMBERED = 64
+
+
+class BatchStarts:
+    """The workers with which the batches of one engine begin."""
+
+    def __init__(self) -> None:
+        self._next = 0  # the worker with which a batch begins that follows the last one
+        self._rotated: list[tuple[Plan, int, Plan]] = []
+        self._turns: list[tuple[Plan, int]] = []
+
+    def following(self, plan: Plan) -> Plan:
+        """Return a plan as it is run by a batch that follows the last one."""
+        first = self._first(plan)
+        for known, worker, found in self._rotated:
+            if known is plan and worker == first:
+                return found
+        found = rotated(plan, first)
+        self._rotated = [(plan, first, found), *self._rotated][:_PLANS_REMEMBERED]
+        return found
+
+    def _first(self, plan: Plan) -> int:
+        if not self._turns_of(plan):
+            return 0
+        return self._next - self._next % plan.team_size
+
+    def began(self, plan: Plan, *, follows: bool) -> None:
+        """Note that a batch has begun.
+
+        Args:
+            plan: Its plan, as if it began with worker 0.
+            follows: Whether it follows the last one; else it begins with worker 0.
+        """
+        first = self._first(plan) if follows else 0
+        self._next = (first + self._turns_of(plan)) % plan.num_workers
+
+    def _turns_of(self, plan: Plan) -> int:
+        for known, turns in self._turns:
+            if known is plan:
+                return turns
+        turns = turns_of_batch(plan)
+        self._turns = [(plan, turns), *self._turns][:_PLANS_REMEMBERED]
+        return turns
+
+
+__all__ = ["Engine", "UnusedStackWarning"]
 
 
 class UnusedStackWarning(UserWarning):
@@ -69,7 +115,7 @@ class Engine:
         timeout_seconds: A step in which no action begins or ends for so long is given up.
         compiler: Compiles blocks from the second step on; None: they run as they are.
         upload_dtype: What trained matrices of blocks are cast to on the host before they are
-            uploaded (`engine/narrow.py`), where anything is; None: they are not.
+            uploaded (`store/upload_copies.py`), where anything is; None: they are not.
 
     Raises:
         PlanError: If the plan does not fit the stack or the number of devices.

@@ -15,20 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture import RUN_HERE
-from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.notes import add_note
-from roundpipe_lightning.engine.out_of_memory import Shortage, memory_explained, shortage_on
-from roundpipe_lightning.engine.resident import ResidentBlocks
-from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.trees import map_tensors
-from roundpipe_lightning.engine.user_code import Outside, UserCode
-from roundpipe_lightning.engine.values import run_block, works_in_place
-from roundpipe_lightning.engine.view import ViewClasses, put
-from roundpipe_lightning.engine.worker import Worker
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.schedule import ActionKey
-from roundpipe_lightning.planning.stages import Stage, StageKind
+from roundpipe_lightning.engine.capture.placeholder import RUN_HERE
+from roundpipe_lightning.engine.capture.trees import map_tensors
+from roundpipe_lightning.engine.capture.view import ViewClasses, put
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.chain.values import run_block, works_in_place
+from roundpipe_lightning.engine.device.notes import add_note
+from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
+from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained, shortage_on
+from roundpipe_lightning.engine.worker.user_code import Outside, UserCode
+from roundpipe_lightning.engine.worker.worker import Worker
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import ActionKey
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
 class Evaluation:

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_lightning.engine.arguments import Copies, Reference
-from roundpipe_lightning.engine.capture import RUN_HERE, make_proxies, writes_first
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.resident import PlacedBuffers
-from roundpipe_lightning.engine.torch_functions import KEEP_PLACE, QUESTIONS, name_of
-from roundpipe_lightning.engine.trees import map_tensors, tensors_in
-from roundpipe_lightning.engine.user_code import RootView
-from roundpipe_lightning.engine.values import Given
-from roundpipe_lightning.engine.view import ViewClasses, ViewMaker, write_through
+from roundpipe_lightning.engine.capture.arguments import Copies, Reference
+from roundpipe_lightning.engine.capture.placeholder import RUN_HERE, make_proxies, writes_first
+from roundpipe_lightning.engine.capture.torch_functions import KEEP_PLACE, QUESTIONS, name_of
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.view import ViewClasses, ViewMaker, write_through
+from roundpipe_lightning.engine.chain.values import Given
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
+from roundpipe_lightning.engine.worker.user_code import RootView
 
 Write: TypeAlias = Callable[[nn.Module, str, Any], None]
 """Told of an attribute that was written on a view: the original, the name and the value."""

@@ -21,30 +21,29 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.arena import Lane
-from roundpipe_lightning.engine.block_runs import BlockRunner
-from roundpipe_lightning.engine.capture import without_phantoms
-from roundpipe_lightning.engine.chain import Chain, Link
-from roundpipe_lightning.engine.chain_backward import BackwardRun
-from roundpipe_lightning.engine.chain_run import ChainRun
-from roundpipe_lightning.engine.compiled import BlockCompiler
-from roundpipe_lightning.engine.events import Event
-from roundpipe_lightning.engine.gradients import GradientLedger, Gradients, fold
-from roundpipe_lightning.engine.notes import noted
-from roundpipe_lightning.engine.out_of_memory import Shortage, memory_explained, shortage_on
-from roundpipe_lightning.engine.parcels import send_to_host
-from roundpipe_lightning.engine.randomness import RandomStream, StepDraws
-from roundpipe_lightning.engine.stack import BlockStack
-from roundpipe_lightning.engine.trees import map_tensors
-from roundpipe_lightning.engine.turns import StepAborted, TurnGraph, Turns
-from roundpipe_lightning.engine.user_code import Outside, UserCode
-from roundpipe_lightning.engine.view import ViewClasses
-from roundpipe_lightning.engine.worker import Worker
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler
+from roundpipe_lightning.engine.capture.placeholder import without_phantoms
+from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
+from roundpipe_lightning.engine.capture.trees import map_tensors
+from roundpipe_lightning.engine.capture.view import ViewClasses
+from roundpipe_lightning.engine.chain.backward import BackwardRun
+from roundpipe_lightning.engine.chain.block_runner import BlockRunner
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
+from roundpipe_lightning.engine.chain.forward import ChainRun
+from roundpipe_lightning.engine.device.events import Event, StepAborted
+from roundpipe_lightning.engine.device.notes import noted
+from roundpipe_lightning.engine.transfer.boundary import send_to_host
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger, Gradients, fold
+from roundpipe_lightning.engine.transfer.pinned_pool import Lane
+from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained, shortage_on
+from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
+from roundpipe_lightning.engine.worker.user_code import Outside, UserCode
+from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.recompute import operations_kept
-from roundpipe_lightning.planning.schedule import Action
-from roundpipe_lightning.planning.stages import Stage, StageKind
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.recompute import operations_kept
+from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 UserStep: TypeAlias = Callable[[Any, Any, int], Any]
 """Calls the user's step: the view of the module, the microbatch and its index."""

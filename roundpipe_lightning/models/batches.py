@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from roundpipe_lightning.engine.trees import children_of, with_children
+from roundpipe_lightning.engine.capture.trees import children_of, with_children
 from roundpipe_lightning.errors import BatchError
 
 __all__ = ["batch_size_of", "merge_outputs", "rows_of_parts", "split_batch", "split_parts"]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 
 __all__ = ["find_blocks", "find_stacks"]

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.tagged import TaggedTensor
-from roundpipe_lightning.engine.torch_functions import METADATA, attribute_or_name
-from roundpipe_lightning.engine.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.torch_functions import METADATA, attribute_or_name
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.models.logit_form import Autocast, Form, changed, consumed
 
@@ -464,4 +463,5 @@ class _Everywhere(TorchFunctionMode):
 
 def _is_ordinary(value: Any) -> bool:
     """Say whether a tensor's operations are PyTorch's own: no quantised one, say."""
-    return type(value) in (Tensor, nn.Parameter, TaggedTensor)
+    kind = type(value)
+    return kind in (Tensor, nn.Parameter) or hasattr(kind, "computes_as_plain_tensor")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roundpipe_lightning.engine.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 
 __all__ = ["length_of", "shortened"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.mapped import MappedParameter, is_mapped
+from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.view import is_compiled_wrapper, uncompiled
+from roundpipe_lightning.engine.capture.view import is_compiled_wrapper, uncompiled
 from roundpipe_lightning.errors import ConfigurationError
 
 __all__ = ["MetaCopy"]

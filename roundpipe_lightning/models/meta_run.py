@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.meta_attention import FusedAttention
 from roundpipe_lightning.models.meta_values import held_tensors, map_held_tensors

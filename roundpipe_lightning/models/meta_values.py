@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.trees import children_of, with_children
+from roundpipe_lightning.engine.capture.trees import children_of, with_children
 
 __all__ = ["held_tensors", "map_held_tensors"]
 

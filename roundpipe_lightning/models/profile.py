@@ -13,11 +13,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.models.meta_run import num_parameters
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile, fingerprint
-from roundpipe_lightning.planning.work import Amount, BlockWork, Work, WorkProfile
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
+from roundpipe_lightning.planning.model.work import Amount, BlockWork, Work, WorkProfile
 
 __all__ = ["module_fingerprint", "parameter_work", "profile_module"]
 

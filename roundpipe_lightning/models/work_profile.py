@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.meta_attention import transformers_attention
 from roundpipe_lightning.models.meta_run import (
@@ -36,7 +36,7 @@ from roundpipe_lightning.models.meta_run import (
 )
 from roundpipe_lightning.models.meter import Count
 from roundpipe_lightning.models.profile import module_fingerprint
-from roundpipe_lightning.planning.work import Amount, BlockWork, Peak, Work, WorkProfile
+from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
 __all__ = ["Call", "causal_lm_call", "work_profile"]
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.costs import RecomputeStart
-from roundpipe_lightning.planning.cuts import call_lengths
-from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
-from roundpipe_lightning.planning.partition import balanced_cuts, balanced_partition
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule, split_rounds
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.cost.costs import RecomputeStart
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.cuts import call_lengths
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule, split_rounds
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.makespan_table import Evaluator, PartitionTable
+from roundpipe_lightning.planning.search.partition import balanced_cuts, balanced_partition
 
 
 def default_plan(

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule import Action, Schedule
-from roundpipe_lightning.planning.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 
 def bound_partition(sizes: Sequence[int]) -> Partition:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from tests.engine.tiny import VOCABULARY, stack_of
 
 ARCHITECTURES = ("qwen3", "llama", "gpt_oss", "qwen3_moe", "gemma2", "gpt2")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.errors import CaptureError
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.tiny import (
     WIDTH,
     Regressor,

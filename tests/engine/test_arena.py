@@ -14,17 +14,16 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from roundpipe_lightning.engine.arena import HostArena, Lane, Lent
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker
+from roundpipe_lightning.emulation.server import EmulatedDevice, EmulatedServer
+from roundpipe_lightning.engine.device.events import DoneEvent, HostEvent
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.events import DoneEvent, HostEvent
-from roundpipe_lightning.engine.protocol import ProtocolChecker
-from roundpipe_lightning.engine.turns import TurnGraph, Turns
-from roundpipe_lightning.planning.dependencies import dependencies
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.schedule import Action, ActionKey
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.engine.transfer.pinned_pool import HostArena, Lane, Lent
+from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
+from roundpipe_lightning.planning.schedule.dependencies import dependencies
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.test_turns import random_plans
 from tests.engine.tiny import (
     TIMEOUT_SECONDS,

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.pending import PendingStep
-from roundpipe_lightning.engine.protocol import ProtocolChecker
-from roundpipe_lightning.engine.result import StepResult
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.rotation import rotated, turns_of_batch
-from roundpipe_lightning.planning.schedule import Action
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.timeline import Timeline
+from roundpipe_lightning.engine.steps import PendingStep, StepResult
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.rotation import rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.engine.tiny import (
     Regressor,
     engine_of,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from roundpipe_lightning.engine.capture import Phantom
+from roundpipe_lightning.engine.capture.placeholder import Phantom
 from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.engine.tiny import (
     cpu_workers,

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.chain import Chain
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.result import StepResult
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
 from tests.engine.tiny import (
     TIMEOUT_SECONDS,
     WIDTH,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.compiled import BlockCompiler, kind_of, plain_copy
-from roundpipe_lightning.engine.randomness import RandomLock, RandomStream
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler, kind_of, plain_copy
+from roundpipe_lightning.engine.capture.randomness import RandomLock, RandomStream
 
 
 class Backend:

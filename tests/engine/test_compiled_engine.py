@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.compiled import BlockCompiler
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.errors import ConfigurationError
 from tests.engine.architectures import CausalLM, decoder_stack, tiny_causal_lm, token_batches
 from tests.engine.test_compiled import Backend

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe_lightning.engine.arena import Lane, Lent
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
-from roundpipe_lightning.engine.protocol import ProtocolChecker
-from roundpipe_lightning.planning.costs import BoundaryRoute
-from roundpipe_lightning.planning.moves import worker_visits
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.transfer.pinned_pool import Lane, Lent
+from roundpipe_lightning.planning.cost.costs import BoundaryRoute
+from roundpipe_lightning.planning.cost.stage_traffic import worker_visits
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from tests.engine.tiny import (
     Regressor,
     differences,

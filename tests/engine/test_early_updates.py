@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.gradients import GradientLedger
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.updates import Updater, UpdateUnit, update_units
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from tests.engine.tiny import Regressor, layers_of, plain_step, plan_of, regression_batches
 
 NUM_MICROBATCHES = 2

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine import emulated_time
-from roundpipe_lightning.engine.device import CopyQueue
-from roundpipe_lightning.engine.emulated_server import EmulatedServer, ServedDevice
-from roundpipe_lightning.engine.emulated_time import ComputeQueue, EmulatedTiming, HostClock
-from roundpipe_lightning.engine.events import HostEvent
-from roundpipe_lightning.engine.protocol import ProtocolChecker, ProtocolError
-from roundpipe_lightning.engine.tagged import raw_of, tag_of
-from roundpipe_lightning.engine.threads import Countdown
+from roundpipe_lightning.emulation import timing as emulated_time
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker, ProtocolError
+from roundpipe_lightning.emulation.server import EmulatedServer, ServedDevice
+from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
+from roundpipe_lightning.emulation.timing import ComputeQueue, EmulatedTiming, HostClock
+from roundpipe_lightning.engine.device.base import CopyQueue
+from roundpipe_lightning.engine.device.events import HostEvent
+from roundpipe_lightning.engine.device.threads import Countdown
 from roundpipe_lightning.errors import ConfigurationError
 from tests.engine.tiny import (
     Regressor,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.engine import UnusedStackWarning
-from roundpipe_lightning.engine.stack import BlockStack
 from roundpipe_lightning.errors import (
     BatchError,
     CaptureError,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.emulation.tagged_tensor import tag_of
+from roundpipe_lightning.engine.chain.chain import Chain
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.tagged import tag_of
 from roundpipe_lightning.models.blocks import find_stacks
 from tests.engine.architectures import (
     CausalLM,

@@ -7,11 +7,10 @@ import threading
 import pytest
 import torch
 
-from roundpipe_lightning.engine.device import CopyQueue
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.events import DoneEvent, Event, HostEvent
-from roundpipe_lightning.engine.tagged import tag_of, untag
-from roundpipe_lightning.engine.turns import StepAborted
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
+from roundpipe_lightning.engine.device.base import CopyQueue
+from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
 
 
 def _waiting(event: HostEvent, method: str) -> tuple[threading.Thread, list[object]]:

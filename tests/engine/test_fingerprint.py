@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundpipe_lightning.engine import fingerprint as fingerprint_module
-from roundpipe_lightning.engine.fingerprint import fingerprint
+from roundpipe_lightning.engine.update import fingerprint as fingerprint_module
+from roundpipe_lightning.engine.update.fingerprint import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import CopyQueue
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.events import Event
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import CopyQueue
+from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.tiny import (
     Block,
     Regressor,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from roundpipe_lightning.engine import under_way
-from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine import steps as under_way
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import WatchdogError
 from tests.engine.tiny import (
     TIMEOUT_SECONDS,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.gradients import Account, GradientLedger, fold
+from roundpipe_lightning.engine.transfer.gradient_reduce import Account, GradientLedger, fold
 
 
 def _gradients(num: int) -> list[Tensor]:

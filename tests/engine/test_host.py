@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_lightning.engine import host
-from roundpipe_lightning.engine.probe import probe_hardware
+from roundpipe_lightning.engine.device import host_memory as host
+from roundpipe_lightning.engine.device.probe import probe_hardware
 
 
 def test_a_container_has_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_lightning.engine.device import CpuDevice
-from roundpipe_lightning.engine.kept import KeptOutputs
-from roundpipe_lightning.planning.recompute import ATTENTION_OPERATIONS
+from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
+from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.planning.schedule.recompute import ATTENTION_OPERATIONS
 from tests.engine.test_parcels import Place, lane, places
 
 __all__ = ["places"]  # a fixture

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.chain.chain import Chain
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_stacks
 from tests.engine.kinds import KINDS, batches_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.errors import DeviceMemoryError
 from tests.engine.test_out_of_memory import SmallDevice
 from tests.engine.tiny import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.tagged import tag_of
+from roundpipe_lightning.emulation.tagged_tensor import tag_of
+from roundpipe_lightning.engine.device.base import Device
 from tests.engine.tiny import (
     WIDTH,
     Regressor,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.modes import ModeStack
+from roundpipe_lightning.engine.capture.torch_functions import ModeStack
 from tests.engine.tiny import (
     Regressor,
     emulated_workers,

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.gradients import GradientLedger
-from roundpipe_lightning.engine.layouts import Layouts
-from roundpipe_lightning.engine.optim import HostAdamW
-from roundpipe_lightning.engine.result import StepResult
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.updates import Updater, update_units
+from roundpipe_lightning.engine.steps import StepResult
+from roundpipe_lightning.engine.store.block_layout import Layouts
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
+from roundpipe_lightning.engine.update.updater import Updater, update_units
+from roundpipe_lightning.optim import HostAdamW
 from tests.engine.tiny import WIDTH, Block, Regressor, layers_of, plan_of, regression_batches
 
 NUM_MICROBATCHES = 4

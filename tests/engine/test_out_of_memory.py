@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.accelerator import AcceleratorDevice
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.out_of_memory import (
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.engine.worker.out_of_memory import (
     AllocatorFigures,
     HeldMemory,
     Shortage,
@@ -22,10 +22,10 @@ from roundpipe_lightning.engine.out_of_memory import (
     memory_explained,
 )
 from roundpipe_lightning.errors import DeviceMemoryError
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule import Schedule
-from roundpipe_lightning.planning.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 from tests.engine.test_errors import PLACES, Failing, _run
 from tests.engine.tiny import (
     Regressor,

@@ -9,16 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_lightning.engine.device import CopyQueue, Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
-from roundpipe_lightning.engine.events import DoneEvent, Event
-from roundpipe_lightning.engine.gradients import Gradients
-from roundpipe_lightning.engine.outside import OutsideGradients, OutsideUses, OutsideWeights
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.tagged import raw_of
-from roundpipe_lightning.engine.transfers import Job, TransferQueue, Urgency
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.tagged_tensor import raw_of
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.device.base import CopyQueue, Device
+from roundpipe_lightning.engine.device.events import DoneEvent, Event
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.copy_queue import Job, TransferQueue, Urgency
+from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
+from roundpipe_lightning.engine.transfer.outside_parameters import (
+    OutsideGradients,
+    OutsideUses,
+    OutsideWeights,
+)
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.tiny import (
     Regressor,
     differences,

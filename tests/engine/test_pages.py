@@ -7,10 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from roundpipe_lightning.engine.accelerator import AcceleratorDevice
-from roundpipe_lightning.engine.arena import HostArena
-from roundpipe_lightning.engine.pages import PAGE_BYTES, own_pages
-from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.pinned_pool import HostArena
 from tests.engine.tiny import Regressor
 
 

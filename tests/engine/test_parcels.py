@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.arena import Lane
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.logistics import Logistics
-from roundpipe_lightning.engine.parcels import Parcel
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.tagged import tag, tag_of, untag
-from roundpipe_lightning.engine.traffic import WorkerTransfers
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.emulation.tagged_tensor import tag, tag_of, untag
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.boundary import Parcel
+from roundpipe_lightning.engine.transfer.pinned_pool import Lane
+from roundpipe_lightning.engine.transfer.transfers import Logistics
+from roundpipe_lightning.engine.transfer.worker_transfers import WorkerTransfers
 from tests.engine.tiny import stack_of
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.architectures import (
     ARCHITECTURES,
     decoder_stack,

@@ -24,7 +24,7 @@ from peft import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from tests.engine.architectures import build_model, token_batches
 from tests.engine.tiny import (

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.placement import DeviceMismatchError
-from roundpipe_lightning.engine.tagged import tag_of
+from roundpipe_lightning.emulation.placement import DeviceMismatchError
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.emulation.tagged_tensor import tag_of
+from roundpipe_lightning.engine.device.base import Device
 from tests.engine.architectures import (
     ARCHITECTURES,
     decoder_stack,

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from roundpipe_lightning.engine import probe
-from roundpipe_lightning.engine.probe import cache_folder, find_hardware, probe_hardware
+from roundpipe_lightning.engine.device import probe
+from roundpipe_lightning.engine.device.probe import cache_folder, find_hardware, probe_hardware
 from roundpipe_lightning.errors import HardwareError
-from roundpipe_lightning.planning.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
 
 
 @pytest.fixture

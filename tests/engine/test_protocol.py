@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.protocol import HOST, ProtocolChecker, ProtocolError, Stamp
+from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker, ProtocolError, Stamp
 
 
 def _use(

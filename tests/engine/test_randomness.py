@@ -15,18 +15,18 @@ from torch.nn import functional
 from torch.overrides import get_testing_overrides
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.own_draws import OwnGenerators
-from roundpipe_lightning.engine.randomness import (
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.capture.randomness import (
     RANDOM_FUNCTIONS,
+    OwnGenerators,
     RandomLock,
     RandomStream,
     StepDraws,
     mix,
 )
-from roundpipe_lightning.engine.result import StepResult
+from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.errors import RandomnessError
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.architectures import CausalLM, build_model, decoder_stack, token_batches
 from tests.engine.tiny import (
     WIDTH,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.recompute import ATTENTION_OPERATIONS, RecomputePolicy
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.recompute import ATTENTION_OPERATIONS, RecomputePolicy
 from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.engine.tiny import (
     differences,

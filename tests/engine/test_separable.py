@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from roundpipe_lightning.engine.optim.adamw import HostAdamW
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.separable import has_hooks, why_whole
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.separable import has_hooks, why_whole
+from roundpipe_lightning.optim.adamw import HostAdamW
 
 
 class Lion(Optimizer):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.device import CpuDevice
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.events import Event, HostEvent
-from roundpipe_lightning.engine.serving import Serving
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.tagged import untag
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.emulation.tagged_tensor import untag
+from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.device.events import Event, HostEvent
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.store.weight_versions import Serving
 from tests.engine.test_under_way import begin, module_and_plan, opened
 from tests.engine.tiny import Regressor
 from tests.waiting import ToldOfWaits

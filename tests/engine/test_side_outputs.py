@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import CaptureError
 from tests.engine.architectures import CausalLM, build_model, decoder_stack, token_batches
 from tests.engine.tiny import (

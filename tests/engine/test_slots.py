@@ -14,14 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_lightning.engine.device import CpuDevice
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.gradients import GradientLedger
-from roundpipe_lightning.engine.logistics import Logistics
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.traffic import StepVisits, WaitedFor, WorkerTransfers
-from roundpipe_lightning.engine.visits import VisitPlan
-from roundpipe_lightning.planning.stages import Partition, Stage, StageKind
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
+from roundpipe_lightning.engine.transfer.transfers import Logistics
+from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan
+from roundpipe_lightning.engine.transfer.worker_transfers import (
+    StepVisits,
+    WaitedFor,
+    WorkerTransfers,
+)
+from roundpipe_lightning.planning.schedule.stages import Partition, Stage, StageKind
 from tests.engine.tiny import (
     Block,
     Regressor,

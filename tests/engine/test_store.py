@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.tagged import tag_of, untag
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import ConfigurationError
 from tests.engine.tiny import WIDTH, Regressor
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from tests.engine.tiny import (

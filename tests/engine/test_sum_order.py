@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
 from tests.engine.tiny import Regressor, engine_step, layers_of, plan_of, regression_batches
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.tagged import (
+from roundpipe_lightning.emulation.tagged_tensor import (
     DeviceMismatchError,
     TaggedMode,
     TaggedTensor,

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from roundpipe_lightning.engine.threads import Failure, ThreadTeam
+from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
 
 
 def _team(num_threads: int, prepare: Callable[[], None] = lambda: None) -> ThreadTeam:

@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.device import CopyQueue, CpuDevice
-from roundpipe_lightning.engine.events import Event, HostEvent
-from roundpipe_lightning.engine.transfers import MOST_UNDER_WAY, Job, TransferQueue, Urgency
-from roundpipe_lightning.engine.turns import StepAborted
+from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
+from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
+from roundpipe_lightning.engine.transfer.copy_queue import (
+    MOST_UNDER_WAY,
+    Job,
+    TransferQueue,
+    Urgency,
+)
 
 CHUNK = 8
 PATIENCE_SECONDS = 60.0

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_lightning.engine.turns import StepAborted, TurnGraph, Turns
-from roundpipe_lightning.planning.dependencies import dependencies
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.schedule import Action, ActionKey, Schedule
-from roundpipe_lightning.planning.stages import Partition, StageKind
+from roundpipe_lightning.engine.device.events import StepAborted
+from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
+from roundpipe_lightning.planning.schedule.dependencies import dependencies
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 from tests.engine.tiny import Regressor, layers_of, plan_of
 
 

@@ -11,17 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.pending import PendingStep
-from roundpipe_lightning.engine.protocol import ProtocolChecker
-from roundpipe_lightning.engine.result import StepResult
-from roundpipe_lightning.engine.running import RunningStep
-from roundpipe_lightning.engine.turns import Turns
-from roundpipe_lightning.engine.under_way import StepsUnderWay
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.engine.steps import PendingStep, RunningStep, StepResult, StepsUnderWay
+from roundpipe_lightning.engine.worker.turns import Turns
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.tiny import (
     TIMEOUT_SECONDS,
     Block,

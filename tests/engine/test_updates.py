@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import CpuDevice
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.store import HostStore
-from roundpipe_lightning.engine.updates import (
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.updater import (
     UpdateAborted,
     Updater,
     UpdateUnit,

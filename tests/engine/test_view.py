@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from roundpipe_lightning.engine.view import LazyTable, View, ViewClasses, ViewMaker
+from roundpipe_lightning.engine.capture.view import LazyTable, View, ViewClasses, ViewMaker
 from tests.engine.tiny import (
     Regressor,
     engine_of,

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.compiled import BlockCompiler
-from roundpipe_lightning.engine.device import CpuDevice, Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler
+from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.result import StepResult
-from roundpipe_lightning.engine.stack import BlockStack
+from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
 
 WIDTH = 8
 VOCABULARY = 64

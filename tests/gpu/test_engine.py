@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roundpipe_lightning.engine.accelerator import AcceleratorDevice
-from roundpipe_lightning.engine.device import Device
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device.base import Device
 from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.engine.tiny import (
     Regressor,

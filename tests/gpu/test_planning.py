@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning._lightning import machine as machines
-from roundpipe_lightning._lightning import planning
-from roundpipe_lightning.engine.probe import available_bytes
+from roundpipe_lightning.engine.device.probe import available_bytes
 from roundpipe_lightning.errors import FitError
-from roundpipe_lightning.planning.memory import RESERVED_BYTES
+from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
+from roundpipe_lightning.strategy import machine as machines
+from roundpipe_lightning.strategy import planner as planning
 from tests.lightning.test_planning import _AnotherPlanEveryStep
 from tests.lightning.tiny_training import (
     QUIET,

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from roundpipe_lightning._lightning import planning
-from roundpipe_lightning.planning.fit import fit_training
+from roundpipe_lightning.planning.search.fit import fit_training
+from roundpipe_lightning.strategy import planner as planning
 
 _fit_training = functools.cache(fit_training)
 

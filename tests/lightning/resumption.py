@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import Regressor, make_trainer
 
 RESUME_QUIET = [

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
-from roundpipe_lightning.engine.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import make_trainer
 
 

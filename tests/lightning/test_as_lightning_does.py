@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning._lightning.machine import storage_of
-from roundpipe_lightning._lightning.resume import InexactResumeWarning
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy.machine import storage_of
+from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data, same_bits
 

@@ -16,13 +16,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 
-import roundpipe_lightning.checkpoint as checkpoint_module
-from roundpipe_lightning._lightning.checkpoint_queue import WriteQueue
-from roundpipe_lightning._lightning.checkpoint_snapshot import Snapshots
-from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
-from roundpipe_lightning.engine.updates import Updater
+import roundpipe_lightning.checkpoint.io as checkpoint_module
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
+from roundpipe_lightning.checkpoint.snapshot import Snapshots
+from roundpipe_lightning.checkpoint.writer import WriteQueue
+from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.resumption import RESUME_QUIET, MemoryLogger, plain
 from tests.lightning.test_checkpoint import full_disk
 from tests.lightning.test_updates import Emulated

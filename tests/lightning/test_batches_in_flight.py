@@ -13,9 +13,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.heard import heard
 from tests.lightning.tiny_training import (
     QUIET,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.test_chain import EncoderDecoder
 from tests.engine.tiny import WIDTH, Regressor
 

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from roundpipe_lightning.checkpoint import RoundPipeCheckpointIO
+from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

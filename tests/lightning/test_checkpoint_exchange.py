@@ -18,9 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.resumption import RESUME_QUIET, plain
 from tests.lightning.tiny_training import (
     QUIET,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from roundpipe_lightning._lightning import session
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.updates import Updater, UpdateUnit
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
+from roundpipe_lightning.strategy import runtime as session
 from tests.lightning.test_updates import Overlapping
 from tests.lightning.tiny_training import QUIET, WIDTH, Regressor, make_trainer, same_bits
 

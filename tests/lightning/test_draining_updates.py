@@ -15,15 +15,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
-from roundpipe_lightning._lightning import session
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.narrow import NarrowCopies
-from roundpipe_lightning.engine.optim import HostAdamW
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.protocol import HOST, ProtocolChecker
-from roundpipe_lightning.engine.updates import Updater, UpdateUnit
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
+from roundpipe_lightning.optim import HostAdamW
+from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.heard import heard
 from tests.lightning.tiny_training import (
     QUIET,

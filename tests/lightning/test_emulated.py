@@ -12,10 +12,10 @@ from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef, Sp
 from torchmetrics.aggregation import CatMetric, MeanMetric
 from torchmetrics.wrappers import MinMaxMetric
 
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.tagged import tag_of
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.emulation.tagged_tensor import tag_of
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_logging import _Logging, _Outputs
 from tests.lightning.tiny_training import (
     QUIET,

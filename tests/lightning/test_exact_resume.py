@@ -24,11 +24,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from roundpipe_lightning._lightning.data_position import SlowResumeWarning
-from roundpipe_lightning._lightning.random_state import random_state, set_random_state
-from roundpipe_lightning._lightning.resume import InexactResumeWarning
 from roundpipe_lightning.data.loader import ResumableLoader, SeededOrder
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.resume.data_position import SlowResumeWarning
+from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
+from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.resumption import (
     RESUME_QUIET,
     Moment,

@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import QUIET, Block, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

@@ -41,7 +41,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (
     QUIET,

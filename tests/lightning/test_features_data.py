@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from roundpipe_lightning.errors import BatchError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (
     QUIET,

@@ -17,7 +17,7 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 

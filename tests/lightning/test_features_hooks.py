@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 from transformers import T5Config, T5ForConditionalGeneration
 
-from roundpipe_lightning.engine.emulated import EmulatedDevice
+from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (
     QUIET,

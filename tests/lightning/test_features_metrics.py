@@ -27,7 +27,7 @@ from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, RunningMe
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from roundpipe_lightning.checkpoint import RoundPipeAsyncCheckpointIO
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.resumption import MemoryLogger
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (
     QUIET,

@@ -19,7 +19,7 @@ from roundpipe_lightning.models.frozen_base import (
     describe_frozen,
     load_without_base,
 )
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.architectures import build_model, token_batches
 from tests.lightning.tiny_training import QUIET, make_trainer, same_bits
 

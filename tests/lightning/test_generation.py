@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from roundpipe_lightning.engine.tagged import tag_of
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.emulation.tagged_tensor import tag_of
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.architectures import build_model
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import QUIET, make_trainer

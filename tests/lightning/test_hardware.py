@@ -11,14 +11,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning._lightning import machine as machines
-from roundpipe_lightning._lightning import session
-from roundpipe_lightning.engine.probe import available_bytes
+from roundpipe_lightning.engine.device.probe import available_bytes
 from roundpipe_lightning.errors import ConfigurationError, FitError
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.memory import RESERVED_BYTES
-from roundpipe_lightning.planning.plan import Plan
+from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.strategy import machine as machines
+from roundpipe_lightning.strategy import runtime as session
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

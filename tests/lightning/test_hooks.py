@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roundpipe_lightning._lightning.commit import loss_with_gradients
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.precomputed_gradients import loss_with_gradients
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

@@ -14,10 +14,10 @@ from lightning.pytorch import seed_everything
 from torch.optim.lr_scheduler import StepLR
 
 from roundpipe_lightning import optim
-from roundpipe_lightning._lightning.machine import storage_of
-from roundpipe_lightning.engine.optim import disk
 from roundpipe_lightning.errors import OffloadError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.optim import disk
+from roundpipe_lightning.strategy.machine import storage_of
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

@@ -15,12 +15,12 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning._lightning import session
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import FitError
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.memory import RESERVED_BYTES
+from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.strategy import runtime as session
 from tests.lightning.tiny_training import (
     QUIET,
     LanguageModel,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, default_collate
 
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 

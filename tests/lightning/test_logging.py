@@ -20,8 +20,8 @@ from torchmetrics import (
 )
 from torchmetrics.aggregation import CatMetric
 
-from roundpipe_lightning._lightning.logs import LogRecorder, replay_logs, weighted_mean
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.logging import LogRecorder, replay_logs, weighted_mean
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.deferred_logits import LossMode
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.architectures import build_model
 from tests.engine.tiny import VOCABULARY
 from tests.lightning.test_emulated import EmulatedStrategy

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from roundpipe_lightning import PipelineMonitor
 from roundpipe_lightning.callbacks import monitor as monitor_module
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated_server import EmulatedServer
-from roundpipe_lightning.engine.emulated_time import EmulatedTiming
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.idle import IdleCause
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.report.idle import IdleCause
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.resumption import MemoryLogger
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (

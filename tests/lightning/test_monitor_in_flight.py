@@ -10,9 +10,9 @@ import pytest
 from lightning.pytorch import Callback
 
 from roundpipe_lightning import ExportPretrained, PipelineMonitor, PipelineTimeline, PlanReport
-from roundpipe_lightning._lightning import readers
-from roundpipe_lightning.planning.idle import IdleCause
-from roundpipe_lightning.planning.step_record import StepRecord
+from roundpipe_lightning.planning.report.idle import IdleCause
+from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.strategy import sync_hooks as readers
 from tests.lightning.test_batches_in_flight import NUM_MICROBATCHES, TIMEOUT_SECONDS, fit
 from tests.lightning.tiny_training import QUIET, same_bits
 

@@ -8,13 +8,13 @@ import pytest
 
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
 from roundpipe_lightning.models.batch_counts import BatchCounts
-from roundpipe_lightning.planning.idle import IdleCause
-from roundpipe_lightning.planning.operations import Operations
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.schedule import Action, Schedule
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.step_record import EngineCounters, StepRecord
-from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.model.operations import Operations
+from roundpipe_lightning.planning.report.idle import IdleCause
+from roundpipe_lightning.planning.report.step_record import EngineCounters, StepRecord
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 # worker 0 |F0.0|F0.1|.....|  |B1.0|  |B1.1|     a step of 12 s, in a batch of 20 s
 # worker 1 |....|X0.0......|X0.1|...........|

@@ -12,21 +12,21 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor
 
 from roundpipe_lightning import optim
-from roundpipe_lightning._lightning.machine import storage_of
-from roundpipe_lightning._lightning.number_formats import TravelSizes
-from roundpipe_lightning._lightning.resume import _set_gradients
-from roundpipe_lightning.engine.chain import Chain
-from roundpipe_lightning.engine.transfers import TransferQueue
+from roundpipe_lightning.engine.chain.chain import Chain
+from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.profile import parameter_work
+from roundpipe_lightning.planning.cost.device_memory import MemoryKind
+from roundpipe_lightning.planning.cost.memory import MemoryModel
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.footprint import MemoryKind
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.layout import PipelineLayout
-from roundpipe_lightning.planning.memory import MemoryModel
-from roundpipe_lightning.planning.work import MicrobatchShape, size_model
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.strategy.machine import storage_of
+from roundpipe_lightning.strategy.resume.resume import _set_gradients
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.transfer_dtypes import TravelSizes
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (
     QUIET,

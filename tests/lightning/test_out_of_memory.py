@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import DeviceMemoryError, RoundPipeError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import BatchError
-from roundpipe_lightning.strategy import NoBlocksWarning, RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import NoBlocksWarning, RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Block,

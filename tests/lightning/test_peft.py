@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.architectures import token_batches
 from tests.engine.test_peft import EXPERTS, Q_V, SOFT, adapted, base
 from tests.lightning.test_emulated import EmulatedStrategy

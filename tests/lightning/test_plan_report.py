@@ -10,10 +10,10 @@ import pytest
 from lightning.pytorch import Callback
 
 from roundpipe_lightning import PlanReport
-from roundpipe_lightning._lightning import planning
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.strategy import planner as planning
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.test_planning import _AnotherPlanEveryStep
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data

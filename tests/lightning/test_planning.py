@@ -18,14 +18,15 @@ from torch.nn import functional
 from torchmetrics.aggregation import MeanMetric
 
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning._lightning import planning, session
-from roundpipe_lightning._lightning.random_state import random_state
 from roundpipe_lightning.errors import ConfigurationError, PlanError
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.improve import Improvement, improved_plan
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.improve import Improvement, improved_plan
+from roundpipe_lightning.strategy import planner as planning
+from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy.resume.random_state import random_state
 from tests.lightning.tiny_training import (
     QUIET,
     WIDTH,

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from roundpipe_lightning._lightning import planning
-from roundpipe_lightning.engine.compiled import BlockCompiler
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.fit import FitAnswer, TrainingJob, fit_training
-from roundpipe_lightning.planning.recompute import RecomputePolicy
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
+from roundpipe_lightning.strategy import planner as planning
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import QUIET, make_trainer, parameter_error, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

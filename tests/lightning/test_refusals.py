@@ -15,10 +15,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 import roundpipe_lightning
-from roundpipe_lightning._lightning import checks
-from roundpipe_lightning._lightning.registry import register
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy import checks
+from roundpipe_lightning.strategy.registry import register
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

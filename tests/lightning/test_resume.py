@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import ConcatDataset, DataLoader
 
-from roundpipe_lightning._lightning.random_state import random_state, set_random_state
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

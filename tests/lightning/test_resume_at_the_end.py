@@ -13,9 +13,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from roundpipe_lightning._lightning.checkpointing import CHECKPOINT_KEY
-from roundpipe_lightning._lightning.updating import PREVIOUS_KEY
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.checkpointing import CHECKPOINT_KEY
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.updating import PREVIOUS_KEY
 from tests.lightning.resumption import (
     RESUME_QUIET,
     MemoryLogger,

@@ -12,15 +12,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from roundpipe_lightning._lightning.checkpoint_folder import split_checkpoint
-from roundpipe_lightning.checkpoint import (
+from roundpipe_lightning.checkpoint.folder import split_checkpoint
+from roundpipe_lightning.checkpoint.io import (
     RoundPipeAsyncCheckpointIO,
     RoundPipeCheckpointIO,
     merge_checkpoint,
 )
 from roundpipe_lightning.cli.merge import main
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.resumption import RESUME_QUIET, plain
 from tests.lightning.test_checkpoint import full_disk
 from tests.lightning.tiny_training import (

@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning._lightning.machine import storage_of
-from roundpipe_lightning.engine.optim import HostAdamW
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.machine import storage_of
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.tiny_training import (
     QUIET,

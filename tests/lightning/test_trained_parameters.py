@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
-from roundpipe_lightning._lightning.trained_parameters import TrainedParameters
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy.trained_parameters import TrainedParameters
 from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

@@ -19,19 +19,20 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning._lightning import readers, session
-from roundpipe_lightning._lightning.commit import loss_with_gradients
-from roundpipe_lightning._lightning.machine import storage_of
-from roundpipe_lightning.engine.device import Device
-from roundpipe_lightning.engine.emulated import EmulatedDevice
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.separable import why_whole
-from roundpipe_lightning.engine.updates import Updater, UpdateUnit
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.separable import why_whole
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.models.batches import split_batch
 from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy import sync_hooks as readers
+from roundpipe_lightning.strategy.machine import storage_of
+from roundpipe_lightning.strategy.precomputed_gradients import loss_with_gradients
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     WIDTH,

@@ -20,9 +20,9 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from roundpipe_lightning._lightning.registry import register
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.registry import register
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.lightning.tiny_training import (
     QUIET,
     Regressor,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
-from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models import export
 from roundpipe_lightning.models.export import export_pretrained, find_pretrained

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from roundpipe_lightning import linear_cross_entropy
-from roundpipe_lightning.engine.tagged import TaggedTensor, tag, untag
+from roundpipe_lightning.emulation.tagged_tensor import TaggedTensor, tag, untag
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.models import loss_sweep
 from roundpipe_lightning.models.meter import Meter

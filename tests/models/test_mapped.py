@@ -16,8 +16,8 @@ from peft import LoraConfig
 from torch import nn
 
 from benchmarks.checkpoint_loading import REPOSITORY, write_checkpoint
-from roundpipe_lightning.engine.mapped import MappedParameter, is_mapped
-from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models import mapped
 from roundpipe_lightning.models.mapped import UnmappedWeightsWarning, mapped_parameters

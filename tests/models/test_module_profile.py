@@ -11,7 +11,7 @@ from roundpipe_lightning.models.profile import (
     parameter_work,
     profile_module,
 )
-from roundpipe_lightning.planning.profile import ModelProfile
+from roundpipe_lightning.planning.model.profile import ModelProfile
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from roundpipe_lightning.engine.store import HostStore
+from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import export_pretrained
 from roundpipe_lightning.models.export_options import ExportOptions

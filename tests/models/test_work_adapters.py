@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters
-from roundpipe_lightning.planning.work import MicrobatchShape, Work, WorkProfile
+from roundpipe_lightning.planning.model.work import MicrobatchShape, Work, WorkProfile
 
 SIZES = {
     "hidden_size": 64,

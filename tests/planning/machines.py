@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundpipe_lightning.planning.hardware import HardwareSpec, MatrixRates
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, MatrixRates
 
 
 def machine(

@@ -9,21 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.cuts import call_lengths, grouped, keeps_cuts, reversed_cuts
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.evaluate import Evaluator
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.partition import balanced_cuts, balanced_partition
-from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
-from roundpipe_lightning.planning.profile import ModelProfile
-from roundpipe_lightning.planning.search import (
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.schedule.cuts import (
+    call_lengths,
+    grouped,
+    keeps_cuts,
+    reversed_cuts,
+)
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.evolve import (
     Candidate,
     Effort,
     StageLimits,
     even_candidates,
     search_partitions,
 )
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.makespan_table import Evaluator
+from roundpipe_lightning.planning.search.partition import balanced_cuts, balanced_partition
+from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
 from tests.planning.machines import machine
 from tests.planning.profiles import random_profiles, uniform_profile
 

@@ -10,20 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.fit import (
-    Search,
-    TrainingJob,
-    fit_training,
-    fits_memory,
-    stage_limits_within,
-)
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.memory import RESERVED_BYTES
-from roundpipe_lightning.planning.predict import PipelineLayout
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.storage import ParameterStorage
-from roundpipe_lightning.planning.work import (
+from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
+from roundpipe_lightning.planning.cost.predict import PipelineLayout
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
     MicrobatchShape,
@@ -31,6 +22,15 @@ from roundpipe_lightning.planning.work import (
     Work,
     WorkProfile,
 )
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.fit import (
+    Search,
+    TrainingJob,
+    fit_training,
+    fits_memory,
+    stage_limits_within,
+)
+from roundpipe_lightning.planning.search.hints import PartitionHints
 
 MIB = 2**20
 

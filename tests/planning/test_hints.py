@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.search import StageLimits
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.evolve import StageLimits
+from roundpipe_lightning.planning.search.hints import PartitionHints
 
 LIMITS = StageLimits(forward=4, fused=2, backward=3)
 

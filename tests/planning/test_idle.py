@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts
-from roundpipe_lightning.planning.idle import IdleCause, idle_seconds
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.schedule import Action
-from roundpipe_lightning.planning.simulate import simulate
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
+from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.report.idle import IdleCause, idle_seconds
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 PARTITION = Partition(forward=(1,), backward=(1, 1))
 

@@ -6,21 +6,27 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_lightning.planning.costs import RecomputeStart, stage_costs
-from roundpipe_lightning.planning.fit import TrainingJob
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.improve import LEAST_GAIN, improved_plan
-from roundpipe_lightning.planning.measured import HALF_LIFE_STEPS, MeasuredProfile
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.search import Effort
-from roundpipe_lightning.planning.simulate import simulate
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.storage import ParameterStorage
-from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
-from roundpipe_lightning.planning.work import Amount, BlockWork, MicrobatchShape, Work, WorkProfile
+from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.measured import HALF_LIFE_STEPS, MeasuredProfile
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import (
+    Amount,
+    BlockWork,
+    MicrobatchShape,
+    Work,
+    WorkProfile,
+)
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.fit import TrainingJob
+from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.improve import LEAST_GAIN, improved_plan
 
 NUM_BLOCKS = 6
 NUM_MICROBATCHES = 4

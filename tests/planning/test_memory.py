@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.memory import MemoryKind, MemoryModel
-from roundpipe_lightning.planning.predict import PipelineLayout
-from roundpipe_lightning.planning.recompute import RecomputePolicy
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
-from roundpipe_lightning.planning.work import (
+from roundpipe_lightning.planning.cost.memory import MemoryKind, MemoryModel
+from roundpipe_lightning.planning.cost.predict import PipelineLayout
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
     MicrobatchShape,
     Peak,
     WorkProfile,
 )
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import Partition
 
 SHAPE = MicrobatchShape(sequences=1, seq_len=100)
 PARTITION = Partition(forward=(2, 2), backward=(0, 2, 1, 1))

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_lightning.planning.costs import stage_costs
-from roundpipe_lightning.planning.moves import stage_bytes, worker_visits
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule import Schedule
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.timeline import Timeline
-from roundpipe_lightning.planning.transfers import simulate_transfers
+from roundpipe_lightning.planning.cost.costs import stage_costs
+from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
+from roundpipe_lightning.planning.cost.stage_traffic import stage_bytes, worker_visits
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.planning.machines import machine
 
 PARTITION = Partition(forward=(1, 1), backward=(0, 1, 1))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.partition import (
+from roundpipe_lightning.planning.search.partition import (
     balanced_cuts,
     balanced_partition,
     greedy_cuts,

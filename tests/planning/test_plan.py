@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.profile import ModelProfile, fingerprint
-from roundpipe_lightning.planning.recompute import RecomputePolicy
+from roundpipe_lightning.planning.model.profile import ModelProfile, fingerprint
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
 from tests.planning.profiles import random_profiles, uniform_profile
 
 

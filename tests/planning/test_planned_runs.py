@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from roundpipe_lightning.planning.footprint import RESERVED_BYTES
-from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.recompute import RecomputePolicy
-from roundpipe_lightning.planning.search import Effort
+from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
 from tests.engine.tiny import (
     WIDTH,
     Regressor,

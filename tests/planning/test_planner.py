@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import FitError, PlanError
-from roundpipe_lightning.planning.costs import stage_costs
+from roundpipe_lightning.planning.cost.costs import stage_costs
+from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.limits import RESERVED_BYTES, Travel, stage_limits
-from roundpipe_lightning.planning.planner import PlanningRequest, plan_training
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.search import Effort, StageLimits
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.transfers import simulate_transfers
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.evolve import Effort, StageLimits
+from roundpipe_lightning.planning.search.limits import RESERVED_BYTES, Travel, stage_limits
+from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
 from tests.planning.machines import machine
 from tests.planning.profiles import random_profiles, uniform_profile
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.hardware import Efficiency, HardwareSpec
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.predict import PipelineLayout, UpdateTiming, predict_step
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.cost.predict import PipelineLayout, UpdateTiming, predict_step
+from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.schedule.stages import Partition
 
 LAYOUT = PipelineLayout(
     partition=Partition(forward=(2, 2), backward=(0, 1, 1, 1, 1)), num_microbatches=8, round_size=4

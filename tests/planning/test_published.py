@@ -12,8 +12,8 @@ from roundpipe_lightning.planning.published import (
     looped_bfs_schedule,
     one_f_one_b_schedule,
 )
-from roundpipe_lightning.planning.schedule import Schedule
-from roundpipe_lightning.planning.validate import validate_schedule
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.validate import validate_schedule
 
 GOLDEN = {
     "gpipe": """\

@@ -6,12 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_lightning.planning.fit import Search, TrainingJob, fit_training
-from roundpipe_lightning.planning.hardware_files import load_hardware
-from roundpipe_lightning.planning.hints import PartitionHints
-from roundpipe_lightning.planning.remedies import Alternatives, remedies
-from roundpipe_lightning.planning.storage import ParameterStorage
-from roundpipe_lightning.planning.work import (
+from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
     MicrobatchShape,
@@ -19,6 +16,9 @@ from roundpipe_lightning.planning.work import (
     Work,
     WorkProfile,
 )
+from roundpipe_lightning.planning.search.fit import Search, TrainingJob, fit_training
+from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
 
 GIB = 2**30
 NONE = PartitionHints()

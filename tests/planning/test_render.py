@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from roundpipe_lightning.planning.render import render_text, render_trace
-from roundpipe_lightning.planning.schedule import Action
-from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.report.render import render_text, render_trace
+from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 
 def entry(text: str, start: float, end: float, waiting: float = 0.0) -> TimelineEntry:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import FitError
-from roundpipe_lightning.planning.footprint import RESERVED_BYTES, Footprint
-from roundpipe_lightning.planning.layout import PipelineLayout
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.residency import resident_blocks
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.residency import resident_blocks
 from tests.planning.machines import machine
 
 ONES = Partition(forward=(1,) * 4, backward=(0,) + (1,) * 4)

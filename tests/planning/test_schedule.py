@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.dependencies import NeededFor, dependencies
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.schedule import Action, ActionKey, Schedule
-from roundpipe_lightning.planning.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.dependencies import NeededFor, dependencies
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 PARTITION = Partition(forward=(2, 2), backward=(1, 2, 2))
 

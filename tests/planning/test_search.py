@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.costs import RecomputeStart, stage_costs
-from roundpipe_lightning.planning.evaluate import Evaluator, PartitionTable
-from roundpipe_lightning.planning.partition import balanced_partition
-from roundpipe_lightning.planning.profile import ModelProfile
-from roundpipe_lightning.planning.roundrobin import round_robin_schedule
-from roundpipe_lightning.planning.search import (
+from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.evolve import (
     Effort,
     StageLimits,
     even_candidates,
     search_partitions,
 )
-from roundpipe_lightning.planning.simulate import simulate
-from roundpipe_lightning.planning.stages import Partition
+from roundpipe_lightning.planning.search.makespan_table import Evaluator, PartitionTable
+from roundpipe_lightning.planning.search.partition import balanced_partition
 from tests.planning.profiles import random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)

@@ -9,13 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.costs import ActionCost, RecomputeStart, StageCosts, stage_costs
+from roundpipe_lightning.planning.cost.costs import (
+    ActionCost,
+    RecomputeStart,
+    StageCosts,
+    stage_costs,
+)
+from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule import Action, Schedule
-from roundpipe_lightning.planning.simulate import simulate
-from roundpipe_lightning.planning.stages import Partition, StageKind
-from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 from tests.planning.profiles import random_profiles, uniform_profile
 
 PARTITION = Partition(forward=(1,), backward=(0, 1))

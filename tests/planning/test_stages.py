@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 
 def test_stages_run_forward_then_fused_then_backward() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from roundpipe_lightning.planning.dependencies import dependencies
-from roundpipe_lightning.planning.plan import Plan
-from roundpipe_lightning.planning.schedule import ActionKey, Schedule
-from roundpipe_lightning.planning.stages import Partition, StageKind
-from roundpipe_lightning.planning.standing import Standing, earliest_columns
+from roundpipe_lightning.planning.report.progress import Standing, earliest_columns
+from roundpipe_lightning.planning.schedule.dependencies import dependencies
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import ActionKey, Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 PLAN = Plan(
     model="any",

@@ -7,9 +7,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from roundpipe_lightning.planning.schedule import Action
-from roundpipe_lightning.planning.svg import render_svg
-from roundpipe_lightning.planning.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.report.svg import render_svg
+from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers, stage_bytes
 from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.hardware import HardwareSpec
-from roundpipe_lightning.planning.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule import Schedule
-from roundpipe_lightning.planning.simulate import simulate
-from roundpipe_lightning.planning.stages import Partition
-from roundpipe_lightning.planning.timeline import Timeline
-from roundpipe_lightning.planning.transfers import simulate_transfers, stage_bytes
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.planning.machines import machine
 from tests.planning.profiles import random_profiles
 

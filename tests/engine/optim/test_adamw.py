@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from roundpipe_lightning.engine.optim import HostAdamW
-from roundpipe_lightning.engine.optim.kernel import KernelChoice, StepKernel
-from roundpipe_lightning.engine.optim.state import StatePlace
-from roundpipe_lightning.engine.partial_step import CapturedStep
-from roundpipe_lightning.engine.separable import why_whole
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.separable import why_whole
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.optim import HostAdamW
+from roundpipe_lightning.optim.kernel import KernelChoice, StepKernel
+from roundpipe_lightning.optim.state import StatePlace
 
 SHAPES = ((120, 251), (13,), (5, 7), (), (0,), (2, 3, 4, 5), (4096,))
 FORMATS = ("fp32", "bf16", "8bit")

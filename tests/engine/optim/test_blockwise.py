@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roundpipe_lightning.engine.optim.blockwise import (
+from roundpipe_lightning.optim.blockwise import (
     BLOCK,
     FIRST_MOMENT,
     SECOND_MOMENT,

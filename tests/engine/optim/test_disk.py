@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_lightning.engine.optim import HostAdamW, disk
-from roundpipe_lightning.engine.optim.disk import Range, StateFile
-from roundpipe_lightning.engine.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.errors import OffloadError
+from roundpipe_lightning.optim import HostAdamW, disk
+from roundpipe_lightning.optim.disk import Range, StateFile
 
 WINDOW = 2 << 20  # the state of one piece
 

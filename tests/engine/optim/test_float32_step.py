@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.optim.float32_step import (
+from roundpipe_lightning.optim.float32_step import (
     in_float32,
     keep_wide_state,
     step_in_float32,
 )
-from roundpipe_lightning.engine.optim.rounding import round_stochastically
+from roundpipe_lightning.optim.rounding import round_stochastically
 
 MAKERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.optim import HostAdamW, kernel, native
-from roundpipe_lightning.engine.optim.adamw_code import Arithmetic
-from roundpipe_lightning.engine.optim.moments import MomentFormat
-from roundpipe_lightning.engine.optim.piece_code import Form, Job
-from roundpipe_lightning.engine.optim.pieces import Settings, Stepped
-from roundpipe_lightning.engine.optim.rounding import round_stochastically
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.optim import HostAdamW, kernel, native
+from roundpipe_lightning.optim.moments import MomentFormat
+from roundpipe_lightning.optim.piece_code import Arithmetic, Form, Job
+from roundpipe_lightning.optim.pieces import Settings, Stepped
+from roundpipe_lightning.optim.rounding import round_stochastically
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 7, 8, 31, 256, 1000, 5003)  # all loops, with and without what is left over

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundpipe_lightning.engine.optim import kernel, numa
-from roundpipe_lightning.engine.optim.numa import (
+from roundpipe_lightning.optim import kernel
+from roundpipe_lightning.optim import threads as numa
+from roundpipe_lightning.optim.scratch import Scratch
+from roundpipe_lightning.optim.threads import (
+    KernelThreads,
     Topology,
     node_of,
     parse_processors,
     pin_this_thread,
     read_topology,
 )
-from roundpipe_lightning.engine.optim.scratch import Scratch
-from roundpipe_lightning.engine.optim.threads import KernelThreads
 
 TWO_NODES = Topology(nodes=(0, 2), processors=((0, 1, 2, 3), (4, 5, 6, 7)))
 
@@ -147,7 +148,7 @@ def test_one_core_in_eight_is_left_to_others() -> None:
 
 
 def test_tasks_go_to_the_node_of_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundpipe_lightning.engine.optim.pieces import Settings, Stepped, tasks
+    from roundpipe_lightning.optim.pieces import Settings, Stepped, tasks
 
     settings = Settings(lr=1, beta1=0, beta2=0, eps=1, weight_decay=0, maximize=False)
     values = torch.zeros(4096)

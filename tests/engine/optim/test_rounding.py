@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.optim.rounding import noise, round_stochastically
-from roundpipe_lightning.engine.randomness import mix
+from roundpipe_lightning.engine.capture.randomness import mix
+from roundpipe_lightning.optim.rounding import noise, round_stochastically
 
 HOST = torch.device("cpu")
 

@@ -1,1 +1,0 @@
-"""What the strategy is made of; private, one idea per module."""

@@ -1,0 +1,211 @@
+"""A checkpoint as a folder of files of a limited size, for models that are very large.
+
+```
+last.ckpt/
+  index.json               which files belong to it, and their sizes; replaced last
+  structure-1f3a.pt        the checkpoint, with a reference where a large tensor was
+  tensors-1f3a-00001.pt    {"state_dict/layers.0.weight": tensor, ...}
+  tensors-1f3a-00002.pt
+```
+
+Every file is one of torch's own. A folder is replaced by writing new files beside the old ones and
+then the index, so that it is the one checkpoint or the other at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.checkpoint.files import new_folder, place_folder, sync_folder
+from roundpipe_lightning.errors import CheckpointError
+
+INDEX = "index.json"
+_FORMAT_VERSION = 1
+_REFERENCE = "roundpipe_tensor"
+_LEAST_BYTES = 1024  # smaller tensors stay in the structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One file of the folder.
+
+    Attributes:
+        name: Its name, without the mark of its version.
+        content: What `torch.save` takes.
+    """
+
+    name: str
+    content: Any
+
+
+def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> list[Part]:
+    """Divide a checkpoint among files.
+
+    Tensors that share memory go into the same file and share it again when they are read.
+
+    Args:
+        checkpoint: What Lightning's `dump_checkpoint` made.
+        max_file_bytes: Size of a file; one that has a larger tensor has no other.
+
+    Returns:
+        The structure first, then the tensors in the order of the checkpoint.
+    """
+    splitter = _Splitter(max_file_bytes)
+    structure = splitter.without_tensors(dict(checkpoint), "")
+    tensors = [
+        Part(name=f"tensors-{number:05d}", content=content)
+        for number, content in enumerate(splitter.files)
+    ]
+    return [Part(name="structure", content=structure), *tensors]
+
+
+class _Splitter:
+    def __init__(self, max_file_bytes: int) -> None:
+        self._max_file_bytes = max_file_bytes
+        self._place_of: dict[int, int] = {}
+        self._last_bytes = 0
+        self.files: list[dict[str, Tensor]] = []
+
+    def without_tensors(self, value: Any, name: str) -> Any:
+        if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            return (
+                self._reference(value, storage, name) if storage.nbytes() >= _LEAST_BYTES else value
+            )
+        if type(value) in (dict, OrderedDict):
+            kind: Any = type(value)
+            return kind(
+                (key, self.without_tensors(entry, f"{name}/{key}" if name else str(key)))
+                for key, entry in value.items()
+            )
+        if type(value) in (list, tuple):
+            kind = type(value)
+            return kind(
+                self.without_tensors(entry, f"{name}/{index}") for index, entry in enumerate(value)
+            )
+        return value
+
+    def _reference(self, tensor: Tensor, storage: Any, name: str) -> dict[str, Any]:
+        place = self._place_of.get(storage._cdata)  # noqa: SLF001 - torch's own key for a storage
+        if place is None:
+            full = self._last_bytes + storage.nbytes() > self._max_file_bytes
+            if full or not self.files:
+                self.files.append({})
+                self._last_bytes = 0
+            self._last_bytes += storage.nbytes()
+            place = self._place_of[storage._cdata] = len(self.files) - 1  # noqa: SLF001
+        self.files[place][name] = tensor
+        return {_REFERENCE: [place, name]}
+
+
+def write_folder(
+    path: Path, names: list[str], *, version: str, write: Callable[[str, Path], None]
+) -> None:
+    """Write the files of a folder, then make them the checkpoint.
+
+    Args:
+        path: The folder; or a file, which it replaces.
+        names: Names of the parts.
+        version: Tells these files from those of the checkpoint before.
+        write: Writes a part into a file.
+    """
+    with new_folder(path) as temporary:
+        files: dict[str, dict[str, Any]] = {}
+        for name in names:
+            file = temporary / f"{name}-{version}.pt"
+            write(name, file)
+            files[name] = {"file": file.name, "num_bytes": file.stat().st_size}
+        index = json.dumps({"format_version": _FORMAT_VERSION, "files": files}, indent=1)
+        with (temporary / INDEX).open("x") as opened:
+            opened.write(index)
+            opened.flush()
+            os.fsync(opened.fileno())
+        sync_folder(temporary)
+        if path.is_symlink() or not (path / INDEX).is_file():
+            place_folder(temporary, path)
+            return
+        for entry in files.values():
+            (temporary / entry["file"]).rename(path / entry["file"])
+        sync_folder(path)
+        (temporary / INDEX).replace(path / INDEX)
+        sync_folder(path)
+        kept = {INDEX, *(entry["file"] for entry in files.values())}
+        for old in path.iterdir():
+            if old.name not in kept and old.suffix == ".pt":
+                with suppress(OSError):
+                    old.unlink()
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether there is a checkpoint of this form."""
+    return (path / INDEX).is_file()
+
+
+def read_folder(
+    path: Path, *, map_location: Any = None, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint; its tensors stay in their files until they are used.
+
+    Args:
+        path: The folder.
+        map_location: As in `torch.load`.
+        weights_only: As in `torch.load`.
+
+    Raises:
+        CheckpointError: A file is missing or truncated, or a newer version wrote it.
+    """
+    try:
+        index = json.loads((path / INDEX).read_text())
+        version, files = index["format_version"], index["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be read: its {INDEX} is damaged. Resume from another "
+            "one (ckpt_path=...)."
+        ) from error
+    if version > _FORMAT_VERSION:
+        raise CheckpointError(
+            f"The checkpoint {path} has format_version={version}, but this version of "
+            f"roundpipe_lightning reads {_FORMAT_VERSION}. Update roundpipe_lightning."
+        )
+    for entry in files.values():
+        file = path / entry["file"]
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["num_bytes"]:
+            found = "is missing" if size is None else f"has {size} of {entry['num_bytes']} bytes"
+            raise CheckpointError(
+                f"The checkpoint {path} cannot be read: its file {file.name} {found}. Copy the "
+                "folder again, or resume from another one (ckpt_path=...)."
+            )
+    names = sorted(name for name in files if name != "structure")
+    contents = [
+        torch.load(path / files[name]["file"], mmap=True, map_location="cpu", weights_only=True)
+        for name in names
+    ]
+    structure = torch.load(
+        path / files["structure"]["file"], map_location=map_location, weights_only=weights_only
+    )
+    joined: dict[str, Any] = _with_tensors(structure, contents)
+    return joined
+
+
+def _with_tensors(value: Any, contents: list[dict[str, Tensor]]) -> Any:
+    if type(value) in (dict, OrderedDict):
+        if _REFERENCE in value:
+            place, name = value[_REFERENCE]
+            return contents[place][name]
+        kind: Any = type(value)
+        return kind((key, _with_tensors(entry, contents)) for key, entry in value.items())
+    if type(value) in (list, tuple):
+        kind = type(value)
+        return kind(_with_tensors(entry, contents) for entry in value)
+    return value

@@ -1,0 +1,388 @@
+"""Checkpoints as files, or folders of files, that are either whole or not there.
+
+The content is Lightning's own, and a file is a plain `torch.save` of the checkpoint's dictionary:
+any strategy reads ours, and ours reads any strategy's. Only the writing differs:
+
+```
+last.ckpt            the previous checkpoint, complete
+.last.ckpt.1f3a.tmp  1. written beside it, straight from the tensors' own memory
+                     2. flushed and fsynced
+last.ckpt            3. renamed onto it (atomic); on an error the temporary file is removed instead
+```
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zipfile
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from roundpipe_lightning.checkpoint.files import replaced_file
+from roundpipe_lightning.checkpoint.folder import (
+    is_checkpoint_folder,
+    read_folder,
+    split_checkpoint,
+    write_folder,
+)
+from roundpipe_lightning.checkpoint.records import (
+    Record,
+    TakeStorage,
+    record,
+    write_records,
+)
+from roundpipe_lightning.checkpoint.snapshot import Snapshots, Storage
+from roundpipe_lightning.checkpoint.writer import WriteQueue
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+
+__all__ = ["RoundPipeAsyncCheckpointIO", "RoundPipeCheckpointIO", "merge_checkpoint"]
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_GIB = 1 << 30
+
+
+class RoundPipeCheckpointIO(TorchCheckpointIO):
+    """Writes and reads plain Lightning checkpoints; what is there is replaced as a whole.
+
+    Remote paths (`s3://...`, `gs://...`) go Lightning's usual way.
+
+    Args:
+        form: `"file"`: one file. `"sharded"`: a folder with an index and files of a limited size.
+            Both are read, whatever this says.
+        max_file_bytes: Size of the files of the sharded form.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    def __init__(
+        self, *, form: Literal["file", "sharded"] = "file", max_file_bytes: int = 4 * _GIB
+    ) -> None:
+        if form not in ("file", "sharded"):
+            raise ConfigurationError(f"form={form!r}: set 'file' or 'sharded'.")
+        if max_file_bytes <= 0:
+            raise ConfigurationError(f"max_file_bytes={max_file_bytes}: set a positive number.")
+        self.form = form
+        self.max_file_bytes = max_file_bytes
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write `checkpoint` to `path`, or leave what is at `path` as it was.
+
+        Args:
+            checkpoint: What Lightning's `dump_checkpoint` made.
+            path: A local path, or any URL that fsspec knows.
+            storage_options: Not supported, as in Lightning's own plugin.
+
+        Raises:
+            CheckpointError: The file could not be written (a full disk, say).
+        """
+        local_path = _local_path(path)
+        if local_path is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        _write(local_path, self._prepared(checkpoint), take=nullcontext)
+
+    def _prepared(self, checkpoint: dict[str, Any]) -> _Prepared:
+        """Pickle all but the memory of tensors."""
+        if self.form == "file":
+            return _Prepared(is_folder=False, names=[""], records=[record(checkpoint)])
+        parts = split_checkpoint(checkpoint, max_file_bytes=self.max_file_bytes)
+        records = [record(part.content) for part in parts]
+        return _Prepared(is_folder=True, names=[part.name for part in parts], records=records)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = lambda storage, _: storage,
+        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
+    ) -> dict[str, Any]:
+        """Read a checkpoint of any strategy, of either form.
+
+        Args:
+            path: A local path, or any URL that fsspec knows.
+            map_location: As in `torch.load`; the default leaves every tensor in host memory.
+            weights_only: As in `torch.load`.
+
+        Raises:
+            FileNotFoundError: There is nothing at `path`.
+            CheckpointError: The checkpoint is truncated or damaged, or is none.
+        """
+        local_path = _local_path(path)
+        if local_path is None:
+            return super().load_checkpoint(path, map_location, weights_only)
+        if local_path.is_dir():
+            return _load_folder(local_path, map_location, weights_only)
+        if local_path.is_file() and _is_truncated(local_path):
+            raise _unreadable(local_path, "its end is missing")
+        try:
+            return super().load_checkpoint(path, map_location, weights_only)
+        except OSError:
+            raise
+        except RuntimeError as error:
+            raise _unreadable(local_path, str(error)) from error
+        except Exception as error:
+            if zipfile.is_zipfile(local_path):  # sound, with objects that `weights_only` forbids
+                raise
+            raise _unreadable(local_path, "it is not in torch's format") from error
+
+
+class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
+    """Writes checkpoints in the background, while training goes on.
+
+    Under the roundpipe strategy nothing is copied at first: the writer reads the parameters and the
+    optimizer's state where they are. When the next optimizer step is about to change them, what has
+    not been written by then is copied, from the end of the file towards the writer, up to
+    `max_copy_bytes`; for the rest the step waits. All else is copied at once, as is everything with
+    another strategy.
+
+    Saves and removals happen in the order in which they were asked for. `load_checkpoint` and
+    `teardown` wait for them, and so does the end of the process. An error in the background is
+    raised by the next call, once.
+
+    Args:
+        max_copy_bytes: The most memory for copies of parameters and optimizer state.
+        form: As for `RoundPipeCheckpointIO`.
+        max_file_bytes: As for `RoundPipeCheckpointIO`.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_copy_bytes: int = 4 * _GIB,
+        form: Literal["file", "sharded"] = "file",
+        max_file_bytes: int = 4 * _GIB,
+    ) -> None:
+        super().__init__(form=form, max_file_bytes=max_file_bytes)
+        if max_copy_bytes < 0:
+            raise ConfigurationError(f"max_copy_bytes={max_copy_bytes}: set 0 or more.")
+        self.snapshots = Snapshots(max_copy_bytes=max_copy_bytes)
+        """The memory that is still to be written, and how much of it was copied."""
+        self._queue = WriteQueue()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Have `checkpoint` as it is now written to `path`.
+
+        Args:
+            checkpoint: What Lightning's `dump_checkpoint` made.
+            path: A local path; remote ones are written before this returns.
+            storage_options: Not supported, as in Lightning's own plugin.
+
+        Raises:
+            CheckpointError: An earlier checkpoint could not be written.
+        """
+        self.save_snapshot(checkpoint, path, storage_options, steady=())
+
+    def save_snapshot(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+        *,
+        steady: Collection[Storage],
+    ) -> None:
+        """Have `checkpoint` written, without a copy of what does not change before `release`.
+
+        Args:
+            checkpoint: What Lightning's `dump_checkpoint` made.
+            path: A local path; remote ones are written before this returns.
+            storage_options: Not supported.
+            steady: Memory that changes after the next `release` only.
+
+        Raises:
+            CheckpointError: An earlier checkpoint could not be written.
+        """
+        self._queue.raise_error()
+        local_path = _local_path(path)
+        if local_path is None or storage_options is not None:
+            self.wait()
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        kept = {storage._cdata for storage in steady}  # noqa: SLF001 - torch's own key for a storage
+        prepared = self._prepared(checkpoint).copied_except(kept)
+        snapshot = self.snapshots.protect(
+            storage
+            for storage in prepared.storages()
+            if storage._cdata in kept  # noqa: SLF001
+        )
+
+        def write() -> None:
+            try:
+                _write(local_path, prepared, take=snapshot.take)
+            finally:
+                snapshot.abandon()
+
+        self._queue.submit(write)
+
+    def release(self, *, unchanged: Collection[Storage] = ()) -> None:
+        """Return when memory that was given as steady may change.
+
+        Args:
+            unchanged: What will not change even now.
+        """
+        self.snapshots.release(unchanged=unchanged)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Have a checkpoint removed, after what was asked for before."""
+        remove = super().remove_checkpoint
+        self._queue.submit(lambda: remove(path))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = lambda storage, _: storage,
+        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
+    ) -> dict[str, Any]:
+        """Read a checkpoint when all have been written; see `RoundPipeCheckpointIO`."""
+        self.wait()
+        return super().load_checkpoint(path, map_location, weights_only)
+
+    def wait(self) -> None:
+        """Return when all that was asked for has been done.
+
+        Raises:
+            CheckpointError: A checkpoint could not be written.
+        """
+        self._queue.drain()
+        self._queue.raise_error()
+
+    def teardown(self) -> None:
+        """Finish the work; the thread ends.
+
+        Raises:
+            CheckpointError: A checkpoint could not be written.
+        """
+        self.wait()
+
+
+def merge_checkpoint(folder: str | Path, file: str | Path) -> None:
+    """Write a sharded checkpoint as one file, without holding it in memory.
+
+    Args:
+        folder: A checkpoint of the sharded form.
+        file: The file to write; what is there is replaced as a whole.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint, or damaged, or the file cannot be written.
+    """
+    checkpoint = _load_folder(Path(folder), None, weights_only=False)
+    _write(
+        Path(file),
+        _Prepared(is_folder=False, names=[""], records=[record(checkpoint)]),
+        take=nullcontext,
+    )
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """Files of which only the memory of tensors is still to be written.
+
+    Attributes:
+        is_folder: Whether they are parts of a folder.
+        names: Their names.
+        records: What is in each.
+    """
+
+    is_folder: bool
+    names: Sequence[str]
+    records: Sequence[Sequence[Record]]
+
+    def storages(self) -> list[Storage]:
+        """Return the memory that is to be written."""
+        found = [entry.data for file in self.records for entry in file]
+        return [data for data in found if isinstance(data, torch.UntypedStorage)]
+
+    def copied_except(self, kept: Collection[int]) -> _Prepared:
+        """Return the same with copies of all memory but that of the given storages."""
+
+        def copied(entry: Record) -> Record:
+            if not isinstance(entry.data, torch.UntypedStorage) or entry.data._cdata in kept:  # noqa: SLF001
+                return entry
+            return Record(name=entry.name, data=entry.data.clone(), num_bytes=entry.num_bytes)
+
+        records = [[copied(entry) for entry in file] for file in self.records]
+        return _Prepared(is_folder=self.is_folder, names=self.names, records=records)
+
+
+def _write(path: Path, prepared: _Prepared, *, take: TakeStorage) -> None:
+    """Write a file or a folder.
+
+    Raises:
+        CheckpointError: It could not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not prepared.is_folder:
+            with replaced_file(path) as file:
+                write_records(prepared.records[0], file, take=take)
+            return
+        by_name = dict(zip(prepared.names, prepared.records, strict=True))
+
+        def write_part(name: str, file: Path) -> None:
+            with file.open("xb") as opened:
+                write_records(by_name[name], opened, take=take)
+                _flush(opened)
+
+        write_folder(path, list(by_name), version=secrets.token_hex(4), write=write_part)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written: {error.strerror or error}. "
+            "What was there before is untouched. Free some space or choose another folder "
+            "(ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...))."
+        ) from error
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+def _load_folder(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:  # noqa: FBT001
+    if not is_checkpoint_folder(path):
+        raise CheckpointError(
+            f"The checkpoint {path} is a folder without index.json: it is not a sharded checkpoint "
+            "of this package. One that FSDP or DeepSpeed wrote in parts has to be made one file "
+            "with their own tools first."
+        )
+    return read_folder(path, map_location=map_location, weights_only=weights_only)
+
+
+def _local_path(path: str | Path) -> Path | None:
+    """`path` as a local file's, or None where it names a remote one."""
+    filesystem, stripped = url_to_fs(str(path))
+    return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
+
+
+def _is_truncated(path: Path) -> bool:
+    """Whether a file begins as torch's format does and lacks the directory that ends it."""
+    with path.open("rb") as file:
+        begins_as_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+    return begins_as_zip and not zipfile.is_zipfile(path)
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {path} cannot be read: {reason}. The file is truncated or damaged; "
+        "resume from another one (ckpt_path=...)."
+    )

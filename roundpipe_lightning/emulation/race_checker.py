@@ -1,0 +1,286 @@
+"""Checks that events order every two accesses to memory of which one writes.
+
+Work runs on *lines*: the queues of every device, and the host, whose threads order their own doings
+by locks and gates. A line's clock says how much of every other line has ended before its next
+piece of work begins (a vector clock):
+
+```
+compute of 0   c1 c2 ● c3            ●: mark_event; its stamp is the clock {compute of 0: 2}
+upload of 0          └──▶ u1         copy(after=[●]): u1 comes after c1 and c2, not after c3
+host                        ○ h1     event.wait(): h1 comes after u1 and all that u1 came after
+```
+
+A piece of work also comes after what the host knew to have ended when it launched it. Memory is a
+storage and a range of bytes in it; for each the checker keeps the accesses that the next one could
+collide with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundpipe_lightning.emulation.placement import Operand, operands_of
+from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
+
+HOST = "the host"
+"""The line of all host threads."""
+
+Stamp: TypeAlias = Mapping[str, int]
+"""What had ended on every line: the number of its pieces of work."""
+
+_FORGET_EVERY = 512  # new memories, after which those that were freed are forgotten
+
+
+class ProtocolError(RuntimeError):
+    """Two accesses to the same memory, one of them a write, that no event puts in an order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """One use of a range of bytes.
+
+    Attributes:
+        line: Where it was done.
+        tick: Which piece of work of the line it was part of.
+        start: First byte.
+        stop: Behind the last byte.
+        writes: Whether it wrote.
+        what: For people.
+    """
+
+    line: str
+    tick: int
+    start: int
+    stop: int
+    writes: bool
+    what: str
+
+    def __str__(self) -> str:
+        """Write it for people."""
+        return f"{self.what} ({self.line}, {'writes' if self.writes else 'reads'})"
+
+
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """A storage and the accesses to it that a later one could collide with."""
+
+    reference: StorageWeakRef
+    name: str
+    line: str | None = None  # of the device that computes in it
+    accesses: list[Access] = field(default_factory=list)
+
+
+class ProtocolChecker:
+    """Watches the accesses of one engine's devices. Its methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()
+        self._clocks: dict[str, dict[str, int]] = {HOST: {}}
+        self._memories: dict[int, _Memory] = {}
+        self._num_new = 0
+        #: How many accesses it has seen.
+        self.num_accesses = 0
+
+    # ----------------------------------------------------------------------------------- order
+
+    def begin(self, line: str, after: Sequence[Stamp] = ()) -> None:
+        """Begin the next piece of work of a line: it has been launched by the host.
+
+        Args:
+            line: Where.
+            after: The stamps that it waits for.
+        """
+        with self._mutex:
+            clock = self._clock(line)
+            if line != HOST:
+                _merge(clock, self._clocks[HOST])
+            for stamp in after:
+                _merge(clock, stamp)
+            clock[line] = clock.get(line, 0) + 1
+
+    def wait(self, line: str, stamp: Stamp) -> None:
+        """Let all further work of a line come after a stamp."""
+        with self._mutex:
+            _merge(self._clock(line), stamp)
+
+    def stamp(self, line: str) -> Stamp:
+        """Return what will have ended when all work of a line so far has ended."""
+        with self._mutex:
+            return dict(self._clock(line))
+
+    def _clock(self, line: str) -> dict[str, int]:
+        return self._clocks.setdefault(line, {})
+
+    # ---------------------------------------------------------------------------------- memory
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Say what errors are to call the storage of a tensor."""
+        with self._mutex:
+            self._memory(tensor).name = name
+
+    def computes_in(self, tensor: Tensor, line: str) -> None:
+        """Say that a tensor is in the memory of the device whose compute queue is this line."""
+        with self._mutex:
+            self._memory(tensor).line = line
+
+    def line_of(self, tensor: Tensor) -> str:
+        """Return the compute queue of the device that a tensor is on, else the host."""
+        with self._mutex:
+            memory = self._memories.get(_key(tensor))
+            return HOST if memory is None or memory.line is None else memory.line
+
+    def access(self, tensor: Tensor, *, line: str, writes: bool, what: str) -> None:
+        """Note that the present piece of work of a line uses a tensor's memory.
+
+        Args:
+            tensor: A plain tensor.
+            line: Where.
+            writes: Whether it writes.
+            what: What it does, for people.
+
+        Raises:
+            ProtocolError: If it is in no order with an earlier access.
+        """
+        start, stop = _span(tensor)
+        if start == stop:
+            return
+        with self._mutex:
+            self.num_accesses += 1
+            clock, memory = self._clock(line), self._memory(tensor)
+            new = Access(
+                line=line,
+                tick=clock.get(line, 0),
+                start=start,
+                stop=stop,
+                writes=writes,
+                what=what,
+            )
+            for old in memory.accesses:
+                if _collide(old, new) and clock.get(old.line, 0) < old.tick:
+                    raise ProtocolError(_message(memory.name, old, new))
+            memory.accesses = [old for old in memory.accesses if not _replaces(new, old)]
+            memory.accesses.append(new)
+
+    def _memory(self, tensor: Tensor) -> _Memory:
+        key = _key(tensor)
+        memory = self._memories.get(key)
+        if memory is None:
+            storage = tensor.untyped_storage()
+            name = f"memory of {storage.nbytes()} bytes"
+            memory = self._memories[key] = _Memory(StorageWeakRef(storage), name)
+            self._num_new += 1
+            if self._num_new % _FORGET_EVERY == 0:
+                self._forget_freed()
+        return memory
+
+    def _forget_freed(self) -> None:
+        for key in [key for key, m in self._memories.items() if m.reference.expired()]:
+            del self._memories[key]
+
+
+def _merge(clock: dict[str, int], stamp: Stamp) -> None:
+    for line, tick in stamp.items():
+        if clock.get(line, 0) < tick:
+            clock[line] = tick
+
+
+def _key(tensor: Tensor) -> int:
+    # A weak reference keeps the number from being given to another storage.
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return] # noqa: SLF001
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a tensor lies in, gaps included."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:  # nothing that can be checked
+        return 0, 0
+    last = sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    size, offset = tensor.element_size(), int(tensor.storage_offset())
+    return offset * size, (offset + last + 1) * size
+
+
+def _collide(old: Access, new: Access) -> bool:
+    return (old.writes or new.writes) and old.start < new.stop and new.start < old.stop
+
+
+def _replaces(new: Access, old: Access) -> bool:
+    """Whether what comes after the new access comes after the old one, too."""
+    covered = new.start <= old.start and old.stop <= new.stop
+    return covered and (new.writes or (new.line == old.line and not old.writes))
+
+
+def _message(name: str, old: Access, new: Access) -> str:
+    start, stop = max(old.start, new.start), min(old.stop, new.stop)
+    return (
+        f"Bytes {start} to {stop} of {name}: {new} may run before {old} has ended. No event that "
+        f"{old.line} sets after it is waited for by {new.line}."
+    )
+
+
+class WatchedOperations(TorchDispatchMode):
+    """Tells the checker of every operation of a thread.
+
+    Args:
+        checker: The checker.
+        lines: Compute queues by the name of their device.
+    """
+
+    def __init__(self, checker: ProtocolChecker, lines: dict[str, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._checker = checker
+        self._lines = lines
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or func.is_view:
+            return func(*args, **kwargs)
+        operands = list(operands_of(func, args, kwargs, place_of=tag_of))
+        line = self._line(operands)
+        self._checker.begin(line)
+        what = f"{func} in {threading.current_thread().name}"
+        for operand in operands:
+            self._checker.access(
+                raw_of(operand.tensor), line=line, writes=operand.written, what=what
+            )
+        result = func(*args, **kwargs)
+        read = {id(operand.tensor) for operand in operands}
+        for made in _tensors(result):
+            if id(made) not in read:
+                self._made(made, line, what)
+        return result
+
+    def _line(self, operands: Sequence[Operand]) -> str:
+        """Return where an operation runs: on the device of its tensors, else on the host.
+
+        Values behind a tag are read as plain tensors where they go to the host or to another
+        device; the host waits for that.
+        """
+        for operand in operands:
+            if operand.place is not None:
+                return self._lines[operand.place]
+        for operand in operands:
+            line = self._checker.line_of(operand.tensor)
+            if line != HOST:
+                self._checker.wait(HOST, self._checker.stamp(line))
+        return HOST
+
+    def _made(self, tensor: Tensor, line: str, what: str) -> None:
+        place = tag_of(tensor)
+        if place is not None:
+            self._checker.computes_in(raw_of(tensor), self._lines[place])
+        self._checker.access(raw_of(tensor), line=line, writes=True, what=what)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    values = result if isinstance(result, (list, tuple)) else [result]
+    return [value for value in values if isinstance(value, Tensor)]

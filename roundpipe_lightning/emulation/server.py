@@ -1,0 +1,431 @@
+"""An emulated server: devices whose queues take time, on a machine that has none.
+
+```python
+timing = EmulatedTiming(upload_bytes_per_second=25e9, download_bytes_per_second=25e9)
+with EmulatedServer(8, timing=timing) as server:
+    Engine(module, stack=stack, devices=server.devices, plan=plan)
+```
+
+What is computed is computed at once, in the thread that launches it, after what it must wait for;
+`EmulatedServer.work` says how long the device takes for it. Copies are made by the server's clock
+when their time is up. So the host runs ahead of the devices, and a copy that waits for too little
+brings wrong numbers: until it is made its target holds what was there before, or not-a-numbers
+(`poison`). What no wrong number shows is for the checker (`race_checker.py`): memory that is
+overwritten while a device would still be reading it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.emulation.clock import ServerClock
+from roundpipe_lightning.emulation.events import CopyEvent, EmulatedEvent, MarkEvent
+from roundpipe_lightning.emulation.links import Copy, HostMemory, LinkQueue
+from roundpipe_lightning.emulation.placement import device_of
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Stamp, WatchedOperations
+from roundpipe_lightning.emulation.tagged_tensor import (
+    TaggedMode,
+    TaggedTensor,
+    move,
+    raw_of,
+    tag,
+    tag_of,
+    untag,
+)
+from roundpipe_lightning.emulation.timing import ComputeQueue, EmulatedTiming, HostClock
+from roundpipe_lightning.engine.device.base import CopyQueue, Device
+from roundpipe_lightning.engine.device.events import Event
+
+
+class EmulatedDevice(Device):
+    """A worker on an emulated device.
+
+    Args:
+        index: Number of the device; workers with the same number share it.
+    """
+
+    can_compile = False
+
+    def __init__(self, index: int) -> None:
+        self.name = f"emulated:{index}"
+        self.torch_device = device_of(self.name)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Copy a host tensor to here."""
+        return tag(tensor.detach(), self.name)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Copy to the host."""
+        return tensor.detach() if tag_of(tensor) is None else untag(tensor.detach())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Say whether the tensor carries this device's tag, or is a host number."""
+        return tag_of(tensor) == self.name or (tag_of(tensor) is None and tensor.dim() == 0)
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """Copy from any device, differentiably."""
+        return move(tensor, self.name)
+
+    def thread_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Let factories (`torch.arange(n, device=x.device)`) make tensors with tags."""
+        return TaggedMode(self.name)
+
+
+_SHORT_BYTES = 2**16
+
+_memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+
+
+class EmulatedServer:
+    """Devices that share a host's memory. A context manager: leaving it joins their clock's thread.
+
+    Args:
+        num_devices: How many.
+        timing: What takes how long; by default nothing takes time.
+        checker: Watches the accesses to memory.
+        poison: Whether targets of copies and new buffers hold not-a-numbers until they are filled.
+        tags: Whether tensors refuse to mix. Without, they are plain ones, and cost the host less.
+        chunk_bytes: Longest copy that a more urgent one cannot overtake; None: that of hardware.
+
+    Attributes:
+        devices: The devices.
+        checker: As given.
+        poison: As given.
+        tags: As given.
+        chunk_bytes: As given.
+        timing: As given.
+        host: The time of the host's threads.
+        clock: Does what is due.
+        memory: The host's.
+    """
+
+    def __init__(
+        self,
+        num_devices: int,
+        *,
+        timing: EmulatedTiming | None = None,
+        checker: ProtocolChecker | None = None,
+        poison: bool = False,
+        tags: bool = True,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.timing = EmulatedTiming() if timing is None else timing
+        self.checker = checker
+        self.poison = poison
+        self.tags = tags
+        self.host = HostClock()
+        self.clock = ServerClock("clock of the emulated server")
+        self.memory = HostMemory(self.timing.host_bytes_per_second, clock=self.clock)
+        self._active = threading.local()
+        self.devices = tuple(self._device(index) for index in range(num_devices))
+
+    def _device(self, index: int) -> ServedDevice:
+        return ServedDevice(index, server=self)
+
+    def __enter__(self) -> EmulatedServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.clock.close()
+
+    @contextlib.contextmanager
+    def activated(self, device: ServedDevice) -> Iterator[None]:
+        """Let the calling thread launch its work on a device."""
+        before = getattr(self._active, "device", None)
+        self._active.device = device
+        try:
+            yield
+        finally:
+            self._active.device = before
+
+    def launch(self, seconds: float) -> None:
+        """Let the calling thread's device compute for so long."""
+        device: ServedDevice | None = getattr(self._active, "device", None)
+        if device is not None and seconds:
+            device.compute.launch(seconds)
+
+    def work(self, tensor: Tensor, *, forward_seconds: float, backward_seconds: float) -> Tensor:
+        """Let the device compute for so long whenever a tensor's gradient passes here, or itself.
+
+        Returns:
+            The same values; what uses them has this time behind it.
+        """
+        if not torch.is_grad_enabled():  # no gradient will pass: no node of a graph for it
+            self.launch(forward_seconds)
+            return tensor.view_as(tensor)
+        result: Tensor = _Work.apply(tensor, self.launch, forward_seconds, backward_seconds)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Work(torch.autograd.Function):
+    """Nothing but time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        launch: Callable[[float], None],
+        forward_seconds: float,
+        backward_seconds: float,
+    ) -> Tensor:
+        ctx.launch, ctx.seconds = launch, backward_seconds
+        launch(forward_seconds)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.launch(ctx.seconds)
+        return gradient, None, None, None
+
+
+class ServedDevice(EmulatedDevice):
+    """A device of an emulated server.
+
+    Args:
+        index: Its number.
+        server: The server.
+    """
+
+    def __init__(self, index: int, *, server: EmulatedServer) -> None:
+        super().__init__(index)
+        self.server = server
+        if not server.tags:
+            self.torch_device = torch.device("cpu")
+        if server.chunk_bytes is not None:
+            self.chunk_bytes = server.chunk_bytes
+        self.compute = ComputeQueue(
+            host=server.host, delay=server.timing.delays(f"compute of {self.name}")
+        )
+        self._links = {queue: self._link(queue) for queue in CopyQueue}
+        self._line = f"the compute queue of {self.name}"
+        self._num_buffers = 0
+
+    def _link(self, queue: CopyQueue) -> LinkQueue:
+        timing = self.server.timing
+        rates = {
+            CopyQueue.UPLOAD: timing.upload_bytes_per_second,
+            CopyQueue.DOWNLOAD: timing.download_bytes_per_second,
+        }
+        return LinkQueue(
+            bytes_per_second=rates[queue],
+            copy_seconds=timing.copy_seconds,
+            memory=self.server.memory,
+            clock=self.server.clock,
+            delay=timing.delays(f"{queue.value} of {self.name}"),
+        )
+
+    def close(self) -> None:
+        """Make the copies that are left, and join the server's clock; it starts when needed."""
+        self.server.clock.close()
+
+    # ----------------------------------------------------------------------------- user's tensors
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Copy a host tensor to here; part of the compute queue."""
+        self._spend(tensor.nbytes / self.server.timing.upload_bytes_per_second)
+        return super().upload(tensor) if self.server.tags else tensor.detach().clone()
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Copy to the host, and wait for that; part of the compute queue."""
+        if self.server.tags and tag_of(tensor) is None:
+            return tensor.detach()
+        self._spend(tensor.nbytes / self.server.timing.download_bytes_per_second)
+        self.mark_event(f"download from {self.name}").wait()
+        return super().download(tensor) if self.server.tags else tensor.detach().clone()
+
+    def _spend(self, seconds: float) -> None:
+        if seconds:
+            self.compute.occupy(seconds)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Say whether an operation here can use the tensor."""
+        return super().holds(tensor) if self.server.tags else True
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """Copy from any device, differentiably."""
+        return super().move(tensor) if self.server.tags else tensor
+
+    # ---------------------------------------------------------------------------------- transfers
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return a flat buffer of bytes."""
+        raw = torch.empty(num_bytes, dtype=torch.uint8)
+        if self.server.checker is not None:
+            self._num_buffers += 1
+            self.server.checker.name(raw, f"buffer {self._num_buffers} of {self.name}")
+        return self._placed(raw)
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that the upload queue is to fill."""
+        return self._placed(torch.empty(shape, dtype=dtype))
+
+    def _placed(self, raw: Tensor) -> Tensor:
+        if self.server.poison:
+            poison(raw)
+        if self.server.checker is not None:
+            self.server.checker.computes_in(raw, self._line)
+        return TaggedTensor(raw, self.name) if self.server.tags else raw
+
+    def copy(
+        self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
+    ) -> Event:
+        """Give one copy to a link."""
+        target, source = _values_of(dst), _values_of(src)
+        events = [event.issued() for event in after]
+        name = f"{queue.value} on {self.name}"
+        event = CopyEvent(
+            name,
+            host=self.server.host,
+            checker=self.server.checker,
+            stamp=self._checked(queue, dst, src, events),
+        )
+
+        def begin() -> None:
+            if self.server.poison:
+                poison(target)
+
+        self._links[queue].put(
+            Copy(
+                num_bytes=self._num_timed_bytes(queue, src),
+                issued_seconds=self.server.host.now(),
+                after=events,
+                begin=begin,
+                copy=lambda: _copy(target, source),
+                finish=event.finish,
+            )
+        )
+        return event
+
+    def reaches(self, other: Device) -> bool:
+        """Say whether the server's devices reach each other."""
+        known = isinstance(other, ServedDevice) and other.server is self.server
+        is_direct = self.server.timing.direct_bytes_per_second is not None
+        return super().reaches(other) or (known and is_direct)
+
+    def _num_timed_bytes(self, queue: CopyQueue, src: Tensor) -> int:
+        """Return how many bytes take as long on the link as a copy: others from other devices."""
+        timing = self.server.timing
+        direct, link = timing.direct_bytes_per_second, timing.upload_bytes_per_second
+        if direct is None or queue is not CopyQueue.UPLOAD or tag_of(src) is None:
+            return src.nbytes
+        return round(src.nbytes * link / direct) if math.isfinite(link) else src.nbytes
+
+    def _checked(self, queue: CopyQueue, dst: Tensor, src: Tensor, after: Sequence[Event]) -> Stamp:
+        checker = self.server.checker
+        if checker is None:
+            return {}
+        line = f"the {queue.value} queue of {self.name}"
+        checker.begin(line, [event.stamp for event in after if isinstance(event, EmulatedEvent)])
+        what = f"{queue.value} in {threading.current_thread().name}"
+        checker.access(raw_of(src), line=line, writes=False, what=what)
+        checker.access(raw_of(dst), line=line, writes=True, what=what)
+        return checker.stamp(line)
+
+    def await_event(self, event: Event) -> None:
+        """Let compute wait, and with it the calling thread, which computes at once."""
+        issued = event.issued()
+        if not isinstance(issued, EmulatedEvent):
+            issued.wait()
+            return
+        issued.hold()
+        if self.server.checker is not None:
+            self.server.checker.wait(self._line, issued.stamp)
+
+    def mark_event(self, name: str) -> Event:
+        """Return the end of what was launched so far."""
+        checker = self.server.checker
+        return MarkEvent(
+            name,
+            compute=self.compute,
+            clock=self.server.clock,
+            host=self.server.host,
+            checker=checker,
+            stamp={} if checker is None else checker.stamp(self._line),
+        )
+
+    def pin(self, buffer: Tensor) -> None:
+        """Tell the checker what to call a host buffer."""
+        if self.server.checker is not None:
+            self.server.checker.name(buffer, f"a host buffer of {buffer.nbytes} bytes")
+
+    # ------------------------------------------------------------------------------------ compute
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        """Let the calling thread launch its work here."""
+        with self.server.activated(self):
+            yield
+
+    @contextlib.contextmanager
+    def thread_context(self) -> Iterator[None]:
+        """Let factories make tensors with tags, and the checker see every operation."""
+        with contextlib.ExitStack() as contexts:
+            if self.server.tags:
+                contexts.enter_context(super().thread_context())
+            if self.server.checker is not None:
+                lines = {device.name: device._line for device in self.server.devices}  # noqa: SLF001
+                contexts.enter_context(WatchedOperations(self.server.checker, lines))
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for the compute queue."""
+        self.mark_event(f"end of {self.name}").wait()
+
+    def start_clock(self) -> None:
+        """Begin the time scale, when the device is idle."""
+        self.synchronize()
+        self.server.host.restart()
+        self.compute.restart()
+        super().start_clock()
+
+    def mark(self) -> float:
+        """Return when all work launched so far will have been done."""
+        return self.compute.mark()
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    raw = raw_of(tensor)
+    return raw.detach() if raw.requires_grad else raw
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if (
+        target.nbytes == source.nbytes <= _SHORT_BYTES
+        and target.dtype is source.dtype
+        and target.shape == source.shape
+        and target.is_contiguous()
+        and source.is_contiguous()
+    ):
+        # A link does not wait for Python's lock: keep it, where `copy_` would give it away.
+        _memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        return
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a tensor with what no computation gives: not-a-numbers, or all bits set."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is torch.bool:
+            tensor.fill_(True)
+        else:
+            tensor.fill_(255 if tensor.dtype is torch.uint8 else -1)

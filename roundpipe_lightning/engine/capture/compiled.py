@@ -1,0 +1,231 @@
+"""Compiled blocks: `torch.compile` once per kind of block, not once per block, worker or stage.
+
+```
+step 1     blocks run as they are; which of them leave something beside their output is noted
+step 2 on  block 0 ─┐
+           block 1 ─┼─ the same compiled code, with the parameters that are on the worker
+           block 2 ─┘
+```
+
+What is compiled is a plain copy of a block, of the user's own class, whose parameters are the
+worker's: they are inputs of the compiled code, so that one piece of code serves all blocks of a
+kind. Not compiled are blocks that write attributes, and those that leave tensors for the loss
+beside their output (router logits that a hook collects): the engine follows these function by
+function, which compiled code has no more of.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily
+
+from roundpipe_lightning.engine.capture.randomness import RandomStream
+
+Backend: TypeAlias = str | Callable[..., Any]
+"""A backend of `torch.compile`: its name, or a function of a graph and its inputs."""
+
+INDUCTOR = "inductor"
+
+
+class Placed(Protocol):
+    """Blocks on a worker."""
+
+    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what stands for a parameter there."""
+
+    def buffer_of(self, buffer: Tensor) -> Tensor:
+        """Return what stands for a buffer there."""
+
+
+class BlockCompiler:
+    """Compiles the blocks of one engine.
+
+    Args:
+        backend: Of `torch.compile`. Only PyTorch's own, `inductor`, is told to draw random numbers
+            as plain PyTorch does.
+    """
+
+    def __init__(self, backend: Backend = INDUCTOR) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._kinds: dict[Any, Callable[..., Any]] = {}
+        self._left: dict[str, str] = {}
+        self._drawing: set[str] = set()
+        self._known = False
+
+    @property
+    def num_kinds(self) -> int:
+        """How many kinds of blocks have been compiled."""
+        return len(self._kinds)
+
+    @property
+    def left_as_they_are(self) -> Mapping[str, str]:
+        """Names of blocks that are not compiled, with the reason."""
+        return self._left
+
+    # ------------------------------------------------------------------------- what is found out
+
+    def leave(self, name: str, reason: str) -> None:
+        """Do not compile a block."""
+        with self._lock:
+            self._left.setdefault(name, reason)
+
+    def note_draw(self, name: str) -> None:
+        """Note that a block draws random numbers."""
+        with self._lock:
+            self._drawing.add(name)
+
+    def end_step(self) -> None:
+        """Note that all blocks have been run once, and what they do is known."""
+        self._known = True
+
+    def compiles(self, name: str) -> bool:
+        """Say whether a block is to run compiled."""
+        return self._known and name not in self._left
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out, so that a resumed training compiles from its first step on."""
+        return {
+            "known": self._known,
+            "left": dict(self._left),
+            "drawing": sorted(self._drawing),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned."""
+        self._known = bool(state["known"])
+        self._left = dict(state["left"])
+        self._drawing = set(state["drawing"])
+
+    # ----------------------------------------------------------------------------------- running
+
+    def stand_in(
+        self,
+        view: nn.Module,
+        *,
+        block: nn.Module,
+        name: str,
+        placed: Placed,
+        stream: RandomStream | None,
+    ) -> nn.Module:
+        """Return what runs a block: its compiled code, or the view where it is not compiled.
+
+        Args:
+            view: The block's view.
+            block: The original.
+            name: The block's name.
+            placed: The worker's parameters and buffers.
+            stream: The microbatch's random numbers.
+        """
+        if not self.compiles(name):
+            return view
+        copy = plain_copy(block, parameter=placed.leaf_of, buffer=placed.buffer_of)
+        draws = stream if name in self._drawing else None
+        return _Compiled(copy, run=self._code_for(block), stream=draws)
+
+    def _code_for(self, block: nn.Module) -> Callable[..., Any]:
+        kind = kind_of(block)
+        with self._lock:
+            if kind not in self._kinds:
+                self._kinds[kind] = self._compiled(number=len(self._kinds))
+            return self._kinds[kind]
+
+    def _compiled(self, *, number: int) -> Callable[..., Any]:
+        # PyTorch keeps compiled code by Python's code objects: every kind has one of its own.
+        code = _call.__code__.replace(co_name=f"block_of_kind_{number}")
+        function = types.FunctionType(code, _call.__globals__, code.co_name)
+        options: dict[str, Any] | None = None
+        if self._backend == INDUCTOR:
+            options = {"fallback_random": True}
+        compiled: Callable[..., Any] = torch.compile(
+            function, backend=self._backend, options=options
+        )
+        return compiled
+
+
+class _Compiled(nn.Module):
+    """A block's plain copy, run by compiled code, out of sight of the modes around it."""
+
+    def __init__(
+        self, block: nn.Module, *, run: Callable[..., Any], stream: RandomStream | None
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self._run = run
+        self._stream = stream
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            with _pop_mode_temporarily():  # the engine's own
+                return self._run(self.block, args, kwargs)
+
+        return call() if self._stream is None else self._stream.draw_all(call)
+
+
+def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return block(*args, **kwargs)
+
+
+def kind_of(block: nn.Module) -> Any:
+    """Return what blocks that may share compiled code have in common: classes and tensors.
+
+    Attributes are no part of it: what the code reads of them is checked when it is run.
+    """
+    return tuple(
+        (
+            name,
+            type(module),
+            module.training,
+            *map(_form_of, module.__dict__["_parameters"].items()),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _form_of(entry: tuple[str, nn.Parameter | None]) -> Any:
+    name, parameter = entry
+    if parameter is None:
+        return (name,)
+    return name, parameter.shape, parameter.dtype, parameter.requires_grad
+
+
+def plain_copy(
+    module: nn.Module,
+    *,
+    parameter: Callable[[nn.Parameter], nn.Parameter | None],
+    buffer: Callable[[Tensor], Tensor],
+) -> nn.Module:
+    """Return a module of the same classes and attributes, with other parameters and buffers.
+
+    Args:
+        module: The original.
+        parameter: Returns the copy's parameter for one of the original's.
+        buffer: Returns the copy's buffer for one of the original's.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+
+    def copy(original: nn.Module) -> nn.Module:
+        if original in made:
+            return made[original]
+        new: nn.Module = object.__new__(type(original))
+        made[original] = new
+        state = dict(original.__dict__)
+        for table, place in (("_parameters", parameter), ("_buffers", buffer), ("_modules", copy)):
+            state[table] = _mapped(state[table], place)
+        for name, value in state.items():
+            if isinstance(value, types.MethodType) and value.__self__ is original:
+                state[name] = types.MethodType(value.__func__, new)
+        object.__setattr__(new, "__dict__", state)
+        return new
+
+    return copy(module)
+
+
+def _mapped(table: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: None if value is None else place(value) for name, value in table.items()}

@@ -1,0 +1,141 @@
+"""What one microbatch's user code writes into the attributes of modules.
+
+Adapters switched off for a reference pass, `eval()` for a while, a counter: such writes are the
+microbatch's own until the step ends. Other microbatches run at the same time and must not see
+them; the microbatch's blocks must, on whichever worker they run, and in their recompute as they
+were in the forward pass.
+
+```
+user code      off ── pass 1 ── on ── pass 2 ──▶ loss
+its blocks          [off] 0 1 2      [on] 0 1 2        recompute [on] 2 1 0, [off] 2 1 0
+the module     as before the step ─────────────────────────────────────────▶ told, in order
+```
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.capture.placeholder import writes_first
+from roundpipe_lightning.engine.capture.view import write_through
+from roundpipe_lightning.errors import ConfigurationError
+
+ModuleWrites: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
+"""Originals with the attributes that were written, `DELETED` for one that was deleted."""
+
+
+class Writes:
+    """The attributes that user code has written, by the original module.
+
+    Attributes:
+        were_any: Whether the user's code or a block has written attributes or buffers.
+    """
+
+    def __init__(self) -> None:
+        # By identity: the hash of a metric changes with its state. The original is kept alive.
+        self._written: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+        self.were_any = False
+
+    def note(self, module: nn.Module, name: str, value: Any) -> None:
+        """Keep what the user's code has written, or `DELETED`."""
+        self.were_any = True
+        self._written.setdefault(id(module), (module, {}))[1][name] = value
+
+    def renew(self, module: nn.Module, name: str, value: Any) -> None:
+        """Hear that a block has written, and the original knows: it is the latest value."""
+        self.were_any = True
+        if id(module) in self._written and name in self._written[id(module)][1]:
+            self.note(module, name, value)
+
+    def within(self, block: nn.Module) -> ModuleWrites:
+        """Return what has been written so far into a block and its children."""
+        if not self._written:
+            return []
+        found = (self._written.get(id(module)) for module in block.modules())
+        return [(entry[0], dict(entry[1])) for entry in found if entry is not None]
+
+    def tell(self) -> None:
+        """Write everything into the originals, and forget it."""
+        written, self._written = self._written, {}
+        for module, attributes in written.values():
+            for name, value in attributes.items():
+                write_through(module, name, value)
+
+
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+#: Functions whose names end like those of functions that write. Parametrizing sets to itself.
+_WITHOUT_VALUES = frozenset("detach_ requires_grad_ set_ share_memory_".split())
+
+
+class ParameterWrites:
+    """What code does to parameters, until it is looked at.
+
+    Args:
+        keeps_copies: Whether parameters are copies, into which nobody is to write.
+    """
+
+    def __init__(self, *, keeps_copies: bool) -> None:
+        self._keeps_copies = keeps_copies
+        self._written: list[nn.Parameter] = []
+        self._given: list[tuple[nn.Parameter, Tensor]] = []
+        self._replaced: list[tuple[nn.Parameter, Tensor]] = []  # with their memory before
+
+    def note(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+        """Look at a function before it is called.
+
+        Returns:
+            What it gives, if it was called here.
+        """
+        if self._keeps_copies and _writes(getattr(func, "__name__", "")):
+            written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+            self._written += [tensor for tensor in written if isinstance(tensor, nn.Parameter)]
+            return None
+        if type(func) is not types.MethodWrapperType or not isinstance(args[0], nn.Parameter):
+            return None
+        if func == _SET_DATA:
+            if all(known is not args[0] for known, _ in self._replaced):
+                self._replaced.append((args[0], args[0].data))
+        elif func == _GET_DATA and self._keeps_copies:
+            values: Tensor = func(*args)
+            self._given.append((args[0], values))
+            return values
+        return None
+
+    def take_written(self) -> Sequence[nn.Parameter]:
+        """Return what was written to or had other memory in the end, and forget all uses."""
+        if not (self._written or self._given or self._replaced):
+            return ()
+        written = self._written
+        for parameter, values in self._given:
+            if not values.is_inference() and values._version:
+                written.append(parameter)
+        for parameter, before in self._replaced:
+            if parameter.data_ptr() != before.data_ptr():
+                parameter.data = before  # a later block may find it in the same place
+                written.append(parameter)
+        self._written, self._given, self._replaced = [], [], []
+        return written
+
+
+def _writes(name: str) -> bool:
+    return name not in _WITHOUT_VALUES and writes_first(name)
+
+
+def refuse_write(name: str) -> NoReturn:
+    """Refuse a write into a parameter.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(
+        f"A step writes into the parameter {name!r}: into the copy that a worker has of it, which "
+        "is dropped, so the module would never know. Make what a step changes a buffer "
+        "(register_buffer), or write when no step runs, in a callback or on_train_batch_end "
+        "(moving averages: lightning.pytorch.callbacks.WeightAveraging)."
+    )

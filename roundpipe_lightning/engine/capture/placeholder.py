@@ -1,0 +1,203 @@
+"""Capture: how user code, unchanged, hands a stack of blocks to the engine.
+
+In a view every block is a proxy. A proxy gives its call to the engine, which runs the block on the
+worker of its stage, and gets phantoms of the block's outputs for the user's code to hand on:
+
+```
+user code      h = embed(ids)     h, w = layer0(h, m)    h, w = layer1(h, m)      head(h)
+in the view    h ───────────────▶ run 0 ── phantoms ───▶ run 1 ── the outputs ──▶
+```
+
+A phantom has the shape, the dtype and the device of the tensor it stands for, but no values. Code
+that computes with it gets the values in its place, as a leaf of a new segment: the blocks before it
+and those after it are then recomputed apart. Only writing into a phantom is refused, because other
+blocks have got its values already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.capture.torch_functions import METADATA, attribute_or_name
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker
+from roundpipe_lightning.errors import CaptureError, GlueError
+
+_WRITTEN = (
+    "`{}` writes into an output of block {!r} after the block, whose values later blocks and its "
+    "recompute use: the change would be lost. Work on a copy (`x = x + ...` instead of "
+    "`x += ...`), move the operation into a block, or name other blocks with "
+    "RoundPipeStrategy(blocks=[...])."
+)
+_PAST_FUNCTIONS = (
+    "{} received an output of a block past PyTorch's functions (a custom autograd.Function, "
+    "probably), where the engine cannot put in its values. Give it a tensor made by an operation, "
+    "`x + 0` say, or move it into a block."
+)
+
+
+class Standing(Protocol):
+    """What a phantom stands for."""
+
+    @property
+    def block_name(self) -> str:
+        """The block that made it."""
+
+    def real(self) -> Tensor:
+        """Return the tensor that the user's code computes with, with a gradient."""
+
+    def detached(self) -> Tensor:
+        """Return the values without a graph."""
+
+
+class Phantom(Tensor):
+    """Stands for a tensor that a block has made and that user code only hands on."""
+
+    value: Any  # a Standing
+
+    @staticmethod
+    def of(tensor: Tensor, value: Standing, *, requires_grad: bool) -> Phantom:
+        """Make the phantom of a tensor.
+
+        Args:
+            tensor: Gives shape, strides, dtype and device.
+            value: What it stands for.
+            requires_grad: What it says of itself.
+        """
+        phantom: Phantom = torch.Tensor._make_wrapper_subclass(
+            Phantom,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=requires_grad,
+        )
+        phantom.value = value
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                phantom.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return phantom
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = attribute_or_name(func)
+        if name in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        written = args[0] if args and writes_first(name) else (kwargs or {}).get("out")
+        real: dict[Phantom, Tensor] = {}
+        for phantom in tensors_in((args, kwargs)):
+            if isinstance(phantom, Phantom):
+                value: Standing = phantom.value
+                if phantom is written:
+                    raise GlueError(_WRITTEN.format(name, value.block_name))
+                without_graph = name == "detach" or not torch.is_grad_enabled()
+                real[phantom] = value.detached() if without_graph else value.real()
+        args, kwargs = map_tensors(
+            lambda x: real[x] if isinstance(x, Phantom) else x, (args, kwargs)
+        )
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub lacks `cls`
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise CaptureError(_PAST_FUNCTIONS.format(f"`{func}`"))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Name of the block."""
+        return f"<output of {self.value.block_name}>"
+
+
+def _refuse_gradient(gradient: Tensor) -> None:  # noqa: ARG001 - a tensor's hook
+    """Raise when a gradient arrives at a phantom: it belongs to the tensor behind it."""
+    raise CaptureError(_PAST_FUNCTIONS.format("An operation"))
+
+
+def without_phantoms(node: Any) -> Any:
+    """Return nested containers with the tensors that phantoms among theirs stand for."""
+
+    def real(tensor: Tensor) -> Tensor:
+        value: Tensor = tensor.value.real() if isinstance(tensor, Phantom) else tensor
+        return value
+
+    return map_tensors(real, node)
+
+
+class RunHere(Enum):
+    """What a proxy is told."""
+
+    RUN_HERE = "run here"
+    """Run the block as part of the user's code around it."""
+
+
+RUN_HERE = RunHere.RUN_HERE
+
+Called: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""What a proxy calls: the block, positional and keyword arguments. It returns the block's output,
+or RUN_HERE."""
+
+
+class BlockProxy(View):
+    """Stands for a block in a view: the call goes to the microbatch, all else is as in any view."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the microbatch run the block, or run here as any view does."""
+        own = self.__dict__
+        answer = own["_called"](own["_view_of"], args, kwargs)
+        plain: Any = super()
+        return plain.__call__(*args, **kwargs) if answer is RUN_HERE else answer
+
+
+def make_proxies(
+    blocks: Iterable[nn.Module],
+    *,
+    maker: ViewMaker,
+    classes: ViewClasses,
+    called: Called,
+) -> dict[nn.Module, nn.Module]:
+    """Make a proxy for every block.
+
+    Args:
+        blocks: The blocks.
+        maker: Fills the proxies as views, for user code that looks inside a block.
+        classes: The classes of views.
+        called: What the proxies call.
+    """
+    return {
+        block: make_proxy(block, maker=maker, classes=classes, called=called) for block in blocks
+    }
+
+
+def make_proxy(
+    block: nn.Module, *, maker: ViewMaker, classes: ViewClasses, called: Called
+) -> nn.Module:
+    """Make a proxy for a block; see `make_proxies`."""
+    proxy: Any = object.__new__(classes.of(type(block), BlockProxy))
+    maker.fill(proxy, block)
+    proxy.__dict__.update(_called=called)
+    return proxy  # type: ignore[no-any-return]
+
+
+def writes_first(name: str) -> bool:
+    """Say whether a torch function of that name writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+        )
+    return name.endswith("_")

@@ -1,0 +1,363 @@
+"""Random numbers that a recompute draws again, whatever thread or worker it runs on.
+
+PyTorch's default generators are process-wide, but several microbatches run at once, so neither
+"save the state, restore it later" nor "whoever comes first" can work. Instead every operation that
+draws random numbers gets a seed of its own, for a generator of the engine's where the operation
+takes one (`capture/randomness.py`), else for the default ones during the draw:
+
+    seed = hash(step seed, microbatch, place, number of the draw within the place)
+
+where the place is a block or a segment of user code. The forward pass of block 3 for microbatch 1
+and its recompute therefore see the same dropout masks, on any number of workers. The step seed is
+one number drawn from the host's generator, so `seed_everything` governs it and a checkpoint of that
+generator's state carries it.
+
+The seeds follow the integer mixer SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+number generators, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.errors import RandomnessError
+
+_IN_PLACE = frozenset(
+    """
+    bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_
+    """.split()
+)
+"""Methods that fill a tensor, and take a generator."""
+
+_OF_DROPOUT = ("input", "p", "training", "inplace")
+
+
+class OwnGenerators:
+    """The generators of one thread, one per device."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, torch.Generator] = {}
+
+    def call(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        seed: int,
+    ) -> Any:
+        """Call a torch function that draws as if the default generators had this seed.
+
+        Returns:
+            What it returns; `NotImplemented` if it can only draw from a default generator.
+        """
+        name = getattr(func, "__name__", "")
+        if name in _IN_PLACE and isinstance(args[0], Tensor):
+            generator = self._seeded(args[0].device, seed)
+            return func(*args, **{**kwargs, "generator": generator})
+        if name == "dropout":
+            return self._dropout(func, args, kwargs, seed)
+        return NotImplemented
+
+    def _seeded(self, device: torch.device, seed: int) -> torch.Generator:
+        if device not in self._made:
+            self._made[device] = torch.Generator(device)
+        return self._made[device].manual_seed(seed)
+
+    def _dropout(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int
+    ) -> Any:
+        """Drop out, with the bits of PyTorch's own, forward and backward."""
+        given = dict(zip(_OF_DROPOUT, args, strict=False)) | dict(kwargs)
+        x, p, in_place = given["input"], given.get("p", 0.5), given.get("inplace", False)
+        trains = given.get("training", given.get("train", True))
+        if not trains or not 0 < p < 1 or not x.numel():
+            return func(*args, **kwargs)  # draws nothing
+        kind = x.device.type
+        if x.layout is not torch.strided or kind not in ("cpu", "cuda"):
+            return NotImplemented
+        generator = self._seeded(x.device, seed)
+        if kind == "cuda" and not in_place:
+            return torch._fused_dropout(x, 1 - p, generator=generator)[0]  # noqa: SLF001
+        factors = torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)
+        return x.mul_(factors) if in_place else x * factors
+
+
+_MASK = (1 << 64) - 1
+
+#: Functions that draw from a default generator: what torch tags `nondeterministic_seeded`, by its
+#: Python names, and the functions of torch.nn.functional around them. A test holds it complete.
+RANDOM_FUNCTIONS = frozenset(
+    """
+    _fused_dropout _sample_dirichlet _standard_gamma alpha_dropout alpha_dropout_ bernoulli
+    bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d dropout3d dropout_
+    exponential exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout
+    feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
+    fractional_max_pool3d fractional_max_pool3d_with_indices geometric geometric_ gru
+    gumbel_softmax kaiming_uniform_ lobpcg log_normal log_normal_ lstm miopen_rnn
+    multi_head_attention_forward multinomial native_dropout normal normal_ normal_functional
+    pca_lowrank poisson rand rand_like randint randint_like randn randn_like random random_
+    randperm rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
+    rrelu_with_noise_functional scaled_dot_product_attention svd_lowrank uniform uniform_
+    """.split()
+)
+
+#: Where the probability stands in functions that draw only if it is positive: position, keyword.
+_PROBABILITY = {
+    "dropout": (1, "p"),
+    "dropout1d": (1, "p"),
+    "dropout2d": (1, "p"),
+    "dropout3d": (1, "p"),
+    "scaled_dot_product_attention": (4, "dropout_p"),
+}
+
+
+def mix(*parts: int) -> int:
+    """Hash integers to one of 63 bits: SplitMix64 over a running sum."""
+    state = 0
+    for part in parts:
+        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Say whether a call may draw random numbers, from whichever generator."""
+    name = getattr(func, "__name__", "")
+    if name not in RANDOM_FUNCTIONS:
+        return False
+    if name in _PROBABILITY:
+        position, keyword = _PROBABILITY[name]
+        default = 0.0 if name == "scaled_dot_product_attention" else 0.5
+        probability = args[position] if len(args) > position else kwargs.get(keyword, default)
+        return bool(probability != 0)
+    return True
+
+
+def _inside_checkpoint() -> bool:
+    """Say whether the caller runs under PyTorch's activation checkpointing."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class RandomLock:
+    """Guards the process-wide generators: one draw at a time, their states put back after it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def draw(
+        self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
+    ) -> Any:
+        """Run `call` with every generator seeded, then put the generators back."""
+        with self._lock:
+            states = [generator.get_state() for generator in generators]
+            try:
+                for generator in generators:
+                    generator.manual_seed(seed)
+                return call()
+            finally:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
+
+    def note(self) -> None:
+        """Hear of a draw from a generator of the user's own."""
+
+    def states(
+        self,
+        generators: Sequence[torch.Generator],
+        *,
+        are_wanted: Callable[[], bool] = lambda: True,
+    ) -> list[torch.Tensor]:
+        """Return the generators' states between draws.
+
+        Args:
+            generators: Which.
+            are_wanted: Asked between draws, too: nothing is returned if they are not.
+        """
+        with self._lock:
+            return [generator.get_state() for generator in generators] if are_wanted() else []
+
+    def between_draws(self, call: Callable[[], None]) -> None:
+        """Call something while nobody draws, or looks at the generators."""
+        with self._lock:
+            call()
+
+
+class StepDraws(RandomLock):
+    """The draws of one step.
+
+    Args:
+        lock: Shared by all steps.
+
+    Attributes:
+        num_draws: How often the step has drawn from generators that others may draw from.
+    """
+
+    def __init__(self, lock: RandomLock) -> None:
+        self.num_draws = 0
+        self._is_watched = True
+        self._shared = lock
+
+    def stop_watching(self) -> None:
+        """Look at the generators no more: when this returns, other code than the step's may draw.
+
+        A thread that is looking is waited for.
+        """
+
+        def stop() -> None:
+            self._is_watched = False
+
+        self._shared.between_draws(stop)
+
+    def draw(
+        self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
+    ) -> Any:
+        """Run `call` with every generator seeded, then put the generators back."""
+        self.note()
+        return self._shared.draw(seed, generators, call)
+
+    def note(self) -> None:
+        """Hear of a draw."""
+        self.num_draws += 1
+
+    def states(
+        self,
+        generators: Sequence[torch.Generator],
+        *,
+        are_wanted: Callable[[], bool] = lambda: True,
+    ) -> list[torch.Tensor]:
+        """Return the generators' states between draws; nothing if they are not looked at."""
+        return self._shared.states(generators, are_wanted=lambda: self._is_watched and are_wanted())
+
+
+class RandomStream:
+    """The random numbers of one microbatch, for blocks and user code alike.
+
+    Args:
+        lock: Shared by all threads of an engine.
+        step_seed: The step's number.
+        microbatch: The microbatch's index.
+        generators: Returns the generators of the worker in use.
+    """
+
+    def __init__(
+        self,
+        lock: RandomLock,
+        *,
+        step_seed: int,
+        microbatch: int,
+        generators: Callable[[], Sequence[torch.Generator]],
+    ) -> None:
+        self._lock = lock
+        self._seed = mix(step_seed, microbatch)
+        self._generators = generators
+        self._place = mix(self._seed, 0)
+        self._draws = 0
+        self._block: int | None = None
+        self._given_states: dict[tuple[int, int], bytes] = {}
+        self._own = OwnGenerators()
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function, with a seed of its own if it may draw.
+
+        Raises:
+            RandomnessError: If it draws where a recompute cannot repeat it.
+        """
+        if not may_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        if _inside_checkpoint():
+            raise RandomnessError(
+                f"{func.__name__} draws random numbers under activation checkpointing, whose own "
+                "recompute would see others. Turn it off (for transformers models "
+                "`gradient_checkpointing_disable()`): the engine recomputes blocks already."
+            )
+        self._draws += 1
+        given = kwargs.get("generator")
+        if given is not None:
+            self._lock.note()
+            self._check_given(given)
+            return func(*args, **kwargs)
+        seed = mix(self._place, self._draws)
+        result = self._own.call(func, args, kwargs, seed=seed)
+        if result is NotImplemented:
+            result = self._lock.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+        return result
+
+    @property
+    def num_draws(self) -> int:
+        """How often the present block, or the code outside the blocks, has drawn."""
+        return self._draws
+
+    def draw_all(self, call: Callable[[], Any]) -> Any:
+        """Run code that draws as it likes, with one seed for all its draws."""
+        self._draws += 1
+        seed = mix(self._place, self._draws)
+        return self._lock.draw(seed, self._generators(), call)
+
+    def _check_given(self, generator: torch.Generator) -> None:
+        """Let a block draw from a generator of its own only if the recompute finds it as it was."""
+        if self._block is None:
+            return
+        state = generator.get_state().numpy().tobytes()
+        if self._given_states.setdefault((self._block, self._draws), state) != state:
+            raise RandomnessError(
+                "A block draws from a torch.Generator that its forward pass has moved on, so the "
+                "recompute would see other numbers. Draw without `generator=` (the engine then "
+                "repeats the numbers), or seed the generator in the block before it draws."
+            )
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Refuse draws until the end of the context.
+
+        Raises:
+            RandomnessError: If the backward pass drew from a default generator.
+        """
+        with self._no_draws(
+            "A backward pass drew random numbers (a custom autograd.Function, probably), which "
+            "would depend on the number of workers. Draw in the forward pass and save the numbers."
+        ):
+            yield
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[None]:
+        """Draw as block `index` until the end of the context, always the same numbers.
+
+        Raises:
+            RandomnessError: If the block drew from a default generator behind this mode's back.
+        """
+        outer = self._place, self._draws, self._block
+        self._place, self._draws, self._block = mix(self._seed, 1, index), 0, index
+        try:
+            with self._no_draws(
+                "An operation drew random numbers from torch's default generator where they "
+                "cannot be repeated by the recompute. Call torch's own random functions from "
+                "Python, not from a scripted function or an extension."
+            ):
+                yield
+        finally:
+            self._place, self._draws, self._block = outer
+
+    @contextmanager
+    def _no_draws(self, refusal: str) -> Iterator[None]:
+        """Raise with this text if something but `call` moves a default generator on."""
+        generators = self._generators()
+        before = self._lock.states(generators)
+        yield
+        after = self._lock.states(generators)
+        if after and not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+            raise RandomnessError(refusal)

@@ -1,0 +1,121 @@
+"""What is known of torch's functions by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
+from types import TracebackType
+from typing import Any
+
+import torch
+
+#: Functions that ask about a tensor and give no tensor that its gradient flows through.
+QUESTIONS = frozenset(
+    """
+    __get__ __hash__ __len__ __repr__ __format__ backward dim element_size is_contiguous
+    is_floating_point item ndimension nelement numel register_hook requires_grad_ retain_grad size
+    stride tolist
+    """.split()
+)
+#: Functions and attributes that give a tensor and know its place themselves.
+KEEP_PLACE = frozenset("H T cpu cuda imag mH mT real to".split())
+#: Functions and attributes that a tensor answers without its values.
+METADATA = frozenset(
+    """
+    __hash__ __len__ device dim dtype element_size get_device grad_fn is_complex is_contiguous
+    is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_nested is_quantized is_sparse
+    itemsize layout name names nbytes ndim ndimension nelement numel requires_grad shape size stride
+    """.split()
+)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return a function's name, or that of the attribute that it gets if it makes a tensor."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = attribute_or_name(func)
+        return attribute if attribute in KEEP_PLACE else name
+    return name
+
+
+def attribute_or_name(func: Callable[..., Any]) -> str:
+    """Return the name of the attribute that a function gets, or else its own."""
+    name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
+class ModeStack:
+    """What is put away of one thread's modes."""
+
+    def __init__(self) -> None:
+        self._away: list[Any] = []
+
+    def without(self) -> _Changed:
+        """Put all modes away until the end of the context."""
+        return _Changed(self.put_away, self.put_back)
+
+    def again(self) -> _Changed:
+        """Put those back that are away, until the end of the context."""
+        return _Changed(self.put_on, self.put_off)
+
+    def put_away(self) -> list[Any]:
+        """Take all modes from the stack, and return them; the lowest first."""
+        taken = [
+            torch._C._pop_torch_function_stack()
+            for _ in range(torch._C._len_torch_function_stack())
+        ]
+        taken.reverse()
+        self._away = self._away + taken
+        return taken
+
+    def put_back(self, taken: list[Any]) -> None:
+        """Undo `put_away`, which returned these."""
+        if taken:
+            self._away = self._away[: -len(taken)]
+            _push(taken)
+
+    def put_on(self) -> list[Any]:
+        """Put all that is away on the stack, and return it."""
+        back, self._away = self._away, []
+        _push(back)
+        return back
+
+    def put_off(self, back: list[Any]) -> None:
+        """Undo `put_on`, which returned these."""
+        for _ in back:
+            torch._C._pop_torch_function_stack()
+        self._away = back
+
+
+def _push(modes: list[Any]) -> None:
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+class _Changed:
+    """Runs code with other modes. A class: it is entered for every call of a block.
+
+    Args:
+        change: Changes the stack, and returns what `undo` is given.
+        undo: Undoes it.
+    """
+
+    __slots__ = ("_change", "_moved", "_undo")
+
+    def __init__(self, change: Callable[[], list[Any]], undo: Callable[[list[Any]], None]) -> None:
+        self._change = change
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        self._moved = self._change()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._undo(self._moved)

@@ -1,0 +1,1 @@
+"""Chains of block calls: what runs forward, what runs backward, and what passes between."""

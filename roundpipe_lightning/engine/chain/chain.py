@@ -1,0 +1,186 @@
+"""The chain: the calls of blocks that a step makes, in the order in which user code makes them.
+
+```
+user code   embed   encoder.0 encoder.1   embed targets   decoder.0 decoder.1   loss
+chain               [0        1         ] middle segment  [2        3         ]
+                     a pass                   cut here      a pass
+```
+
+A block that is called twice stands twice in the chain. The first step runs a guess; every step
+says which calls it made, and the next one can be planned for these.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+
+from roundpipe_lightning.errors import ConfigurationError, PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStack:
+    """A chain of blocks that user code calls one after the other.
+
+    Attributes:
+        name: Dotted name of the list that holds them, e.g. `model.layers`.
+        blocks: The blocks in the order of their calls, each once.
+        names: Their dotted names.
+    """
+
+    name: str
+    blocks: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse empty stacks and blocks that occur twice."""
+        if len(self.blocks) != len(self.names) or not self.blocks:
+            raise ConfigurationError(
+                f"A stack needs as many names as blocks and at least one: {self.name!r} has "
+                f"{len(self.blocks)} blocks and {len(self.names)} names."
+            )
+        if len(set(self.blocks)) != len(self.blocks):
+            raise ConfigurationError(
+                f"A block occurs twice in {self.name!r}. Name a list of distinct blocks with "
+                "blocks=."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One call of a block in a step.
+
+    Attributes:
+        block: The block.
+        name: Its dotted name; with `#2` for its second call in the step, and so on.
+        cut: Whether user code runs between the call before and this one. No stage holds both.
+        gradient: Whether it is called with gradients enabled.
+        backward: Whether anything in it or below it gets a gradient.
+    """
+
+    block: nn.Module
+    name: str
+    cut: bool = False
+    gradient: bool = True
+    backward: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The calls of a step.
+
+    Attributes:
+        links: The calls in order.
+        others: Blocks that it does not call: where a step does, they run one at a time.
+    """
+
+    links: tuple[Link, ...] = ()
+    others: tuple[nn.Module, ...] = ()
+
+    @classmethod
+    def of(cls, stacks: Iterable[BlockStack]) -> Chain:
+        """Return the chain of a step that calls stacks one after the other, each once."""
+        links: list[Link] = []
+        for stack in stacks:
+            for index, (block, name) in enumerate(zip(stack.blocks, stack.names, strict=True)):
+                links.append(Link(block=block, name=name, cut=not index and bool(links)))
+        return cls(links=tuple(links))
+
+    @classmethod
+    def recorded(cls, links: Iterable[Link], *, blocks: Iterable[nn.Module] = ()) -> Chain:
+        """Return the chain of calls that were seen.
+
+        Args:
+            links: The calls; their names are the blocks' own.
+            blocks: All blocks, those that were not called among them.
+        """
+        counts: Counter[nn.Module] = Counter()
+        numbered: list[Link] = []
+        for link in links:
+            counts[link.block] += 1
+            count = counts[link.block]
+            name = link.name if count == 1 else f"{link.name}#{count}"
+            # The first call may have been planned behind others, which were not made.
+            numbered.append(replace(link, name=name, cut=link.cut and bool(numbered)))
+        others = tuple(block for block in blocks if block not in counts)
+        return cls(links=tuple(numbered), others=others)
+
+    @classmethod
+    def named(cls, names: Sequence[str], stacks: Sequence[BlockStack]) -> Chain:
+        """Return the chain with these names, which a plan carries.
+
+        Raises:
+            PlanError: If there is no block of such a name.
+        """
+        known = {n: b for s in stacks for n, b in zip(s.names, s.blocks, strict=True)}
+        following = following_blocks(stacks)
+        links: list[Link] = []
+        for name in names:
+            block = known.get(name.partition("#")[0])
+            if block is None:
+                raise PlanError(
+                    f"The plan has a block {name!r}, which is none of the module's blocks "
+                    f"({', '.join(stack.name for stack in stacks) or 'it has none'}). Make a new "
+                    "plan (plan='auto')."
+                )
+            cut = bool(links) and following.get(links[-1].block) is not block
+            links.append(Link(block=block, name=name, cut=cut))
+        called = {link.block for link in links}
+        others = tuple(b for stack in stacks for b in stack.blocks if b not in called)
+        return cls(links=tuple(links), others=others)
+
+    def same_calls(self, other: Chain) -> bool:
+        """Say whether the calls are the same, cut in the same places."""
+        mine, theirs = (
+            [(link.name, link.cut, link.gradient) for link in chain.links]
+            for chain in (self, other)
+        )
+        return mine == theirs
+
+    def __len__(self) -> int:
+        """Number of calls."""
+        return len(self.links)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The calls' names."""
+        return tuple(link.name for link in self.links)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Positions that no stage holds together with the one before, ascending."""
+        return tuple(i for i, link in enumerate(self.links) if link.cut)
+
+    def ends_pass(self, position: int) -> bool:
+        """Say whether user code follows the call at a position."""
+        return position + 1 == len(self.links) or self.links[position + 1].cut
+
+    def find(self, block: nn.Module, *, gradient: bool | None, start: int) -> int | None:
+        """Return the first position, from `start` on, of a block; None if there is none.
+
+        Args:
+            block: The block.
+            gradient: Whether it is called with gradients enabled; None: either.
+            start: The position after the last call's.
+        """
+        positions = self._positions.get((block, gradient), ())
+        index = bisect_left(positions, start)
+        return positions[index] if index < len(positions) else None
+
+    @cached_property
+    def _positions(self) -> Mapping[tuple[nn.Module, bool | None], Sequence[int]]:
+        found: dict[tuple[nn.Module, bool | None], list[int]] = {}
+        for position, link in enumerate(self.links):
+            for gradient in (link.gradient, None):
+                found.setdefault((link.block, gradient), []).append(position)
+        return found
+
+
+def following_blocks(stacks: Iterable[BlockStack]) -> dict[nn.Module, nn.Module]:
+    """Return which block comes after each in its stack; a stack's last block has none."""
+    return {a: b for s in stacks for a, b in zip(s.blocks, s.blocks[1:], strict=False)}

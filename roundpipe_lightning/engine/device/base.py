@@ -1,0 +1,247 @@
+"""The one place where the engine meets a device.
+
+A device works off three queues, each in its order: *compute*, *upload* and *download*.
+
+```
+compute     ■■■■■■■■■■■■■■■│■■■■■■■■■■■■■■■■■■    what threads launch while it is active
+                 mark_event ●      ○ await_event
+upload      ── copy ── copy ──────▶●               `copy(..., queue=UPLOAD)`
+download                        ── copy ──▶        `copy(..., queue=DOWNLOAD, after=[●])`
+```
+
+`copy`, `mark_event` and `await_event` are what transfers are made of (docs/engine.md). `upload`,
+`download` and `move` are for single tensors of user code: they are part of the compute queue. Three
+backends stand behind the facade:
+
+- `CpuDevice`: computes where the model lives, so nothing is copied. Real results, the default.
+- `AcceleratorDevice` (`device/accelerator.py`): CUDA or ROCm through `torch.accelerator`.
+- `EmulatedDevice` (`emulation/server.py`): CPU tensors that carry a device's tag and refuse to mix.
+
+A worker owns one device; several workers may share the hardware behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.engine.device.events import DoneEvent, Event
+
+
+class CopyQueue(Enum):
+    """A device's queues for copies."""
+
+    UPLOAD = "upload"
+    """To the device: from the host, or from another device."""
+
+    DOWNLOAD = "download"
+    """From the device to the host."""
+
+
+class Device(ABC):
+    """A place where a worker computes.
+
+    Attributes:
+        name: What errors and timelines call it, e.g. `cuda:1`.
+        torch_device: What `self.device` says inside a view of the user's module.
+        shares_host_memory: Whether host tensors can be used in place. Then uploads and downloads
+            are the identity, and gradients are collected per microbatch, in order.
+        can_compile: Whether `torch.compile` works for its tensors.
+        chunk_bytes: Longest copy that a more urgent one cannot overtake.
+    """
+
+    name: str
+    torch_device: torch.device
+    shares_host_memory: bool = False
+    chunk_bytes: int = 2**24
+    can_compile: bool = True
+
+    @abstractmethod
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return a host tensor's values here, without a graph."""
+
+    @abstractmethod
+    def download(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values on the host, without a graph; waits for them."""
+
+    @abstractmethod
+    def holds(self, tensor: Tensor) -> bool:
+        """Say whether the tensor can be used by an operation here as it is."""
+
+    @abstractmethod
+    def move(self, tensor: Tensor) -> Tensor:
+        """Bring a tensor from anywhere to here, differentiably."""
+
+    # ------------------------------------------------------------------------------- transfers
+
+    def close(self) -> None:
+        """Give back threads and streams. The device can be used again."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return a flat buffer of bytes in this device's memory, for slots and staging.
+
+        Whoever reuses it orders the uses by events.
+        """
+        return self.upload(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that the upload queue is to fill, and compute to read after that.
+
+        When it is freed, its memory is used again only after all compute launched until then.
+        """
+        return self.upload(torch.empty(shape, dtype=dtype))
+
+    def copy(
+        self,
+        dst: Tensor,
+        src: Tensor,
+        *,
+        queue: CopyQueue,
+        after: Sequence[Event] = (),
+    ) -> Event:
+        """Give one copy to a queue. It is made after the copies before it and after some events.
+
+        Both tensors must stay as they are until the event that is returned is done. This default
+        copies at once, in the calling thread, after waiting for the events.
+
+        Args:
+            dst: Where to.
+            src: Of the same shape and dtype; one of the two is on this device.
+            queue: Which queue.
+            after: What it waits for.
+
+        Returns:
+            The end of the copy.
+        """
+        for event in after:
+            event.wait()
+        with torch.no_grad():
+            dst.copy_(src)
+        return DoneEvent(f"{queue.value} on {self.name}")
+
+    def await_event(self, event: Event) -> None:
+        """Let compute that the calling thread launches from now on wait for an event."""
+        event.issued().wait()
+
+    def mark_event(self, name: str) -> Event:
+        """Return an event that is done when all compute launched so far is done."""
+        return DoneEvent(name)
+
+    def reaches(self, other: Device) -> bool:
+        """Say whether tensors of another device come here without the host, by one copy at most.
+
+        `copy` to here then takes them as sources.
+        """
+        return self.name == other.name
+
+    def has_spare_memory(self) -> bool:
+        """Say whether tensors may stay here that could also wait on the host."""
+        return True
+
+    # --------------------------------------------------------------------------------- compute
+
+    def activate(self) -> contextlib.AbstractContextManager[Any]:
+        """Make this the device on which the calling thread launches its work."""
+        return contextlib.nullcontext()
+
+    def thread_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Prepare a thread for work on this device and others of its kind."""
+        return contextlib.nullcontext()
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Return the process-wide random generators that operations here draw from."""
+        return (torch.default_generator,)
+
+    def pin(self, buffer: Tensor) -> None:
+        """Page-lock a host buffer, where that makes copies faster."""
+
+    def unpin(self, buffer: Tensor) -> None:
+        """Undo `pin`."""
+
+    @property
+    def page_locked_bytes(self) -> int:
+        """Bytes of host memory that are page-locked for copies to here."""
+        return 0
+
+    def synchronize(self) -> None:
+        """Wait for all work here. Called between steps only."""
+
+    def start_clock(self) -> None:
+        """Begin the time scale of `mark` and `seconds`."""
+        self._clock_start = time.perf_counter()
+
+    def mark(self) -> Any:
+        """Note the moment at which all work launched so far is done."""
+        return time.perf_counter()
+
+    def await_mark(self, mark: Any) -> None:
+        """Wait until a mark's moment has come."""
+
+    def seconds(self, mark: Any) -> float:
+        """Return a mark's time since `start_clock`, when its moment has come."""
+        return float(mark) - self._clock_start
+
+    def peak_bytes(self) -> int | None:
+        """Return the most memory that was in use since the start; None where nobody counts."""
+        return None
+
+    def reset_peak_bytes(self) -> None:
+        """Begin to count `peak_bytes` anew."""
+
+    def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Download several tensors of this device, in one copy per dtype.
+
+        Returns:
+            Host tensors of the same shapes, views of one flat buffer per dtype.
+        """
+        groups: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            groups.setdefault(tensor.dtype, []).append(index)
+        results: dict[int, Tensor] = {}
+        for indices in groups.values():
+            flat = self.download(torch.cat([tensors[i].detach().reshape(-1) for i in indices]))
+            parts = flat.split([tensors[i].numel() for i in indices])
+            for i, part in zip(indices, parts, strict=True):
+                results[i] = part.view(tensors[i].shape)
+        return [results[i] for i in range(len(tensors))]
+
+
+class CpuDevice(Device):
+    """A worker on the processor: host memory is its memory.
+
+    Args:
+        index: Number among the CPU workers, for the name.
+    """
+
+    shares_host_memory = True
+
+    def __init__(self, index: int = 0) -> None:
+        self.name = f"cpu:{index}"
+        self.torch_device = torch.device("cpu")
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself, without its graph."""
+        return tensor.detach()
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself, without its graph."""
+        return tensor.detach()
+
+    def holds(self, tensor: Tensor) -> bool:  # noqa: ARG002 - the facade's signature
+        """Every tensor of a CPU run is here."""
+        return True
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors themselves, without their graphs."""
+        return [tensor.detach() for tensor in tensors]

@@ -1,0 +1,204 @@
+"""Events: moments that others wait for, such as the end of a copy.
+
+An event is *done* once, or it *fails*. Three kinds stand behind one face:
+
+- `DoneEvent`: has happened already.
+- `HostEvent`: a host thread says when. Whoever waits for one of a step that was given up gets
+  `StepAborted`, so nobody waits for good.
+- `StreamEvent` (`device/accelerator.py`): an accelerator itself says when.
+
+Host threads `wait()`. A device's compute queue waits without stopping a host thread
+(`Device.await_event`); it needs the event of the copy itself, which is there when a transfer queue
+has given the copy to the device: `issued()` waits for that moment only.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+Callback = Callable[[], None]
+
+
+class StepAborted(BaseException):
+    """Unwinds the threads of a step that failed elsewhere. It never leaves the engine.
+
+    Not an `Exception`, so that user code with `except Exception` cannot swallow it.
+    """
+
+
+class Event(ABC):
+    """A moment that others wait for.
+
+    Attributes:
+        name: For people, for example `upload of layers.3 to cuda:1`.
+    """
+
+    name: str = ""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether it has happened. Asking never waits; a failure counts as having happened."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Stop the calling thread until it has happened.
+
+        Raises:
+            Exception: What made it fail; `StepAborted` if its step was given up.
+        """
+
+    @abstractmethod
+    def when_done(self, callback: Callback) -> None:
+        """Call back once it has happened or failed, from any thread; at once if it has already."""
+
+    def issued(self) -> Event:
+        """Return the event that a device can wait for; waits until it is known which.
+
+        Raises:
+            Exception: What made it fail before it was known.
+        """
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}, {'done' if self.is_done else 'to come'}>"
+
+
+def block_until(call_back: Callable[[Callback], None]) -> None:
+    """Stop the calling thread until it is called back.
+
+    An event has no gate of its own, which would cost more to make than all else of it: most are
+    never waited for by a thread.
+    """
+    gate = threading.Lock()
+    gate.acquire()
+    call_back(gate.release)
+    gate.acquire()
+
+
+class DoneEvent(Event):
+    """An event that has happened.
+
+    Args:
+        name: For people.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    @property
+    def is_done(self) -> bool:
+        """It is."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def when_done(self, callback: Callback) -> None:
+        """Call back at once."""
+        callback()
+
+
+class HostEvent(Event):
+    """An event that a host thread sets.
+
+    Args:
+        name: For people.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._is_known = False  # what stands behind it, or that it is over
+        self._behind: Event | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callback] = []  # for its end
+        self._when_known: list[Callback] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was set or has failed."""
+        return self._is_over
+
+    def set(self) -> None:
+        """Say that it has happened. It happens once: what comes later changes nothing."""
+        self._end(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Say that it will never happen: its one waiter raises `error`."""
+        self._end(error)
+
+    def abort(self) -> None:
+        """Say that it will never happen: every waiter raises `StepAborted`."""
+        self._end(StepAborted())
+
+    def stand_for(self, event: Event) -> None:
+        """Say which event of a device it stands for; it is still to be set when that is done."""
+        with self._lock:
+            self._behind = event
+            callbacks = self._now_known()
+        for callback in callbacks:
+            callback()
+
+    def _now_known(self) -> list[Callback]:
+        self._is_known = True
+        callbacks, self._when_known = self._when_known, []
+        return callbacks
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._error = error
+            self._is_over = True
+            callbacks = self._now_known() + self._callbacks
+            self._callbacks = []
+        for callback in callbacks:
+            callback()
+
+    def wait(self) -> None:
+        """Stop the calling thread until it was set.
+
+        Raises:
+            StepAborted: Its step was given up.
+            Exception: What it has failed with.
+        """
+        if not self._is_over:
+            block_until(self.when_done)
+        self._check()
+
+    def _check(self) -> None:
+        if isinstance(self._error, StepAborted):
+            raise StepAborted  # a new one: an error keeps the frames of who raised it alive
+        if self._error is not None:
+            raise self._error
+
+    def when_done(self, callback: Callback) -> None:
+        """Call back from the thread that sets it; at once if it was set."""
+        with self._lock:
+            if not self._is_over:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def _call_when_known(self, callback: Callback) -> None:
+        with self._lock:
+            if not self._is_known:
+                self._when_known.append(callback)
+                return
+        callback()
+
+    def issued(self) -> Event:
+        """Return what it stands for, when that is known; itself if nothing but itself.
+
+        Raises:
+            StepAborted: Its step was given up.
+            Exception: What it has failed with.
+        """
+        if not self._is_known:
+            block_until(self._call_when_known)
+        self._check()
+        return self if self._behind is None else self._behind

@@ -1,0 +1,317 @@
+"""Measures the machine it runs on: `hardware="auto"`.
+
+Copies between host and devices, alone and all at once, copies within a device's memory, and a
+matrix product per dtype are timed for a fraction of a second each; the whole takes less than ten
+seconds. The result is kept in the user's cache folder under the devices' name and number and the
+version of torch. Whether devices reach each other is asked of their driver each time. Nothing is
+measured when this module is imported.
+
+Measured rates are reached, not peaks, so the efficiencies of matrix products and of memory are 1;
+that of attention is its ratio to matrix products on an RTX 4090 (docs/planning.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe_lightning.engine.device.accelerator import all_reach
+from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
+from roundpipe_lightning.errors import HardwareError
+from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, MatrixRates
+from roundpipe_lightning.planning.model.hardware_files import (
+    hardware_from_mapping,
+    hardware_to_mapping,
+    load_hardware,
+)
+
+_ATTENTION_SHARE = 0.7 / 0.9
+_HOST_SHARE = 0.55
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COPY_BYTES = 2**27
+_LITTLE_BYTES = 2**30  # of a device: what the runtime takes for this process, and a screen
+_LEFT_TO_ALLOCATOR = 0.04  # of what there is
+_SHORTEST_SECONDS = 0.1
+_MOST_REPEATS = 64
+
+
+def find_hardware(
+    source: HardwareSpec | str | os.PathLike[str] = "auto", *, num_workers: int | None = None
+) -> HardwareSpec:
+    """Return a machine from whatever a user may give for it.
+
+    Args:
+        source: A machine, the name of one, the path of a file, or `"auto"`: the one this runs on.
+        num_workers: For `"auto"` on a machine without accelerators: CPU workers.
+
+    Raises:
+        HardwareError: There is no such name or file, or a figure in it is wrong.
+    """
+    if isinstance(source, HardwareSpec):
+        return source
+    if source == "auto":
+        return probe_hardware(num_workers=num_workers)
+    return load_hardware(source)
+
+
+def probe_hardware(
+    *, num_workers: int | None = None, folder: Path | None = None, fresh: bool = False
+) -> HardwareSpec:
+    """Measure this machine, or return what was measured before.
+
+    Args:
+        num_workers: Devices to count on: accelerators (None: all of them), or CPU workers where
+            there is no accelerator (None: 1).
+        folder: Where measurements are kept. None: the user's cache folder.
+        fresh: Whether to measure again.
+    """
+    machine = _Machine.found(num_workers)
+    path = (folder or cache_folder()) / f"{machine.key}.json"
+    if not fresh and (known := _read(path)) is not None:
+        return replace(known, devices_reach_each_other=machine.reaches_itself)
+    try:
+        spec = machine.measured()
+    finally:
+        if not machine.is_cpu:
+            _give_back()
+    _write(path, spec)
+    return spec
+
+
+def cache_folder() -> Path:
+    """The folder with what was measured: `$XDG_CACHE_HOME` or `~/.cache`, then our name."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "roundpipe_lightning" / "hardware"
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return what a plan may take of an accelerator's memory.
+
+    That is all of it, or the share that this process may have, but for what is in use: by other
+    processes, if that is more than a runtime takes, and by tensors of this one. A part is left to
+    the allocator, which cannot use every gap.
+    """
+    backend = torch.get_device_module(device)
+    free, total = backend.mem_get_info(device)
+    allocated = backend.memory_allocated(device)
+    others = total - free - backend.memory_reserved(device)
+    there = total - allocated - (others if others > _LITTLE_BYTES else 0)
+    fraction = getattr(backend, "get_per_process_memory_fraction", None)
+    if fraction is not None:
+        there = min(there, total * fraction(device) - allocated)
+    return max(0, int((1 - _LEFT_TO_ALLOCATOR) * there))
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Machine:
+    """The devices that are measured.
+
+    Attributes:
+        devices: Accelerators; the one CPU without any.
+        name: What one device is called.
+        num_workers: Accelerators, or CPU workers.
+    """
+
+    devices: tuple[torch.device, ...]
+    name: str
+    num_workers: int
+
+    @classmethod
+    def found(cls, num_workers: int | None) -> _Machine:
+        """Look what is there."""
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if kind is None or kind.type not in ("cuda", "xpu"):
+            name = platform.processor() or platform.machine() or "CPU"
+            cpu = torch.device("cpu")
+            return cls(devices=(cpu,), name=f"CPU {name}", num_workers=num_workers or 1)
+        count = torch.accelerator.device_count()
+        if num_workers is not None and not 1 <= num_workers <= count:
+            raise HardwareError(f"{num_workers} devices were asked for; this machine has {count}.")
+        devices = tuple(torch.device(kind.type, index) for index in range(num_workers or count))
+        names = sorted({_properties(device).name for device in devices})
+        return cls(devices=devices, name=" and ".join(names), num_workers=len(devices))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the processor computes."""
+        return self.devices[0].type == "cpu"
+
+    @property
+    def reaches_itself(self) -> bool:
+        """Whether all accelerators reach each other's memory."""
+        return not self.is_cpu and all_reach(self.devices)
+
+    @property
+    def key(self) -> str:
+        """Name of the file with its measurement."""
+        words = [self.name, f"x{self.num_workers}", f"torch-{torch.__version__}"]
+        if self.is_cpu:
+            words.insert(2, f"{torch.get_num_threads()}-threads")
+        return re.sub(r"[^A-Za-z0-9.+_-]+", "-", "_".join(words))
+
+    def measured(self) -> HardwareSpec:
+        """Measure it."""
+        host_rate = _copy_rate(torch.device("cpu"))
+        rates = _matrix_rates(self.devices[0])
+        if self.is_cpu:
+            return self._of_cpu(host_rate, rates)
+        up = _transfer_rate(self.devices[:1], upload=True)
+        down = _transfer_rate(self.devices[:1], upload=False)
+        return HardwareSpec(
+            name="auto",
+            device_name=self.name,
+            num_devices=self.num_workers,
+            device_bytes=min(_properties(device).total_memory for device in self.devices),
+            matrix_rates=rates,
+            memory_bytes_per_second=_copy_rate(self.devices[0]),
+            upload_bytes_per_second=up,
+            download_bytes_per_second=down,
+            devices_per_root=self.num_workers,
+            root_upload_bytes_per_second=max(up, _transfer_rate(self.devices, upload=True)),
+            root_download_bytes_per_second=max(down, _transfer_rate(self.devices, upload=False)),
+            host_bytes=host_bytes() or UNKNOWN_BYTES,
+            host_bytes_per_second=host_rate,
+            devices_reach_each_other=self.reaches_itself,
+            efficiency=_efficiency(),
+        )
+
+    def _of_cpu(self, host_rate: float, rates: MatrixRates) -> HardwareSpec:
+        """Workers share cores, memory and bandwidth evenly."""
+        share = 1 / self.num_workers
+        part = MatrixRates(
+            float32=rates.float32 * share,
+            bfloat16=None if rates.bfloat16 is None else rates.bfloat16 * share,
+            float16=None if rates.float16 is None else rates.float16 * share,
+        )
+        return HardwareSpec(
+            name="auto",
+            device_name=self.name,
+            num_devices=self.num_workers,
+            device_bytes=int((host_bytes() or UNKNOWN_BYTES) * share),
+            matrix_rates=part,
+            memory_bytes_per_second=host_rate * share,
+            upload_bytes_per_second=host_rate * share,
+            download_bytes_per_second=host_rate * share,
+            devices_per_root=self.num_workers,
+            root_upload_bytes_per_second=host_rate,
+            root_download_bytes_per_second=host_rate,
+            host_bytes=host_bytes() or UNKNOWN_BYTES,
+            host_bytes_per_second=host_rate,
+            shares_host_memory=True,
+            efficiency=_efficiency(),
+        )
+
+
+def _efficiency() -> Efficiency:
+    return Efficiency(attention=_ATTENTION_SHARE, host=_HOST_SHARE)
+
+
+def _properties(device: torch.device) -> Any:
+    return torch.get_device_module(device).get_device_properties(device)
+
+
+# --- measurements -------------------------------------------------------------------------------
+
+
+def _seconds(work: Callable[[], object], devices: Sequence[torch.device]) -> float:
+    """Time of one run of some work: the average over as many as take long enough."""
+    work()
+    _wait(devices)
+    repeats = 1
+    while True:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        _wait(devices)
+        seconds = time.perf_counter() - start
+        if seconds >= _SHORTEST_SECONDS or repeats >= _MOST_REPEATS:
+            return max(seconds, 1e-9) / repeats
+        repeats = min(_MOST_REPEATS, 2 * repeats)
+
+
+def _wait(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+def _give_back() -> None:
+    """Return what was measured with, which PyTorch would keep: a training wants other sizes."""
+    torch.accelerator.empty_cache()
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # not in torch 2.11
+    if empty_host_cache is not None:
+        empty_host_cache()
+
+
+def _matrix_rates(device: torch.device) -> MatrixRates:
+    """Operations per second of square products."""
+    size = 512 if device.type == "cpu" else 8192
+    rates = {}
+    for dtype in _DTYPES:
+        first = torch.ones((size, size), dtype=dtype, device=device)
+        second = torch.ones((size, size), dtype=dtype, device=device)
+        result = torch.empty_like(first)
+
+        def work(a: torch.Tensor = first, b: torch.Tensor = second, c: Any = result) -> object:
+            return torch.mm(a, b, out=c)
+
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / _seconds(work, [device])
+    return MatrixRates(**rates)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes per second that a copy within one memory reads and writes."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source), [device])
+
+
+def _transfer_rate(devices: Sequence[torch.device], *, upload: bool) -> float:
+    """Bytes per second between page-locked host memory and devices, all of them at once."""
+    pinned = devices[0].type != "cpu"
+    pairs = []
+    for device in devices:
+        host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+        pairs.append((there, host) if upload else (host, there))
+
+    def work() -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    return len(devices) * _COPY_BYTES / _seconds(work, devices)
+
+
+# --- what was measured before -------------------------------------------------------------------
+
+
+def _read(path: Path) -> HardwareSpec | None:
+    """An earlier measurement; None where there is none that can be used."""
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        return hardware_from_mapping(figures) if isinstance(figures, dict) else None
+    except (OSError, ValueError):  # HardwareError and a bad JSON text are ValueErrors
+        return None
+
+
+def _write(path: Path, spec: HardwareSpec) -> None:
+    """Keep a measurement where that is possible; else the next one takes its seconds again."""
+    text = json.dumps(hardware_to_mapping(spec), indent=2)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)

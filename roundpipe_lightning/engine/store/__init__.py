@@ -1,0 +1,1 @@
+"""Parameters and buffers in host memory, and the copies that are uploaded."""

@@ -1,0 +1,374 @@
+"""How a block's parameters lie in a worker's memory, and what is copied there.
+
+```
+host     trainable float32 [ q | k | v ]     frozen bfloat16 [ w1 | w2 ]    a parameter of its own
+             │ one copy                          │ one copy                     │
+region   [ q | k | v |·| w1 | w2 |·| p ]      one flat buffer of bytes, wherever the block is put
+gradients [ q | k | v ]                       trainable parameters alone, in the same order
+```
+
+Blocks of the same structure have the same *form*, and what is made for a form at a place, its
+leaves say, serves them all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.store.weight_versions import Serving
+
+_ALIGNMENT_BYTES = 256  # of a block's buffers in its region
+_TENSOR_ALIGNMENT_BYTES = 64  # of every gradient, as of every parameter on the host
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's place in the region of its block.
+
+    Attributes:
+        offset: First byte.
+        dtype: Its type.
+        shape: Its shape.
+        stride: Its strides, in elements.
+        trained: Whether it requires a gradient.
+        gradient_dtype: Type of its gradient, where that is another one.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    trained: bool
+    gradient_dtype: torch.dtype | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def moved(self, offset: int) -> Place:
+        """Return the place in a region that begins later."""
+        return replace(self, offset=self.offset + offset)
+
+    def within(self, region: Tensor, *, offset: int) -> Tensor:
+        """Return the part of a flat buffer of bytes that is the parameter's.
+
+        Args:
+            region: The buffer.
+            offset: Where in it the block's region begins.
+        """
+        start = offset + self.offset
+        flat = region[start : start + self.num_bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The places of a block's parameters, in the order of the block.
+
+    Attributes:
+        places: One per parameter.
+        num_bytes: Length of a region.
+    """
+
+    places: tuple[Place, ...]
+    num_bytes: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all places: computed once, for memory is asked for a form's leaves at every visit."""
+        return hash((self.places, self.num_bytes))
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Which parameters have gradients."""
+        return tuple(index for index, place in enumerate(self.places) if place.trained)
+
+    @cached_property
+    def gradients(self) -> tuple[Place, ...]:
+        """The places of their gradients, in a region for gradients alone."""
+        places, end = [], 0
+        for index in self.trained:
+            place = self.places[index]
+            strides = torch.empty(place.shape, device="meta").stride()
+            dtype = place.gradient_dtype or place.dtype
+            places.append(Place(end, dtype, place.shape, strides, trained=True))
+            end += _aligned(places[-1].num_bytes, _TENSOR_ALIGNMENT_BYTES)
+        return tuple(places)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Length of a region for gradients."""
+        if not self.gradients:
+            return 0
+        last = self.gradients[-1]
+        return _aligned(last.offset + last.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Host memory that is copied into a region.
+
+    Attributes:
+        source: Flat bytes.
+        previous: Those that may be copied in their place (`weight_versions.py`); None: nothing.
+        offset: Where to.
+        trained: Whether it changes from step to step.
+        is_locked: Whether it is page-locked.
+    """
+
+    source: Tensor
+    previous: Tensor | None
+    offset: int
+    trained: bool
+    is_locked: bool
+
+    def served(self, *, previous: bool) -> Tensor:
+        """Return what is copied."""
+        return self.previous if previous and self.previous is not None else self.source
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockLayout:
+    """A block's parameters, where they go and where they come from.
+
+    Attributes:
+        parameters: In the order of the block.
+        form: Their places.
+        pieces: What is copied.
+        has_copies: Whether a piece is a copy that this layout has made.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    form: Form
+    pieces: tuple[Piece, ...]
+    has_copies: bool
+
+    @cached_property
+    def trained(self) -> frozenset[nn.Parameter]:
+        """Its parameters that have gradients."""
+        return frozenset(self.parameters[index] for index in self.form.trained)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatLayout:
+    """Where gradients lie in a flat buffer of bytes.
+
+    Attributes:
+        parameters: Whose gradients.
+        places: Where each lies.
+        num_bytes: Length of the buffer.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    places: tuple[Place, ...]
+    num_bytes: int
+
+    @cached_property
+    def spans(self) -> tuple[tuple[torch.dtype, int, int], ...]:
+        """Parts of one dtype, each with its first byte and that behind it."""
+        found: list[tuple[torch.dtype, int, int]] = []
+        for place in self.places:
+            stop = place.offset + place.num_bytes
+            if found and found[-1][0] == place.dtype:
+                found[-1] = (place.dtype, found[-1][1], stop)
+            else:
+                found.append((place.dtype, place.offset, stop))
+        return tuple(found)
+
+
+class Layouts:
+    """The layouts of a store's blocks, made once and looked at again before each step.
+
+    Args:
+        store: The parameters.
+    """
+
+    def __init__(self, store: HostStore) -> None:
+        self._store = store
+        self._known: dict[nn.Module, tuple[object, BlockLayout]] = {}
+        self._forms: dict[Form, Form] = {}
+        self._of_gradients: dict[tuple[BlockLayout, ...], FlatLayout] = {}
+        self._lock = threading.Lock()
+        #: Grows when a layout is another than before.
+        self.version = 0
+
+    def renew(self, blocks: Iterable[nn.Module]) -> None:
+        """Look at all blocks again, between steps.
+
+        Raises:
+            ConfigurationError: If a parameter that is mapped from a file was written to.
+        """
+        for block in blocks:
+            self.renewed(block)
+
+    def are_renewed(self, blocks: Iterable[nn.Module]) -> bool:
+        """Say whether `renew` would change nothing."""
+        known = ((block, self._known.get(block)) for block in blocks)
+        return all(
+            entry is not None and entry[0] == self._state(block) and not entry[1].has_copies
+            for block, entry in known
+        )
+
+    @property
+    def serving(self) -> Serving:
+        """Which values the steps that begin now are given."""
+        return self._store.serving
+
+    def of_gradients(self, blocks: tuple[BlockLayout, ...]) -> FlatLayout:
+        """Return where the gradients of some blocks lie behind each other; the same one always."""
+        with self._lock:
+            if blocks not in self._of_gradients:
+                self._of_gradients[blocks] = _flat_layout(blocks)
+            return self._of_gradients[blocks]
+
+    def of(self, block: nn.Module) -> BlockLayout:
+        """Return a block's layout as it was when it was last renewed."""
+        known = self._known.get(block)
+        return self.renewed(block) if known is None else known[1]
+
+    def renewed(self, block: nn.Module) -> BlockLayout:
+        """Return a block's layout; a new one if a parameter's memory, or what is trained, is new.
+
+        A callback may have swapped `.data` (weight averaging does): then the flat buffer is not the
+        truth.
+        """
+        self._store.check_unwritten(block)
+        state = self._state(block)
+        known = self._known.get(block)
+        if known is None or known[0] != state or known[1].has_copies:
+            made = self._made(block, self._store.parameters_of(block))
+            known = self._known[block] = (state, made)
+            self.version += 1
+            self._of_gradients.clear()
+        return known[1]
+
+    def _state(self, block: nn.Module) -> Any:
+        """Return what a layout follows from."""
+        parameters = self._store.parameters_of(block)
+        return (
+            [p.data_ptr() for p in parameters],
+            [gradient_dtype(p) if p.requires_grad else None for p in parameters],
+            len(self._store.previous),
+        )
+
+    def _made(self, block: nn.Module, parameters: tuple[nn.Parameter, ...]) -> BlockLayout:
+        has_copies = False
+        pieces: list[Piece] = []
+        places: dict[nn.Parameter, Place] = {}
+        end = 0
+        for buffer, kept, members in self._store.buffers_of(block):
+            pieces.append(
+                Piece(
+                    source=bytes_of(buffer),
+                    previous=None if kept is None else bytes_of(kept),
+                    offset=end,
+                    trained=any(p.requires_grad for p, _ in members),
+                    is_locked=True,
+                )
+            )
+            for parameter, offset in members:
+                first = end + offset * buffer.element_size()
+                places[parameter] = _place(parameter, first, dtype=buffer.dtype)
+            end += _aligned(buffer.nbytes)
+        for parameter in parameters:
+            if parameter in places:
+                continue
+            # In no buffer of this block: another block has it, or it lies in a file.
+            values, kept = parameter.detach(), self._store.previous.get(parameter)
+            is_narrow = kept is not None and kept.dtype is not values.dtype
+            if is_narrow or not fills_its_memory(values):  # until the next step begins
+                values, kept, has_copies = self._store.served(parameter).detach(), None, True
+                values = values.to(parameter.dtype).contiguous()
+            pieces.append(
+                Piece(
+                    source=bytes_of(values),
+                    previous=None if kept is None else bytes_of(kept),
+                    offset=end,
+                    trained=parameter.requires_grad,
+                    is_locked=False,
+                )
+            )
+            places[parameter] = _place(parameter, end, stride=values.stride())
+            end += _aligned(values.nbytes)
+        form = Form(tuple(places[p] for p in parameters), end)
+        return BlockLayout(
+            parameters=parameters,
+            form=self._forms.setdefault(form, form),
+            pieces=tuple(pieces),
+            has_copies=has_copies,
+        )
+
+
+def _flat_layout(blocks: Sequence[BlockLayout]) -> FlatLayout:
+    parameters: list[nn.Parameter] = []
+    places: list[Place] = []
+    end = 0
+    for block in blocks:
+        parameters += [block.parameters[index] for index in block.form.trained]
+        places += [place.moved(end) for place in block.form.gradients]
+        end += block.form.gradient_bytes
+    return FlatLayout(tuple(parameters), tuple(places), end)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor without gaps as flat bytes."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
+
+
+def region_bytes(sizes: Sequence[int]) -> int:
+    """Return the bytes of regions behind each other."""
+    return sum(_aligned(size) for size in sizes)
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the type that a parameter's gradients are summed up in: torch's `grad_dtype`."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def sum_wide(leaf: Tensor, dtype: torch.dtype) -> None:
+    """Have gradients summed up on a device in a type that loses nothing of two others.
+
+    Args:
+        leaf: What stands for a parameter there.
+        dtype: The type of the sums on the host.
+    """
+    wide = torch.promote_types(leaf.dtype, dtype)
+    if wide is not leaf.dtype:
+        leaf.grad_dtype = wide
+
+
+def _place(
+    parameter: nn.Parameter,
+    offset: int,
+    *,
+    dtype: torch.dtype | None = None,
+    stride: tuple[int, ...] | None = None,
+) -> Place:
+    dtype = dtype or parameter.dtype
+    sums = gradient_dtype(parameter) if parameter.requires_grad else dtype
+    return Place(
+        offset,
+        dtype,
+        parameter.shape,
+        parameter.stride() if stride is None else stride,
+        parameter.requires_grad,
+        None if sums is dtype else sums,
+    )
+
+
+def _aligned(num_bytes: int, alignment: int = _ALIGNMENT_BYTES) -> int:
+    return -(-num_bytes // alignment) * alignment

@@ -1,0 +1,271 @@
+"""The host store: where the model lives.
+
+The user's own parameters are the masters. The store lays each block's parameters out in flat
+buffers in host memory, one per dtype, and points the parameters into them, so that a block travels
+in one copy, whatever the number of its tensors (`store/flat_buffers.py`). A block's old memory
+is free before the next block's buffers are made, so opening the store takes the model's memory and
+one block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.store.flat_buffers import ParameterGroup, overlapping
+from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
+from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
+from roundpipe_lightning.engine.store.weight_versions import Serving
+from roundpipe_lightning.errors import ConfigurationError
+
+TakeGradients: TypeAlias = Callable[[dict[nn.Parameter, Tensor]], Collection[nn.Parameter]]
+"""Given gradients that are complete while others are not; returns whose it takes over."""
+
+
+class UpdateGate(Protocol):
+    """Where whoever reads parameters waits for the optimizer; see `update/updater.py`."""
+
+    def await_updated(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until parameters have the values that the next step computes with."""
+
+    def is_updated(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Say whether they have them now."""
+
+    def when_updated(
+        self,
+        parameters: Iterable[nn.Parameter],
+        callback: Callable[[BaseException | None], None],
+    ) -> None:
+        """Call back when they have, or with the reason why they never will."""
+
+
+class HostStore:
+    """All parameters of a module in host memory, grouped by block.
+
+    Args:
+        module: The user's module; its parameters stay in it.
+        blocks: The blocks of its stacks, each once.
+        upload_dtype: That of the copies from which blocks' trained matrices of float32 are
+            uploaded; None: there are none.
+
+    Raises:
+        ConfigurationError: If a parameter has no values (meta device), or was mapped from a file
+            and has been converted or written to.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        upload_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise ConfigurationError(
+                    f"Parameter {name!r} is on the meta device: it has a shape but no values. Load "
+                    "or initialise the weights in `configure_model`."
+                )
+            if isinstance(parameter, MappedParameter):
+                parameter.check_unconverted(name)
+                parameter.check_unwritten(name)
+        self._mapped = {p: name for name, p in module.named_parameters() if is_mapped(p)}
+        owners: dict[nn.Parameter, int] = {}
+        for block in blocks:
+            for parameter in block.parameters():
+                owners[parameter] = owners.get(parameter, 0) + 1
+        outside = _parameters_outside(module, set(blocks))
+        #: Parameters used in more than one place: their gradients have several sources.
+        self.shared = {p for p, count in owners.items() if count > 1 or p in outside}
+        loners = overlapping(module.parameters())
+        taken: set[nn.Parameter] = set()
+        #: What is uploaded in place of some parameters.
+        self.copies = None if upload_dtype is None else NarrowCopies(upload_dtype)
+        alone = owners.keys() - self.shared if self.copies is not None else set()
+        narrow = {p for p in alone if NarrowCopies.narrows(p)}
+
+        def group(parameters: Iterable[nn.Parameter]) -> ParameterGroup:
+            mine = [parameter for parameter in parameters if parameter not in taken]
+            taken.update(mine)
+            return ParameterGroup(mine, loners=loners, narrow=narrow, copies=self.copies)
+
+        self._blocks = {block: group(block.parameters()) for block in blocks}
+        self._outside = group(module.parameters())
+        self._of_block = {block: tuple(block.parameters()) for block in blocks}
+        self._pinned_by: Device | None = None
+        #: Set where parameters change while a step runs.
+        self.gate: UpdateGate | None = None
+        #: Set where parameters are stepped as soon as their gradients are there.
+        self.take_gradients: TakeGradients | None = None
+        #: Values that stand for parameters while the optimizer writes into them; empty: nothing.
+        #: In the dtype that is uploaded.
+        self.previous: dict[nn.Parameter, Tensor] = {}
+        #: Which of the two the steps that begin now are given.
+        self.serving = Serving(previous=False)
+
+    def pin(self, device: Device) -> None:
+        """Page-lock all buffers that are uploaded, for copies to devices of this kind."""
+        self._pinned_by = device
+        for group in (*self._blocks.values(), self._outside):
+            for buffer in group.travelling():
+                device.pin(buffer)
+
+    def close(self) -> None:
+        """Give page locks back. The parameters stay as they are."""
+        if self.copies is not None:
+            self.copies.close()
+        if self._pinned_by is not None:
+            for group in (*self._blocks.values(), self._outside):
+                for buffer in group.travelling():
+                    self._pinned_by.unpin(buffer)
+            self._pinned_by = None
+
+    def check_blocks(self) -> None:
+        """Raise if a block has parameters that it had not when the store was made.
+
+        Raises:
+            ConfigurationError: Naming them.
+        """
+        for block, known in self._of_block.items():
+            if not set(known).issuperset(block.parameters()):
+                names = [name for name, p in block.named_parameters() if p not in set(known)]
+                raise ConfigurationError(
+                    f"A block ({type(block).__name__}) has parameters that it had not when the "
+                    f"strategy set the workers up: {', '.join(names[:3])}. Load values in place, "
+                    "with load_state_dict(...) without assign=True; add or replace parameters in "
+                    "`configure_model`, which runs before. Some modules replace theirs while they "
+                    "run (peft's LoRA on nn.MultiheadAttention). Adapt other layers, linear ones "
+                    "say."
+                )
+
+    @property
+    def longest_outside(self) -> int:
+        """Bytes of the longest trained parameter that lies outside the blocks, or is shared."""
+        candidates = (*self._outside.parameters, *self.shared)
+        return max((p.nbytes for p in candidates if p.requires_grad), default=0)
+
+    def block_bytes(self, block: nn.Module) -> int:
+        """Bytes of a block's parameters."""
+        return sum(parameter.nbytes for parameter in self._of_block[block])
+
+    def parameters_of(self, block: nn.Module) -> tuple[nn.Parameter, ...]:
+        """Return a block's parameters, those it shares with others included."""
+        return self._of_block[block]
+
+    def buffers_of(
+        self, block: nn.Module
+    ) -> list[tuple[Tensor, Tensor | None, Sequence[tuple[nn.Parameter, int]]]]:
+        """Return a block's flat buffers, those kept beside them, and what lies in them."""
+        group = self._blocks[block]
+        rows = zip(group.sources(previous=False), group.kept(), group.members(), strict=True)
+        return [(flat, kept, members) for flat, kept, members in rows if members]
+
+    @property
+    def serves_previous(self) -> bool:
+        """Whether workers are given the values in `previous`, rather than the parameters."""
+        return self.serving.previous
+
+    @serves_previous.setter
+    def serves_previous(self, serves: bool) -> None:
+        if serves != self.serving.previous:
+            self.serving = Serving(previous=serves)
+
+    def served(self, parameter: nn.Parameter) -> Tensor:
+        """Return what workers compute with, without waiting."""
+        return self._served.get(parameter, parameter)
+
+    def keep_previous(self, changing: Collection[nn.Parameter]) -> None:
+        """Make room in `previous` for parameters that are to change while a step runs.
+
+        Their whole buffers are kept, so that a block still travels in one copy.
+        """
+        for group in (*self._blocks.values(), self._outside):
+            before = list(group.previous)
+            self.previous |= group.keep_previous(changing)
+            for kept, old in zip(group.previous, before, strict=True):
+                if self._pinned_by is not None and kept is not None and old is None:
+                    self._pinned_by.pin(kept)
+
+    # ---------------------------------------------------------------------------- 16-bit copies
+
+    def renew_copies(self) -> None:
+        """Cast what has changed since it was cast, but for what the optimizer is at.
+
+        That is cast when it has been updated. Called between steps.
+        """
+        if self.copies is None:
+            return
+        for parameters in self._of_block.values():
+            if self.gate is None or self.gate.is_updated(parameters):
+                self.copies.renew({p: p for p in parameters if p not in self._served})
+
+    def updated(self, parameters: Iterable[nn.Parameter], *, by: Optimizer) -> None:
+        """Cast parameters that an optimizer has stepped. Called before their gate opens."""
+        if self.copies is not None:
+            self.copies.updated({p: p for p in parameters}, by)
+
+    # ------------------------------------------------------------------------------------ values
+
+    def await_updated(self, block: nn.Module) -> None:
+        """Wait until a block may be read: the optimizer is done with it."""
+        if self.gate is not None:
+            self.gate.await_updated(self._of_block[block])
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """Return what workers compute with, when the optimizer is done with it."""
+        if self.gate is not None:
+            self.gate.await_updated([parameter])
+        return self._served.get(parameter, parameter)
+
+    @property
+    def _served(self) -> Mapping[nn.Parameter, Tensor]:
+        return self.previous if self.serves_previous else {}
+
+    def check_unwritten(self, block: nn.Module) -> None:
+        """Raise if a parameter that is mapped from a file was written to.
+
+        Raises:
+            ConfigurationError: Naming it.
+        """
+        for parameter in self._of_block[block] if self._mapped else ():
+            if isinstance(parameter, MappedParameter) and parameter in self._mapped:
+                parameter.check_unwritten(self._mapped[parameter])
+
+    def upload_block(self, block: nn.Module, device: Device) -> dict[nn.Parameter, Tensor]:
+        """Copy a block's parameters, those it shares with others included, to a device.
+
+        It waits for the optimizer first. A device may make the copies later: until then the values
+        count as read.
+
+        Raises:
+            ConfigurationError: If one that is mapped from a file was written to.
+        """
+        self.check_unwritten(block)
+        self.await_updated(block)
+        with self.serving.reading(device) as reads_previous:
+            served = self.previous if reads_previous else {}
+            values = self._blocks[block].upload(device, previous=served)
+            for parameter in self._of_block[block]:
+                if parameter not in values:
+                    values[parameter] = device.upload(served.get(parameter, parameter))
+        return values
+
+
+def _parameters_outside(module: nn.Module, blocks: set[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that a module or a submodule of it has without going through a block."""
+    found: set[nn.Parameter] = set()
+    seen: set[nn.Module] = set()
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        if current in seen or current in blocks:
+            continue
+        seen.add(current)
+        found.update(current.parameters(recurse=False))
+        pending.extend(current.children())
+    return found

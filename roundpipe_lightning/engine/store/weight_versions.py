@@ -1,0 +1,80 @@
+"""Which of two copies of the parameters a step computes with, and when that may change.
+
+With `update="async"` a step that begins while the backward pass of the one before still drains is
+given the parameters themselves: nothing writes into them, and the copy beside them is still read by
+the step that drains. When that has ended, the same values are put into the copy, uploads are made
+from there from then on, and the optimizer may write into the parameters:
+
+```
+step k     │ reads the copy, W(k-1) ───────────── its backward pass ends
+step k+1   │            begins: reads the parameters, W(k) ──┬─▶ reads the copy, now W(k)
+updater    │                           parameters ─▶ copy ───┘ switch ─▶ update k
+```
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from roundpipe_lightning.engine.device.base import Device
+
+
+class Serving:
+    """Where uploads of the steps that share it read. They have the same values at all times.
+
+    Args:
+        previous: Whether from the copy beside the parameters.
+    """
+
+    def __init__(self, *, previous: bool) -> None:
+        self._changed = threading.Condition()
+        self._previous = previous
+        self._num_reading = 0  # the parameters themselves
+
+    @property
+    def previous(self) -> bool:
+        """Whether what begins to read now reads the copy."""
+        return self._previous
+
+    def begin_reading(self) -> bool:
+        """Say that values begin to be read; return whether from the copy."""
+        with self._changed:
+            if not self._previous:
+                self._num_reading += 1
+            return self._previous
+
+    def end_reading(self, *, previous: bool) -> None:
+        """Say that it is over.
+
+        Args:
+            previous: What `begin_reading` has returned.
+        """
+        if not previous:
+            with self._changed:
+                self._num_reading -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def reading(self, device: Device) -> Iterator[bool]:
+        """Read until what was launched on a device in the context has been done there.
+
+        Gives whether from the copy.
+        """
+        previous = self.begin_reading()
+        end = partial(self.end_reading, previous=previous)
+        try:
+            yield previous
+            copied = device.mark_event("values are copied")
+        except BaseException:  # what arrives is not used
+            end()
+            raise
+        copied.when_done(end)
+
+    def switch(self) -> None:
+        """Have the copy read from now on, and wait until nobody reads the parameters."""
+        with self._changed:
+            self._previous = True
+            self._changed.wait_for(lambda: not self._num_reading)

@@ -1,0 +1,203 @@
+"""Parcels: tensors that a turn has made and that later turns take, on other workers perhaps.
+
+```
+turn on worker 0    h = block(x) ●                      ●  compute has come so far
+download of 0                    └─ h to the host ●        landed
+upload of 1                                       └─ h to worker 1 ●
+turn on worker 1                                                   ○ await, next_block(h)
+```
+
+The way home begins when the turn ends, and the way to the next worker as soon as it is known which
+one: both while other microbatches compute. A parcel whose takers are all on devices that reach the
+one that made it goes there by one copy, or none where that is the same device, and not to the host
+as long as there is room:
+
+```
+turn on worker 0    h = block(x) ●
+upload of 1                      └─ h to worker 1 ●
+turn on worker 1                                  ○ await, next_block(h)
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Urgency
+from roundpipe_lightning.engine.transfer.pinned_pool import Lane, Lent
+from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
+
+
+class Station(Protocol):
+    """A worker, as parcels see it."""
+
+    @property
+    def device(self) -> Device:
+        """Its device."""
+
+    @property
+    def transfers(self) -> WorkerTransfers | None:
+        """What moves there; None if it computes in host memory."""
+
+
+class Parcel:
+    """A tensor under way. Its methods are called by the thread of its microbatch.
+
+    Args:
+        tensor: The tensor.
+        maker: The worker whose compute has made it; None if it is on the host.
+        lane: Memory on the host, of the microbatch; None where no worker needs any.
+        keeps: Whether it stays where it is until somebody else asks for it.
+        made: When its maker had made it; None: when all compute launched so far is done.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        maker: Station | None,
+        *,
+        lane: Lane | None = None,
+        keeps: bool = False,
+        made: Event | None = None,
+    ) -> None:
+        self.num_bytes = tensor.nbytes
+        self._maker = maker
+        self._lane = lane
+        self._made = made
+        self._here: Tensor | None = tensor.detach()
+        self._host: Tensor | None = None
+        self._lent: Lent | None = None
+        self._landed: Event | None = None
+        self._arriving: tuple[Station, Tensor, Event] | None = None
+        if maker is None or maker.device.shares_host_memory:
+            self._host = self._here
+        elif not keeps:
+            self._send_home()
+            self._here = None
+
+    def _send_home(self) -> None:
+        tensor, maker = self._here, self._maker
+        assert tensor is not None, "it is still there"
+        assert maker is not None, "a worker has made it"
+        assert maker.transfers is not None, "the worker moves it"
+        assert self._lane is not None, "a worker moves something"
+        self._lent = self._lane.lend(tensor.nbytes)
+        flat = self._lent.tensor.view(tensor.dtype)
+        self._host = flat.as_strided(tensor.shape, _strides_of_copy(tensor))
+        made = self._made or maker.device.mark_event("a boundary is made")
+        self._landed = maker.transfers.downloads.submit(
+            Job(
+                name="a boundary",
+                urgency=Urgency.BOUNDARY,
+                pieces=[(self._host, tensor)],
+                after=[made, *self._lent.after],
+            )
+        )
+        self._lent.used_until(self._landed)
+
+    def send_to(self, worker: Station) -> None:
+        """Begin to bring it to a worker that will ask for it next.
+
+        A device without memory, or one that is gone, is not that of the calling thread, whose error
+        would name the wrong one: it shows when the worker asks.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._send_to(worker)
+
+    def _send_to(self, worker: Station) -> None:
+        transfers = worker.transfers
+        if transfers is None or self._is_here(worker):
+            return
+        if self._arriving is not None and self._arriving[0] is worker:
+            return
+        source, after = self._source_for(worker)
+        flat = worker.device.empty(torch.Size([source.numel()]), source.dtype)
+        there = flat.as_strided(source.shape, _strides_of_copy(source))
+        arrived = transfers.uploads.submit(
+            Job(
+                name="a boundary",
+                urgency=Urgency.BOUNDARY,
+                pieces=[(there, source)],
+                after=after,
+                is_direct=source is self._here,
+            )
+        )
+        if self._lent is not None:
+            self._lent.used_until(arrived)
+        self._arriving = (worker, there, arrived)
+
+    def _is_here(self, worker: Station) -> bool:
+        """Say whether it is in the memory of a worker's device."""
+        if self._here is None or self._maker is None:
+            return False
+        return worker is self._maker or worker.device.name == self._maker.device.name
+
+    def _source_for(self, worker: Station) -> tuple[Tensor, list[Event]]:
+        """Return what is to be copied to a worker, and what is to be waited for."""
+        maker = self._maker
+        if self._here is not None and maker is not None and worker.device.reaches(maker.device):
+            # The compute that has made it is not that of the worker it goes to.
+            self._made = self._made or maker.device.mark_event("a boundary is made")
+            return self._here, [self._made]
+        if self._host is None:
+            self._send_home()
+        assert self._host is not None, "it has been sent home"
+        return self._host, [] if self._landed is None else [self._landed]
+
+    def on(self, worker: Station | None) -> Tensor:
+        """Return it on a worker, without a graph, for compute that is launched from now on.
+
+        Args:
+            worker: Where; None: on the host.
+        """
+        if worker is not None and self._here is not None and self._is_here(worker):
+            return self._here.detach()
+        if worker is None or worker.transfers is None:
+            return self._on_host()
+        self._send_to(worker)
+        assert self._arriving is not None, "it is on its way"
+        (_, there, arrived), self._arriving = self._arriving, None
+        worker.transfers.await_event(arrived, WaitedFor.BOUNDARIES)
+        return there.detach()
+
+    def _on_host(self) -> Tensor:
+        if self._host is None:
+            self._send_home()
+        assert self._host is not None, "it has been sent home"
+        if self._landed is None:
+            return self._host.detach()
+        self._landed.wait()
+        return self._host.clone()  # the memory it lies in is lent
+
+
+def send_to_host(
+    tensor: Tensor, transfers: WorkerTransfers, *, after: Event
+) -> tuple[Tensor, Event]:
+    """Bring a tensor of user code home, into ordinary host memory.
+
+    Args:
+        tensor: On the worker, without a graph.
+        transfers: What moves there.
+        after: When it has been made.
+
+    Returns:
+        What will have its values, and when.
+    """
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    host = flat.as_strided(tensor.shape, _strides_of_copy(tensor))
+    job = Job(name="an output", urgency=Urgency.WEIGHTS, pieces=[(host, tensor)], after=[after])
+    return host, transfers.downloads.submit(job)
+
+
+def _strides_of_copy(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy without gaps, as `Tensor.to` makes it."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return torch.empty_like(form).stride()

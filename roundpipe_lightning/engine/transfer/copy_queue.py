@@ -1,0 +1,387 @@
+"""Transfer queues: what is copied to and from a worker, in the order in which compute waits for it.
+
+Each worker has one queue for each direction, and each queue a host thread. A job becomes *ready*
+when what it waits for is done; of the ready ones the most urgent goes first, and among equals the
+one that came first. Jobs are cut into chunks, so that an urgent one overtakes a long one:
+
+```
+submit(weights, 48 MiB)   submit(boundary)
+upload    [ weights 1 ][ weights 2 ][ boundary ][ weights 3 ]
+                                        ▲ two chunks were under way: it could not go earlier
+```
+
+At most two chunks are under way on the device: enough to keep the bus busy, few enough to be
+overtaken. A job never blocks the queue by waiting on the device, so a copy can wait for compute
+that waits for a later copy.
+
+A copy that fails ends the step: `on_failure` is told, every job is given up and its event releases
+who waits. `abort` does the same from outside. The queue can be used again after `drain`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from torch import Tensor
+
+from roundpipe_lightning.engine.device.base import CopyQueue, Device
+from roundpipe_lightning.engine.device.events import Event, HostEvent
+
+CHUNK_BYTES = 2**24
+"""Longest copy that cannot be overtaken."""
+
+MOST_UNDER_WAY = 2
+"""Chunks that a queue has given to its device."""
+
+
+class Urgency(IntEnum):
+    """What goes first."""
+
+    BOUNDARY = 0
+    """A boundary, or its gradient: an action waits for it."""
+
+    WEIGHTS = 1
+    """Weights of the visit that runs, or runs next."""
+
+    PREFETCH = 2
+    """Weights of a later visit."""
+
+    GRADIENTS = 3
+    """Gradients: nothing in the step waits for them but its end."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """Copies that belong together.
+
+    Attributes:
+        name: For people.
+        urgency: What it is for.
+        pieces: Pairs of destination and source; flat ones of bytes are cut into chunks.
+        after: What must be done before the first copy.
+        is_staged: Whether the host's side is not page-locked: each chunk then goes through a
+            page-locked buffer of the queue. Only for flat bytes.
+        done: Called in the queue's thread when all is there, before the event is set.
+        is_direct: Whether it comes from another device, without the host.
+        opens: Called in the queue's thread before the first copy; returns the pieces.
+        event: The end of the job. A device may wait for it when the last chunk was issued.
+    """
+
+    name: str
+    urgency: Urgency
+    pieces: Sequence[tuple[Tensor, Tensor]]
+    after: Sequence[Event] = ()
+    is_staged: bool = False
+    done: Callable[[], None] | None = None
+    is_direct: bool = False
+    opens: Callable[[], Sequence[tuple[Tensor, Tensor]]] | None = None
+    event: HostEvent = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make its event."""
+        self.event = HostEvent(self.name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its pieces."""
+        return sum(src.nbytes for _, src in self.pieces)
+
+    def let_go(self) -> None:
+        """Forget the tensors: an event may live longer than what was copied."""
+        self.pieces, self.after, self.done, self.opens = (), (), None, None
+
+    def chunks(self, chunk_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cut it up; a piece that is not flat bytes stays whole."""
+        for dst, src in self.pieces:
+            yield from cut_up(dst, src, chunk_bytes)
+
+
+class _Entry:
+    """A job in a queue: how far it has come."""
+
+    def __init__(self, job: Job, chunk_bytes: int) -> None:
+        self.job = job
+        self._chunk_bytes = chunk_bytes
+        self.chunks = job.chunks(chunk_bytes)
+        self.next = next(self.chunks, None)
+        self.num_waits = len(job.after)
+        self.is_over = False
+
+    def open(self) -> None:
+        """Let the job choose what is copied, if it has not yet."""
+        opens, self.job.opens = self.job.opens, None
+        if opens is not None:
+            self.job.pieces = opens()
+            self.chunks = self.job.chunks(self._chunk_bytes)
+            self.next = next(self.chunks, None)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Chunk:
+    """A copy that is under way.
+
+    Attributes:
+        entry: The job that it is part of.
+        event: Its end.
+        dst: Where it is to arrive.
+        staging: Where it arrives before, if that is to be copied on by the host.
+        is_last: Whether the job has no other after it.
+    """
+
+    entry: _Entry
+    event: Event
+    dst: Tensor
+    staging: Tensor | None
+    is_last: bool
+
+
+class TransferQueue:
+    """The copies of one direction of a worker. Its thread starts with the first job.
+
+    Args:
+        device: The worker's device.
+        queue: The direction.
+        on_failure: Told, in the queue's thread, of an error in a copy and of the job's name.
+        name: For people, for example `upload queue of worker 1 (cuda:1)`.
+        chunk_bytes: Longest copy that cannot be overtaken; None: the device's.
+
+    Attributes:
+        num_bytes: Bytes copied from or to the host since the beginning.
+        num_direct_bytes: Bytes copied from other devices.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        queue: CopyQueue,
+        *,
+        on_failure: Callable[[BaseException, str], None],
+        name: str,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.name = name
+        self.num_bytes = 0
+        self.num_direct_bytes = 0
+        self._device = device
+        self._queue = queue
+        self._on_failure = on_failure
+        self._chunk_bytes = device.chunk_bytes if chunk_bytes is None else chunk_bytes
+        self._changed = threading.Condition()
+        self._staging: list[Tensor] = []
+        self._under_way: deque[_Chunk] = deque()
+        self._present = ""  # the name of the job that it works at
+        self._ready: list[tuple[int, int, _Entry]] = []
+        self._entries: dict[_Entry, int] = {}  # not over, with their numbers
+        self._num_submitted = 0
+        self._is_busy = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    # ----------------------------------------------------------------------- from other threads
+
+    def stage_through(self, buffers: Sequence[Tensor]) -> None:
+        """Give it page-locked buffers for staged jobs: one per chunk under way, as long as one."""
+        assert len(buffers) == MOST_UNDER_WAY, "one per chunk under way"
+        self._staging = list(buffers)
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether it has buffers for staged jobs."""
+        return bool(self._staging)
+
+    def submit(self, job: Job) -> Event:
+        """Take a job and return the end of it.
+
+        Raises:
+            RuntimeError: The system gives no thread; the job is not taken then.
+        """
+        entry = _Entry(job, self._chunk_bytes)
+        with self._changed:
+            assert not self._is_closed, "the engine is open"
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._entries[entry] = self._num_submitted
+            self._num_submitted += 1
+            if not entry.num_waits:
+                self._push(entry)
+        for event in job.after:
+            event.when_done(lambda: self._came(entry))
+        return job.event
+
+    def _came(self, entry: _Entry) -> None:
+        """Hear that something a job waits for is done."""
+        with self._changed:
+            entry.num_waits -= 1
+            if not entry.num_waits and not entry.is_over:
+                self._push(entry)
+
+    def _push(self, entry: _Entry) -> None:
+        heapq.heappush(self._ready, (entry.job.urgency, self._entries[entry], entry))
+        self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Give every job up. Copies under way come to their end; see `drain`."""
+        with self._changed:
+            given_up = list(self._entries)
+            for entry in given_up:
+                entry.is_over = True
+            self._entries.clear()
+            self._ready.clear()
+            self._changed.notify_all()
+        for entry in given_up:
+            entry.job.event.abort()
+            entry.job.let_go()
+
+    def drain(self, *, timeout_seconds: float) -> bool:
+        """Wait until every job is over and nothing is under way; say whether that came to be."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._entries and not self._is_busy, timeout=timeout_seconds
+            )
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that are not over."""
+        return len(self._entries)
+
+    def close(self, *, timeout_seconds: float = 10.0) -> None:
+        """Give up what is left and end the thread; one that hangs in a copy is left behind."""
+        self.abort()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+
+    # ----------------------------------------------------------------------- in its own thread
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                self._is_busy = True
+                entry = heapq.heappop(self._ready)[2] if self._ready else None
+            if entry is None and not self._under_way:
+                return  # closed
+            try:
+                if entry is not None:
+                    self._issue(entry)
+                if entry is None or len(self._under_way) == MOST_UNDER_WAY:
+                    self._finish(self._under_way.popleft())
+            except BaseException as error:  # noqa: BLE001 - handed to the step, which raises it
+                self._fail(error)
+            del entry
+            with self._changed:
+                self._is_busy = bool(self._under_way)
+                self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._ready or self._under_way or self._is_closed)
+
+    def _issue(self, entry: _Entry) -> None:
+        """Give a job's next chunk to the device."""
+        job = entry.job
+        self._present = job.name
+        entry.open()
+        chunk = entry.next
+        if chunk is None:  # there was nothing to copy
+            self._end(entry)
+            return
+        dst, src = chunk
+        staging = self._next_staging(src.nbytes) if job.is_staged else None
+        arrives = staging is None or self._queue is CopyQueue.UPLOAD  # with the device's copy
+        if staging is not None and arrives:
+            copy_on_host(staging, src)
+            src = staging
+        elif staging is not None:
+            dst = staging
+        event = self._device.copy(dst, src, queue=self._queue, after=job.after)
+        entry.next = next(entry.chunks, None)
+        is_last = entry.next is None
+        self._under_way.append(
+            _Chunk(
+                entry=entry,
+                event=event,
+                dst=chunk[0],
+                staging=None if arrives else staging,
+                is_last=is_last,
+            )
+        )
+        if is_last and arrives:
+            job.event.stand_for(event)
+        elif not is_last:
+            with self._changed:
+                if not entry.is_over:
+                    self._push(entry)
+
+    def _next_staging(self, num_bytes: int) -> Tensor:
+        """Return the staging buffer that is not under way, as long as a chunk."""
+        buffer = self._staging[0]
+        self._staging.reverse()
+        return buffer[:num_bytes]
+
+    def _finish(self, chunk: _Chunk) -> None:
+        """Wait for the oldest chunk that is under way."""
+        entry = chunk.entry
+        self._present = entry.job.name
+        chunk.event.wait()
+        if entry.job.is_direct:
+            self.num_direct_bytes += chunk.dst.nbytes
+        else:
+            self.num_bytes += chunk.dst.nbytes
+        if entry.is_over:
+            return
+        if chunk.staging is not None:
+            copy_on_host(chunk.dst, chunk.staging)
+        if chunk.is_last:
+            self._end(entry)
+
+    def _end(self, entry: _Entry) -> None:
+        """A job is over: all of it is there."""
+        job = entry.job
+        if job.done is not None:
+            job.done()
+        with self._changed:
+            if entry.is_over:
+                return
+            entry.is_over = True
+            del self._entries[entry]
+        job.let_go()
+        job.event.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the step, give all jobs up, and let what is under way come to its end."""
+        self._on_failure(error, f"{self.name}: {self._present}")
+        self.abort()
+        while self._under_way:
+            with contextlib.suppress(Exception):  # the device's further errors say no more
+                self._under_way.popleft().event.wait()
+
+
+def cut_up(dst: Tensor, src: Tensor, chunk_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a copy into chunks; what is not flat bytes stays whole."""
+    num_bytes = src.nbytes
+    if num_bytes <= chunk_bytes or src.dim() != 1 or src.element_size() != 1:
+        yield dst, src
+        return
+    for start in range(0, num_bytes, chunk_bytes):
+        stop = min(start + chunk_bytes, num_bytes)
+        yield dst[start:stop], src[start:stop]
+
+
+def copy_on_host(dst: Tensor, src: Tensor) -> None:
+    """Copy flat host bytes, in this thread alone and without Python's lock.
+
+    A tensor's own `copy_` would start a pool of threads for each thread that calls it.
+    """
+    assert dst.nbytes == src.nbytes, "a chunk and its staging"
+    ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)

@@ -1,0 +1,1 @@
+"""Optimizer steps on the host, unit by unit, beside the pipeline."""

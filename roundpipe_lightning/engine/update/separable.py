@@ -1,0 +1,219 @@
+"""Whether an optimizer treats every parameter by itself, so that it may be stepped in parts.
+
+Most do: their update of a parameter follows from its values, its gradient, its state and its
+group's options. Some do not: they estimate one number from all parameters, count their steps in a
+group, or draw random numbers in the order of the parameters. Nothing tells by its looks which is
+which. So it is tried: a small copy of the optimizer steps a few small parameters together, another
+one steps them apart, in another order; the results must be the same to the bit, and nothing but the
+parameters and their state may have changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import _pytree as pytree
+
+from roundpipe_lightning.engine.update.partial_step import CapturedStep, plain_step, shallow_copy
+
+_NUM_STEPS = 3
+_NUM_PER_KIND = 2  # parameters of the same group, dtype and number of dimensions
+_LONGEST = 3  # of a dimension
+_OF_EVERY_OPTIMIZER = frozenset(
+    (
+        "defaults",
+        "state",
+        "param_groups",
+        "step",  # wrapped by a learning rate scheduler
+        "_opt_called",  # set by one
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+    )
+)
+
+
+def why_whole(optimizer: Optimizer) -> str | None:
+    """Say why an optimizer must be stepped as a whole; None if it may be stepped in parts.
+
+    Args:
+        optimizer: It and its parameters stay as they are. What its hooks do is not asked here, see
+            `has_hooks`.
+    """
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step:
+        return "its step was replaced"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "it is differentiable"
+    own = pytree.tree_leaves(_attributes(optimizer))
+    if any(isinstance(leaf, (Tensor, nn.Module, Optimizer)) for leaf in own):
+        return "it keeps tensors beside the state of its parameters"
+    generator = torch.default_generator
+    before = generator.get_state()
+    try:
+        with warnings.catch_warnings():  # said when it is stepped in earnest
+            warnings.simplefilter("ignore")
+            return _try(optimizer, drew=lambda: not torch.equal(generator.get_state(), before))
+    except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
+        return f"a trial on small tensors failed ({type(error).__name__}: {error})"
+    finally:
+        generator.set_state(before)
+
+
+def why_not_with_gradients(optimizer: Optimizer) -> str | None:
+    """Say why an optimizer cannot step with gradients of its parameters' `grad_dtype`.
+
+    It is tried on small tensors: the step must be, but for rounding, the one with gradients of the
+    parameters' own dtype.
+
+    Args:
+        optimizer: It and its parameters stay as they are.
+    """
+    generator = torch.default_generator
+    before = generator.get_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mixed, plain = _small_copy(optimizer), _small_copy(optimizer)
+            for parameter in _parameters(plain):
+                parameter.grad_dtype = parameter.dtype
+            for number in range(_NUM_STEPS):
+                for twin in (mixed, plain):
+                    _draw_gradients(twin, seed=number)
+                    plain_step(type(twin))(twin)
+    except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
+        return f"{type(error).__name__}: {error}"
+    finally:
+        generator.set_state(before)
+    pairs = zip(_parameters(mixed), _parameters(plain), strict=True)
+    return None if all(_close(one, other) for one, other in pairs) else "its step is another then"
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Say whether code of others runs before or after a step, which is to find it whole."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks  # noqa: SLF001 - no public way to ask
+        or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def _try(optimizer: Optimizer, *, drew: Callable[[], bool]) -> str | None:
+    together, apart = _small_copy(optimizer), _small_copy(optimizer)
+    options = [_without_parameters(group) for group in copy.deepcopy(together.param_groups)]
+    attributes: dict[str, Any] = {}
+    for number in range(_NUM_STEPS):
+        for twin in (together, apart):
+            _draw_gradients(twin, seed=number)
+        plain_step(type(together))(together)
+        if number == 0:  # what a first step settles for good is no harm
+            attributes = copy.deepcopy(_attributes(together))
+        captured = CapturedStep(apart)
+        for parameter in reversed(list(captured.parameters)):
+            captured.run([parameter])
+    if drew():
+        return "it draws random numbers in the order of the parameters"
+    if not set(together.state) <= set(_parameters(together)):
+        return "its state has entries that belong to no parameter"
+    if not _same([_without_parameters(group) for group in together.param_groups], options):
+        return "its step changes the options of its groups"
+    if not _same(_attributes(together), attributes):
+        return "its step changes attributes of the optimizer"
+    for one, other in zip(_parameters(together), _parameters(apart), strict=True):
+        if not _same(
+            [one.detach(), together.state.get(one)], [other.detach(), apart.state.get(other)]
+        ):
+            return "what it does to a parameter depends on other parameters"
+    return None
+
+
+def _small_copy(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same options, without state, on small parameters."""
+    twin = shallow_copy(optimizer)
+    for name, value in _attributes(twin).items():
+        setattr(twin, name, copy.deepcopy(value))
+    twin.state = copy.copy(optimizer.state)
+    twin.state.clear()
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        options = copy.deepcopy(_without_parameters(group))
+        members = _some_of_each_kind(group["params"])
+        small = [nn.Parameter(_corner(parameter)) for parameter in members]
+        for parameter, stand_in in zip(members, small, strict=True):
+            if parameter.is_leaf and parameter.grad_dtype is not None:
+                stand_in.grad_dtype = parameter.grad_dtype
+            if parameter in optimizer.state:
+                twin.state[stand_in] = pytree.tree_map_only(
+                    Tensor, _corner, copy.copy(optimizer.state[parameter])
+                )
+        if "param_names" in options:
+            options["param_names"] = [str(index) for index in range(len(members))]
+        twin.param_groups.append({**options, "params": small})
+    return twin
+
+
+def _some_of_each_kind(parameters: Iterable[Tensor]) -> list[Tensor]:
+    found: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+    for parameter in parameters:
+        kind = found.setdefault((parameter.dtype, parameter.dim()), [])
+        if len(kind) < _NUM_PER_KIND:
+            kind.append(parameter)
+    return [parameter for kind in found.values() for parameter in kind]
+
+
+def _corner(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's first few values along every dimension."""
+    return tensor.detach()[(slice(_LONGEST),) * tensor.dim()].clone()
+
+
+def _draw_gradients(optimizer: Optimizer, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in _parameters(optimizer):
+        drawn = torch.randn(parameter.shape, generator=generator).bfloat16()  # exact in any dtype
+        parameter.grad = drawn.to(parameter.grad_dtype or parameter.dtype)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what belongs to the class: neither parameters nor what every optimizer has."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_")  # its hooks
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare to the bit, also tensors in containers."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _same_bits(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Compare up to some steps' rounding in the tensors' own dtype."""
+    tolerance = 2 * _NUM_STEPS * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors are equal; what is not a number equals itself."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())

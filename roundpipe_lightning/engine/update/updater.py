@@ -1,0 +1,570 @@
+"""Updates: the optimizer's step, block by block, in a thread beside everything else.
+
+```
+Trainer's thread  ... backward ─ submit ─ callbacks ─ next batch ─ [ forward: b0    b1    b2 ... ]
+                                    │                               waits ▲     ▲     ▲
+updater's thread                    └▶ [update b0][update b1][update b2] ─┴─────┴─────┘
+```
+
+A step that was begun before its gradients were there (`begin`) makes the update of a block as soon
+as the block's gradients are, while others are still computed; the rest when it is submitted:
+
+```
+Trainer's thread  begin ─ forward and backward ........................ submit ─ callbacks ─
+updater's thread                       [update b2]   [update b1]   [update b0][others]
+                                       └ b2's gradients have come
+```
+
+Nobody reads a parameter before its update has ended: whoever uploads a block, or computes with it
+in place, passes the gate (`await_updated`) of the parameters it reads. So the results are those of
+an optimizer that is stepped before anything else goes on. Parameters are updated in the module's
+order, those that a thread stands waiting for before others, and next time as early as they were
+needed this time.
+
+With `stale=True` a step computes with the values from before the update that runs meanwhile. They
+are copied beside the parameters first (`keep`), and the gates open when they are there:
+
+```
+step k+1 computes with     W(k)  = what the updates of steps 0 .. k-1 have made
+update k, meanwhile        W(k) ──▶ W(k+1)
+```
+
+If step k+1 begins before the gradients of step k are there (`defer`), it is given the parameters
+themselves, which are W(k) until then, and the copies when update k begins
+(`store/weight_versions.py`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent
+from roundpipe_lightning.engine.device.notes import add_note
+from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateUnit:
+    """Parameters that are updated together.
+
+    Attributes:
+        name: A block's name, or that of a parameter that has uses elsewhere.
+        parameters: Each parameter is in one unit.
+    """
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSpan:
+    """When a unit was updated.
+
+    Attributes:
+        name: The unit's.
+        start_seconds: In the time of `time.perf_counter`.
+        end_seconds: Likewise.
+    """
+
+    name: str
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(kw_only=True, eq=False)
+class BegunStep:
+    """A step whose gradients come block by block.
+
+    Attributes:
+        step: It.
+        num_before: Jobs that were there before.
+        taken: Parameters that are updated before it is submitted.
+        spans: When.
+    """
+
+    step: CapturedStep
+    num_before: int
+    taken: set[Tensor] = field(default_factory=set)
+    spans: list[UpdateSpan] = field(default_factory=list)
+
+    def rest_of(self, unit: UpdateUnit) -> UpdateUnit:
+        """Return what is left of a unit."""
+        left = tuple(p for p in unit.parameters if p not in self.taken)
+        return UpdateUnit(name=unit.name, parameters=left)
+
+
+def update_units(
+    module: nn.Module, blocks: Mapping[str, nn.Module], *, shared: Collection[nn.Parameter]
+) -> list[UpdateUnit]:
+    """Divide a module's parameters: one unit per block, one per parameter used elsewhere.
+
+    Args:
+        module: The module.
+        blocks: Its blocks by name.
+        shared: Parameters of blocks that others use, too.
+    """
+    block_of = {p: name for name, block in blocks.items() for p in block.parameters()}
+    members: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        unit = name if parameter in shared else block_of.get(parameter, name)
+        members.setdefault(unit, []).append(parameter)
+    return [UpdateUnit(name=name, parameters=tuple(some)) for name, some in members.items()]
+
+
+__all__ = ["UpdateAborted", "UpdateSpan", "UpdateUnit", "Updater", "update_units"]
+
+
+class UpdateAborted(Exception):  # noqa: N818 - nobody catches it but the owner of the updater
+    """The update that a parameter waits for has failed; `Updater.join` raises the cause."""
+
+
+GateCallback: TypeAlias = Callable[[BaseException | None], None]
+"""Told that parameters may be read, or why they never will."""
+
+RunUnit: TypeAlias = Callable[[UpdateUnit, CapturedStep], None]
+"""Makes the update of a unit."""
+
+
+class Updater:
+    """Steps optimizers in parts, in a thread of its own. A context manager.
+
+    One thread submits and joins: the Trainer's. Any thread may pass the gate.
+
+    Args:
+        store: The parameters. Its gate is this one until the updater is closed.
+        units: What is updated together.
+        stale: Whether steps compute with the values from before the update that runs meanwhile.
+        num_threads: Intra-op threads of the updates; with as many as the Trainer's thread has, the
+            results of matrix products (Muon) have the same bits.
+        run_unit: Makes the update of a unit; for benchmarks, which give it a duration.
+
+    Attributes:
+        spans: When the units of the last update were updated, in this order.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        units: Sequence[UpdateUnit],
+        *,
+        stale: bool = False,
+        num_threads: int | None = None,
+        run_unit: RunUnit = lambda unit, step: step.run(unit.parameters),
+    ) -> None:
+        self.spans: list[UpdateSpan] = []
+        self._store = store
+        self._units = list(units)
+        self._stale = stale
+        self._run_unit = run_unit
+        self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        self._unit_of = {p: unit for unit in self._units for p in unit.parameters}
+        self._changed = threading.Condition()
+        self._closed_gates: Counter[UpdateUnit] = Counter()  # by what is still to be done
+        self._places = {unit: float(place) for place, unit in enumerate(self._units)}
+        self._asked: dict[UpdateUnit, bool] = {}  # since the last update; whether somebody waits
+        self._num_updated = 0
+        self._callbacks: list[tuple[set[UpdateUnit], GateCallback]] = []
+        self._num_put = self._num_done = 0  # jobs
+        self._begun: BegunStep | None = None
+        self._error: BaseException | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="roundpipe-updates", daemon=True)
+        self._thread.start()
+        store.gate = self
+
+    # ------------------------------------------------------------------------ the Trainer's thread
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Have an optimizer's step made for each block when its gradients are there.
+
+        What is made so reaches no `.grad`. `submit` makes the rest.
+
+        Args:
+            optimizer: As for `submit`. Its options are captured now.
+        """
+        assert not self._stale, "a step computes with the values from before the update"
+        step = CapturedStep(optimizer, gradients={})
+        self._begun = BegunStep(step=step, num_before=self._num_put)
+        self._store.take_gradients = self._take
+
+    def can_defer(self, optimizer: Optimizer) -> bool:
+        """Say whether everything that it steps has a place for a copy, beside which nothing is."""
+        members = {p for group in optimizer.param_groups for p in group["params"]}
+        known = members & self._unit_of.keys()
+        return (
+            self._stale
+            and known <= self._store.previous.keys()
+            and all(map(fills_its_memory, known))
+        )
+
+    def defer(self, optimizer: Optimizer) -> None:
+        """Capture an optimizer's options; `keep` and `submit` come when gradients are there.
+
+        The next step may begin before. It computes with the parameters, in which the step before
+        is done.
+        """
+        self.join()
+        step = CapturedStep(optimizer, gradients={})
+        self._begun = BegunStep(step=step, num_before=self._num_put)
+        self._store.serves_previous = False
+
+    def abandon(self) -> int:
+        """Make nothing more of the step that was begun, after an error in it.
+
+        Returns:
+            How many parameters have been updated already.
+        """
+        begun, self._begun = self._begun, None
+        self._store.take_gradients = None
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
+            self._closed_gates.clear()
+        return 0 if begun is None else len(begun.taken)
+
+    def submit(self, optimizer: Optimizer, *, release_gradients: bool = False) -> None:
+        """Have an optimizer's step made. The one before must have been joined.
+
+        Args:
+            optimizer: It must be one that may be stepped in parts (`separable.why_whole`).
+                Its options and the gradients of its parameters are captured now.
+            release_gradients: Whether a parameter's `.grad` is dropped when it has been used, so
+                that the next step's gradients need no memory of their own.
+        """
+        begun, self._begun = self._begun, None
+        self._store.take_gradients = None
+        if begun is None:
+            step = CapturedStep(optimizer)
+            units = self._in_order(step.parameters)
+        else:
+            step, left = begun.step, [p for p in begun.step.parameters if p not in begun.taken]
+            step.give({p: p.grad for p in left if p.grad is not None})
+            units = self._in_order(left)
+        if not self._stale:
+            self._close_gates(units)
+        self._put(
+            partial(self._update, units, step, release_gradients=release_gradients, begun=begun)
+        )
+
+    def stepped_whole(self) -> None:
+        """Hear that an optimizer was stepped in another way than by this updater."""
+        if self._store.copies is not None:
+            self._store.copies.forget()  # compiled kernels write unseen
+
+    def keep(self, optimizers: Iterable[Optimizer], *, is_read: bool = False) -> None:
+        """Copy what the optimizers are about to change: the next step computes with the copies.
+
+        Args:
+            optimizers: Whose step is made next.
+            is_read: Whether the next step has begun already, after `defer`.
+        """
+        self.join()
+        if is_read:
+            serving = self._store.serving
+            self._put(partial(self._copy, self._in_order(self._store.previous), serving.switch))
+            return
+        changing = {
+            p for o in optimizers for group in o.param_groups for p in group["params"]
+        } & self._unit_of.keys()
+        missing = changing - self._store.previous.keys()
+        if missing:
+            self._store.keep_previous(missing)
+        units = self._in_order(self._store.previous)
+        self._close_gates(units)
+        self._store.serves_previous = True
+        self._put(partial(self._copy, units))
+
+    def join(self) -> None:
+        """Wait for what was submitted; not for the parts of a step that has only begun.
+
+        Raises:
+            Exception: What the update has failed with, once, with a note that says where.
+        """
+        begun = self._begun
+        with self._changed:
+            if begun is None:
+                self._changed.wait_for(self._is_idle)
+                self._closed_gates.clear()
+            else:
+                self._changed.wait_for(lambda: self._num_done >= begun.num_before)
+            error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is something to wait for."""
+        return not self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return self._num_done == self._num_put
+
+    @contextmanager
+    def latest(self) -> Iterator[None]:
+        """Join, and have everybody compute with the newest values until the end of the context."""
+        self.join()
+        before, self._store.serves_previous = self._store.serves_previous, False
+        try:
+            yield
+        finally:
+            self._store.serves_previous = before
+
+    def forget(self) -> None:
+        """Join, and have the next step compute with the newest values: they came from elsewhere."""
+        self.join()
+        self._store.serves_previous = False
+
+    def served(self) -> Mapping[nn.Parameter, Tensor]:
+        """Return the values that the next step computes with, where they are not the newest."""
+        self.join()
+        return self._store.previous if self._store.serves_previous else {}
+
+    def restore(self, served: Mapping[nn.Parameter, Tensor]) -> None:
+        """Have the next step compute with what `served` returned."""
+        self.join()
+        if served:
+            self._store.keep_previous(served.keys())
+            for parameter, values in served.items():
+                self._store.previous[parameter].copy_(values)
+            self._store.serves_previous = True
+
+    def close(self) -> None:
+        """Finish what was submitted and join the thread. An error nobody joined for is lost."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._store.serves_previous = False
+        if self._store.gate is self:
+            self._store.gate = None
+
+    def __enter__(self) -> Updater:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _in_order(self, parameters: Iterable[Tensor]) -> list[UpdateUnit]:
+        """Return the units of parameters, first what is needed first."""
+        chosen = set(parameters)
+        strangers = tuple(p for p in chosen if p not in self._unit_of)
+        units = [unit for unit in self._units if not chosen.isdisjoint(unit.parameters)]
+        units.sort(key=self._places.__getitem__)
+        if strangers:
+            name = "parameters that are not the module's"
+            units.append(UpdateUnit(name=name, parameters=strangers))  # type: ignore[arg-type]
+        return units
+
+    def _close_gates(self, units: Iterable[UpdateUnit]) -> None:
+        with self._changed:
+            self._closed_gates.update(units)  # parts of the same step may be under way
+            self._asked.clear()
+            self._num_updated = 0
+
+    def _put(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            self._num_put += 1
+        self._jobs.put(job)
+
+    # ------------------------------------------------------------------------------ other threads
+
+    def _take(self, gradients: dict[nn.Parameter, Tensor]) -> Collection[nn.Parameter]:
+        """Update what the step that was begun has all gradients of; nobody reads it any more."""
+        begun = self._begun
+        if begun is None:  # of a thread that was stuck in a step that was given up
+            return ()
+        known = begun.step.parameters
+        mine: dict[Tensor, Tensor] = {p: g for p, g in gradients.items() if p in known}
+        begun.step.give(mine)
+        begun.taken.update(mine)
+        for unit in self._in_order(mine):
+            part = UpdateUnit(
+                name=unit.name, parameters=tuple(p for p in unit.parameters if p in mine)
+            )
+            with self._changed:
+                self._closed_gates[unit] += 1
+            self._put(partial(self._update_part, unit, part, begun))
+        return [parameter for parameter in gradients if parameter in mine]
+
+    def await_updated(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until parameters have the values that the next step computes with.
+
+        Raises:
+            UpdateAborted: Their update has failed.
+        """
+        with self._changed:
+            units = {self._unit_of[p] for p in parameters if p in self._unit_of}
+            for unit in units - self._asked.keys():
+                # Just in time; of those that came too early, in their order.
+                self._places[unit] = self._num_updated - 1.5
+            self._asked |= {unit: unit in self._closed_gates for unit in units}
+            self._changed.wait_for(
+                lambda: self._error is not None or self._closed_gates.keys().isdisjoint(units)
+            )
+            if self._error is not None:
+                raise UpdateAborted
+
+    def is_updated(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Say whether `await_updated` would return at once."""
+        with self._changed:
+            units = {self._unit_of[p] for p in parameters if p in self._unit_of}
+            return self._closed_gates.keys().isdisjoint(units)
+
+    def when_updated(self, parameters: Iterable[nn.Parameter], callback: GateCallback) -> None:
+        """Call back when `await_updated` would return or raise: at once, or from any thread.
+
+        Whoever waits for several blocks at a time needs no thread for each.
+        """
+        with self._changed:
+            units = {self._unit_of[p] for p in parameters if p in self._unit_of}
+            self._callbacks.append((units, callback))
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Call those back whose gates are open, or stay closed for good."""
+        with self._changed:
+            error = None if self._error is None else UpdateAborted()
+            waiting: list[tuple[set[UpdateUnit], GateCallback]] = []
+            ready: list[tuple[set[UpdateUnit], GateCallback]] = []
+            for units, callback in self._callbacks:
+                is_open = error is not None or self._closed_gates.keys().isdisjoint(units)
+                (ready if is_open else waiting).append((units, callback))
+            self._callbacks = waiting
+        for _, callback in ready:
+            callback(error)
+
+    # ------------------------------------------------------------------------ the updater's thread
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                with self._changed:
+                    self._error = error
+                self._call_back()
+            del job
+            with self._changed:
+                self._num_done += 1
+                self._changed.notify_all()
+
+    def _update(
+        self,
+        units: Sequence[UpdateUnit],
+        step: CapturedStep,
+        *,
+        release_gradients: bool,
+        begun: BegunStep | None,
+    ) -> None:
+        spans = [] if begun is None else begun.spans
+        left = dict.fromkeys(units)
+        while left:
+            unit = self._next(left)
+            del left[unit]
+            held = {p: step.gradient(p) for p in unit.parameters} if release_gradients else {}
+            part = unit if begun is None else begun.rest_of(unit)
+            spans.append(self._run(part, step))
+            for parameter, gradient in held.items():
+                if gradient is not None and parameter.grad is gradient:
+                    parameter.grad = None
+            self._store.updated(part.parameters, by=step.optimizer)
+            if not self._stale:
+                self._open_gate(unit)
+        self.spans = spans
+
+    def _update_part(self, unit: UpdateUnit, part: UpdateUnit, begun: BegunStep) -> None:
+        begun.spans.append(self._run(part, begun.step))
+        self._store.updated(part.parameters, by=begun.step.optimizer)
+        self._open_gate(unit)
+
+    def _run(self, unit: UpdateUnit, step: CapturedStep) -> UpdateSpan:
+        start = time.perf_counter()
+        try:
+            self._run_unit(unit, step)
+        except BaseException as error:
+            kind = type(step.optimizer).__name__
+            add_note(error, f"This happened while {kind} updated {unit.name!r}.")
+            raise
+        return UpdateSpan(name=unit.name, start_seconds=start, end_seconds=time.perf_counter())
+
+    def _next(self, units: Iterable[UpdateUnit]) -> UpdateUnit:
+        """Return the unit that somebody waits for, else the first."""
+        with self._changed:
+            return next((u for u in units if self._asked.get(u)), next(iter(units)))
+
+    def _copy(self, units: Sequence[UpdateUnit], then: Callable[[], None] | None = None) -> None:
+        for unit in units:
+            places = [(self._store.previous.get(p), p.detach()) for p in unit.parameters]
+            for place, values in places:
+                if place is not None:
+                    place.copy_(values)
+            self._open_gate(unit)
+        if then is not None:
+            then()
+
+    def _open_gate(self, unit: UpdateUnit) -> None:
+        with self._changed:
+            self._closed_gates -= Counter([unit])
+            self._num_updated += 1
+            self._changed.notify_all()
+        self._call_back()
+
+
+class UpdateEvents:
+    """Turns the store's gate into events, for uploads that are submitted before the update ends.
+
+    Every upload waits for its own block only: one worker's next stage holds up no other worker's
+    present one.
+
+    Args:
+        store: The parameters.
+        on_failure: Told of an update that failed.
+    """
+
+    def __init__(
+        self, store: HostStore, *, on_failure: Callable[[BaseException, str], None]
+    ) -> None:
+        self._store = store
+        self._on_failure = on_failure
+
+    def updated(self, block: nn.Module) -> Event:
+        """Return the event that a block has the values to compute with."""
+        return self.updated_parameters(self._store.parameters_of(block))
+
+    def updated_parameters(self, parameters: Sequence[nn.Parameter]) -> Event:
+        """Return the event that parameters have the values to compute with."""
+        gate = self._store.gate
+        if gate is None:
+            return DoneEvent("nothing is updated")
+        event = HostEvent("update of parameters")
+
+        def is_over(error: BaseException | None) -> None:
+            if error is None:
+                event.set()
+                return
+            self._on_failure(error, "waiting for the update of parameters")
+            event.abort()
+
+        gate.when_updated(parameters, is_over)
+        return event

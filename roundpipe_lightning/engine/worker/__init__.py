@@ -1,0 +1,1 @@
+"""Workers: their turns, the blocks they have loaded, the user code they run."""

@@ -1,0 +1,286 @@
+"""Blocks on a worker: their parameters, their buffers and the views that compute with them.
+
+```
+host      parameters ── upload ──▶ leaves ── views of the blocks ── run ──▶ gradients ── download
+          buffers    ◀──────────── what the forward pass has written
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.capture.view import (
+    LazyTable,
+    ViewClasses,
+    ViewMaker,
+    put,
+    write_through,
+)
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.store.block_layout import BlockLayout, gradient_dtype, sum_wide
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
+from roundpipe_lightning.engine.transfer.weight_buffers import Region
+from roundpipe_lightning.engine.transfer.weight_prefetch import Visit
+from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.planning.schedule.stages import StageKind
+
+
+class PlacedBuffers:
+    """The buffers of views on one device, and the way back for what the forward pass wrote.
+
+    Args:
+        device: Where the views compute.
+        keep_writes: Whether writes are the user's (forward) or an echo of them (recompute).
+    """
+
+    def __init__(self, device: Device, *, keep_writes: bool) -> None:
+        self._device = device
+        self._keep_writes = keep_writes
+        self._placed: dict[Tensor, tuple[Tensor, int]] = {}
+
+    def place(self, buffer: Tensor) -> Tensor:
+        """Return what stands for a host buffer here; the same tensor every time."""
+        if buffer not in self._placed:
+            if not self._device.shares_host_memory:
+                with torch.inference_mode(buffer.is_inference()):  # else nobody counts its writes
+                    placed = self._device.upload(buffer)
+            else:
+                placed = buffer if self._keep_writes else buffer.clone()
+            self._placed[buffer] = (placed, placed._version)
+        return self._placed[buffer][0]
+
+    def write_back(
+        self,
+        views: Mapping[nn.Module, nn.Module],
+        *,
+        owner_of: Callable[[Tensor], Device] | None = None,
+    ) -> bool:
+        """Bring buffers that changed here to the host, and those that were assigned anew.
+
+        Args:
+            views: Views by their originals.
+            owner_of: Says where an assigned tensor is, if it may be elsewhere than here.
+
+        Returns:
+            Whether there was anything to bring.
+        """
+        if not self._keep_writes:
+            return False
+        wrote = False
+        for original, view in views.items():
+            placed = [b for b in original.buffers(recurse=False) if b in self._placed]
+            wrote |= self._bring_home(placed)
+            table: LazyTable[Tensor] = view.__dict__["_buffers"]
+            for name, value in table.take_assigned().items():
+                present = self._placed.get(original.__dict__["_buffers"].get(name))
+                if present is not None and value is present[0]:
+                    continue  # `self.count += 1` assigns what it has written into
+                owner = self._device if owner_of is None or value is None else owner_of(value)
+                host = None if value is None else owner.download(value)
+                original.__dict__["_buffers"][name] = host
+                wrote = True
+        return wrote
+
+    def _bring_home(self, buffers: Sequence[Tensor]) -> bool:
+        """Download the buffers of one module if one of them has changed.
+
+        All of them, because batch normalisation writes its running statistics behind the back of
+        the version counter; only its count of batches tells.
+        """
+        if not any(self._placed[b][0]._version != self._placed[b][1] for b in buffers):
+            return False
+        for buffer in buffers:
+            placed = self._placed[buffer][0]
+            if not self._device.shares_host_memory:
+                with torch.no_grad():
+                    buffer.copy_(self._device.download(placed))
+            self._placed[buffer] = (placed, placed._version)
+        return True
+
+
+class ResidentBlocks:
+    """Blocks on a worker, with a leaf for every parameter.
+
+    Args:
+        kind: What is done with them. What a BACKWARD stage's recompute writes is an echo.
+        store: The parameters.
+        device: Where to.
+        classes: The classes of views.
+        visit: The visit that they belong to, whose uploads are under way; None: they are uploaded
+            here, where nothing is uploaded ahead.
+        await_upload: Lets compute wait for an upload.
+    """
+
+    def __init__(
+        self,
+        kind: StageKind,
+        *,
+        store: HostStore,
+        device: Device,
+        classes: ViewClasses,
+        visit: Visit | None = None,
+        await_upload: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.kind = kind
+        self._visit = visit
+        self._await_upload = device.await_event if await_upload is None else await_upload
+        self.num_bytes = 0
+        self._store = store
+        self._device = device
+        self._blocks: set[nn.Module] = set()
+        self._microbatches: list[int] = []
+        self._leaves: dict[nn.Parameter, nn.Parameter] = {}
+        self._placed: dict[nn.Module, tuple[nn.Parameter, ...]] = {}  # in the order of the layout
+        self._buffers = PlacedBuffers(device, keep_writes=kind is not StageKind.BACKWARD)
+        self._writes: list[tuple[nn.Module, str, Any]] = []
+        self._maker = ViewMaker(
+            parameter=self._leaf,
+            buffer=self._buffers.place,
+            classes=classes,
+            write=self._write,
+        )
+
+    def bring(self, blocks: Iterable[nn.Module]) -> None:
+        """Upload blocks that are not here yet.
+
+        Before any of them runs: what is done while a block runs is counted as the block's
+        (side_outputs.py).
+        """
+        for block in blocks:
+            if block not in self._blocks:
+                self._blocks.add(block)
+                if self._visit is None:
+                    for parameter, value in self._store.upload_block(block, self._device).items():
+                        self._add_leaf(parameter, value)
+                else:
+                    self._add_region(block, self._visit.regions[block])
+                for buffer in block.buffers():
+                    self._buffers.place(buffer)
+
+    def _add_region(self, block: nn.Module, region: Region) -> None:
+        leaves = region.leaves()
+        if self._store.shared:  # another block here may have some of them, too
+            leaves = {p: self._leaves.get(p, leaf) for p, leaf in leaves.items()}
+        self._leaves.update(leaves)
+        self._placed[block] = tuple(leaves.values())
+        self.num_bytes += region.layout.form.num_bytes
+
+    def _add_leaf(self, parameter: nn.Parameter, value: Tensor) -> None:
+        if parameter not in self._leaves:
+            # In FORWARD stages, too, though no graph is kept: PyTorch folds other products where a
+            # weight needs no gradient, and other products round differently.
+            leaf = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            if parameter.requires_grad:
+                sum_wide(leaf, gradient_dtype(parameter))
+            self._leaves[parameter] = leaf
+            self.num_bytes += leaf.nbytes
+
+    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in self._leaves:
+            raise CaptureError(
+                f"A block has a parameter of shape {tuple(parameter.shape)} that it did not have "
+                "when training began: a module replaces its parameters while it runs (peft's LoRA "
+                "on nn.MultiheadAttention does). Adapt other layers, linear ones say."
+            )
+        return self._leaves[parameter]
+
+    def block(self, block: nn.Module) -> nn.Module:
+        """Return the stand-in for a block: the same code, with parameters that are here."""
+        if self._visit is not None:
+            event = self._visit.events.pop(block, None)
+            if event is not None:
+                self._await_upload(event)
+        return self._maker.view_of(block)
+
+    @contextmanager
+    def written(self, writes: ModuleWrites) -> Iterator[None]:
+        """Let the blocks see what a microbatch's user code has written, until the context ends."""
+        before = []
+        for module, attributes in writes:
+            view = self._maker.view_of(module)
+            for name, value in attributes.items():
+                here = self._maker.view_of(value) if isinstance(value, nn.Module) else value
+                before.append((view, name, put(view, name, here)))
+        try:
+            yield
+        finally:
+            for view, name, value in reversed(before):
+                put(view, name, value)
+
+    def _write(self, module: nn.Module, name: str, value: Any) -> None:
+        if self.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
+            write_through(module, name, value)
+            self._writes.append((module, name, value))
+
+    def take_writes(self) -> list[tuple[nn.Module, str, Any]]:
+        """Return the attributes that the blocks have written since the last call."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what stands for a parameter here; None if no block here has it."""
+        return self._leaves.get(parameter)
+
+    def original_of(self, leaf: Tensor) -> Tensor:
+        """Return the parameter for which something stands here; the tensor itself for no other."""
+        return next((p for p, known in self._leaves.items() if known is leaf), leaf)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of what the leaves have accumulated."""
+        gradients = (leaf.grad for leaf in self._leaves.values())
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def buffer_of(self, buffer: Tensor) -> Tensor:
+        """Return what stands for a buffer here."""
+        return self._buffers.place(buffer)
+
+    def end_forward(self) -> bool:
+        """Bring back what a forward pass wrote into buffers; say whether it was anything."""
+        return self._buffers.write_back(self._maker.made)
+
+    def end_backward(self, microbatch: int) -> None:
+        """Note that a microbatch's gradients have been added to the leaves."""
+        self._microbatches.append(microbatch)
+
+    def take_microbatches(self) -> Sequence[int]:
+        """Return the microbatches whose gradients the leaves have accumulated, ascending."""
+        microbatches, self._microbatches = sorted(self._microbatches), []
+        return microbatches
+
+    def placed(self) -> list[tuple[BlockLayout, Sequence[nn.Parameter]]]:
+        """Return the layouts and leaves of the blocks of a visit, in the order of the stage."""
+        assert self._visit is not None, "it is a visit's"
+        return [
+            (region.layout, self._placed[block])
+            for block, region in self._visit.regions.items()
+            if block in self._placed
+        ]
+
+    def take_gradients(self) -> tuple[Sequence[int], Gradients]:
+        """Download what the leaves have accumulated, and for which microbatches."""
+        found = [(p, leaf) for p, leaf in self._leaves.items() if leaf.grad is not None]
+        gradients: list[Any] = [leaf.grad for _, leaf in found]
+        host = self._device.download_all(gradients)
+        for _, leaf in found:
+            leaf.grad = None
+        return self.take_microbatches(), {p: g for (p, _), g in zip(found, host, strict=True)}
+
+    def close(self) -> None:
+        """Break the circles between views and their maker, so that memory is free at once."""
+        self._maker.close()
+        if self._visit is not None:  # its leaves live on
+            for leaf in self._leaves.values():
+                leaf.grad = None
+        self._leaves.clear()
+        self._placed.clear()
+        self._blocks.clear()

@@ -1,0 +1,240 @@
+"""Turns: the schedule as gates that host threads pass.
+
+Every action of a step has a gate. It opens when the action before it on the same worker and
+everything in `dependencies()` have ended; whoever waits in `begin` then owns the worker until
+`end`:
+
+```
+thread of microbatch 0     begin(F0.0) ... end        begin(F1.0) ... end
+thread of microbatch 1         begin(F0.1) waits ────────┘  (worker 0 is free) ... end
+```
+
+One gate, one waiter: nobody is woken in vain. A gate is a lock that is held until it opens.
+
+A step may begin while the one before it still runs: each worker's first action then waits for the
+end of its last action there, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from graphlib import TopologicalSorter
+
+from roundpipe_lightning.engine.device.events import StepAborted
+from roundpipe_lightning.planning.report.progress import Standing
+from roundpipe_lightning.planning.schedule.dependencies import dependencies
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnGraph:
+    """The gates of a plan, made once and used for every step.
+
+    Attributes:
+        actions: Every action by its key.
+        num_waits: How many ends each action waits for.
+        opens: Which actions wait for the end of each.
+        paths: Every microbatch's actions in the order in which it passes them.
+        ends_run: Actions after which the worker goes on with another stage, or is done.
+        first: Every worker's first action, by its number.
+        last: Every worker's last action.
+        lanes: A number per microbatch: those of the same number are never under way together.
+    """
+
+    actions: dict[ActionKey, Action]
+    num_waits: dict[ActionKey, int]
+    opens: dict[ActionKey, tuple[ActionKey, ...]]
+    paths: tuple[tuple[Action, ...], ...]
+    ends_run: frozenset[ActionKey]
+    first: dict[int, ActionKey]
+    last: dict[int, ActionKey]
+    lanes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> TurnGraph:
+        """Build the graph of a plan's schedule."""
+        waits: dict[ActionKey, set[ActionKey]] = {}
+        ends_run: set[ActionKey] = set()
+        for actions in plan.schedule.workers:
+            for position, action in enumerate(actions):
+                needed = {d.key for d in dependencies(action.key, plan.partition)}
+                if position:
+                    needed.add(actions[position - 1].key)
+                waits[action.key] = needed
+                following = actions[position + 1 : position + 2]
+                if not any((a.kind, a.stage) == (action.kind, action.stage) for a in following):
+                    ends_run.add(action.key)
+        opens: dict[ActionKey, list[ActionKey]] = {key: [] for key in waits}
+        for key, needed in waits.items():
+            for source in needed:
+                opens[source].append(key)
+        actions_by_key = {action.key: action for action in plan.schedule}
+        stages = plan.partition.stages()
+        paths = tuple(
+            tuple(actions_by_key[ActionKey(s.kind, s.index, microbatch)] for s in stages)
+            for microbatch in range(plan.num_microbatches)
+        )
+        busy = [actions for actions in plan.schedule.workers if actions]
+        return cls(
+            actions=actions_by_key,
+            num_waits={key: len(needed) for key, needed in waits.items()},
+            opens={key: tuple(keys) for key, keys in opens.items()},
+            paths=paths,
+            ends_run=frozenset(ends_run),
+            first={actions[0].worker: actions[0].key for actions in busy},
+            last={actions[0].worker: actions[-1].key for actions in busy},
+            lanes=lane_numbers(paths, waits),
+        )
+
+
+def lane_numbers(
+    paths: Sequence[Sequence[Action]], waits: Mapping[ActionKey, Collection[ActionKey]]
+) -> tuple[int, ...]:
+    """Number microbatches so that those of one number are never under way together.
+
+    Of two with the same number the first action of one comes after the last action of the other,
+    whoever is faster: in two rounds of two microbatches, where the second round begins on a worker
+    that has ended the first one, say.
+
+    Args:
+        paths: Every microbatch's actions.
+        waits: What every action waits for.
+
+    Returns:
+        The number of each microbatch, from 0 on.
+    """
+    lasts = {path[-1].key: 1 << microbatch for microbatch, path in enumerate(paths)}
+    over: dict[ActionKey, int] = {}  # microbatches that have ended when an action begins, as bits
+    numbers = [0] * len(paths)
+    occupants: list[int] = []  # the last microbatch of each number
+    firsts = {path[0].key: microbatch for microbatch, path in enumerate(paths)}
+    order = {key: index for index, key in enumerate(waits)}  # a set has none
+    graph = {key: sorted(needed, key=order.__getitem__) for key, needed in waits.items()}
+    for key in TopologicalSorter(graph).static_order():
+        over[key] = 0
+        for before in waits[key]:
+            over[key] |= over[before] | lasts.get(before, 0)
+        if key in firsts:
+            free = (n for n, other in enumerate(occupants) if over[key] >> other & 1)
+            number = next(free, len(occupants))
+            occupants[number : number + 1] = [firsts[key]]
+            numbers[firsts[key]] = number
+    return tuple(numbers)
+
+
+class Turns:
+    """The gates of one step.
+
+    Args:
+        graph: The plan's.
+        before: Those of the step before, if it may still run.
+    """
+
+    def __init__(self, graph: TurnGraph, *, before: Turns | None = None) -> None:
+        self._graph = graph
+        self._left = dict(graph.num_waits)
+        earlier = {} if before is None else before.last
+        waits = [(earlier[worker], key) for worker, key in graph.first.items() if worker in earlier]
+        for _, key in waits:
+            self._left[key] += 1
+        self._gates = {key: threading.Lock() for key in graph.actions}
+        for key, gate in self._gates.items():
+            if self._left[key]:
+                gate.acquire()
+        self._mutex = threading.Lock()
+        self._aborted = False
+        self._begun: dict[ActionKey, float] = {}  # by time.monotonic()
+        self._ended: set[ActionKey] = set()
+        self._followers: dict[ActionKey, list[Callable[[], None]]] = {}
+        for (turns, last), key in waits:
+            turns.tell_end(last, partial(self._came, key))
+        self._idle = {w: last for w, last in earlier.items() if w not in graph.last}
+
+    @property
+    def last(self) -> dict[int, tuple[Turns, ActionKey]]:
+        """The last action so far of every worker that has had one, with its gates."""
+        return self._idle | {worker: (self, key) for worker, key in self._graph.last.items()}
+
+    def _came(self, key: ActionKey) -> None:
+        """Hear that the step before has left an action's worker."""
+        with self._mutex:
+            self._left[key] -= 1
+            if not self._left[key] and not self._aborted:
+                self._gates[key].release()
+
+    def tell_end(self, key: ActionKey, follower: Callable[[], None]) -> None:
+        """Call back when an action has ended; at once if it has."""
+        with self._mutex:
+            if key not in self._ended:
+                self._followers.setdefault(key, []).append(follower)
+                return
+        follower()
+
+    def begin(self, action: Action) -> None:
+        """Wait until it is the action's turn.
+
+        Raises:
+            StepAborted: If the step has failed elsewhere.
+        """
+        self._gates[action.key].acquire()
+        if self._aborted:
+            raise StepAborted
+        with self._mutex:
+            self._begun[action.key] = time.monotonic()
+
+    def end(self, action: Action) -> None:
+        """Give the worker to its next action and let the dependents know."""
+        with self._mutex:
+            self._ended.add(action.key)
+            if self._aborted:
+                return
+            for key in self._graph.opens[action.key]:
+                self._left[key] -= 1
+                if not self._left[key]:
+                    self._gates[key].release()
+            followers = self._followers.pop(action.key, ())
+        for follower in followers:
+            follower()
+
+    def abort(self) -> None:
+        """Release every waiter; each raises `StepAborted`."""
+        with self._mutex:
+            if self._aborted:
+                return
+            self._aborted = True
+            for key, left in self._left.items():
+                if left:
+                    self._gates[key].release()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether all waiters have been released."""
+        return self._aborted
+
+    @property
+    def num_events(self) -> int:
+        """Counts begins and ends: it grows as long as the step makes progress."""
+        return len(self._begun) + len(self._ended)
+
+    def running(self) -> tuple[Action, ...]:
+        """Actions that have begun and not ended."""
+        with self._mutex:
+            return tuple(self._graph.actions[key] for key in self._begun.keys() - self._ended)
+
+    def report(self, plan: Plan) -> str:
+        """Return the schedule as a grid, and what every worker runs or waits for."""
+        now = time.monotonic()
+        with self._mutex:
+            standing = Standing(
+                plan=plan,
+                ended=set(self._ended),
+                running={
+                    key: now - begun for key, begun in self._begun.items() if key not in self._ended
+                },
+            )
+        return standing.to_text()

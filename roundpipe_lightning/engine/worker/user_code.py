@@ -1,0 +1,453 @@
+"""User code outside the blocks: run on a view, on whichever worker has the turn.
+
+The head segment runs on one worker and the tail segment on another, but the user's code is one
+function that was written for one device. `UserCode` makes this invisible:
+
+- Parameters and buffers of the view are placed where the code runs when the code asks for them.
+- A tensor made on an earlier worker (labels, masks) is brought to the present one by the operation
+  that uses it, differentiably. An in-place operation goes to where its target is instead.
+- A master parameter that reaches an operation past the view (kept in a list, say) is replaced by
+  its leaf, so that its gradient is not lost.
+- `self.device` is the present worker's.
+- Random numbers come from the microbatch's own stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from roundpipe_lightning.engine.capture.module_writes import ParameterWrites, Writes, refuse_write
+from roundpipe_lightning.engine.capture.placeholder import Called, make_proxy, writes_first
+from roundpipe_lightning.engine.capture.randomness import RandomStream
+from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
+from roundpipe_lightning.engine.capture.torch_functions import (
+    KEEP_PLACE,
+    METADATA,
+    QUESTIONS,
+    ModeStack,
+    name_of,
+)
+from roundpipe_lightning.engine.capture.trees import map_tensors
+from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
+from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers, ResidentBlocks
+from roundpipe_lightning.engine.worker.worker import Worker
+from roundpipe_lightning.errors import CaptureError, ConfigurationError
+
+#: Functions that ask nothing of a tensor's values, or that leave its graph.
+_WITHOUT_VALUES = METADATA | {"detach"}
+
+#: Types of arguments that may be parameters, or hold some.
+_MAY_HOLD_MASTERS = frozenset({nn.Parameter, list, tuple})
+
+
+Outside: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Asked before every torch function outside the blocks: the function and its arguments, all on one
+device. Returns the result, or `NotImplemented` where the function is to run as it is."""
+
+
+class RootView(View):
+    """A view of the whole module: it knows on which device its code runs at present."""
+
+    @property
+    def device(self) -> Any:
+        """The present worker's device."""
+        return self.__dict__["_present_device"]()
+
+
+class UserCode(TorchFunctionMode):
+    """Runs user code outside the blocks; a context for the thread that does.
+
+    Args:
+        module: The user's module.
+        worker: Returns the worker that has the turn.
+        workers: All workers.
+        stream: The microbatch's random numbers; None leaves the process's generators in use.
+        classes: The classes of views.
+        outside: Asked before every torch function outside the blocks, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        worker: Callable[[], Worker],
+        workers: Sequence[Worker],
+        stream: RandomStream | None,
+        classes: ViewClasses,
+        outside: Outside | None = None,
+    ) -> None:
+        super().__init__()
+        self.stream = stream
+        self.side_outputs = SideOutputs()
+        self.writes = Writes()
+        #: Gives what a later segment uses for a tensor of an earlier one; None where there is none.
+        self.cut: Callable[[Tensor], Tensor] | None = None
+        #: Refuses `torch.autograd.grad` of outputs and inputs where it would miss something.
+        self.check_gradient: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
+        self._module = module
+        self._worker = worker
+        self._workers = tuple(workers)
+        self._devices = tuple(w.device for w in workers)
+        self._host = CpuDevice()
+        self._crosses = not all(device.shares_host_memory for device in self._devices)
+        self._parameter_writes = ParameterWrites(keeps_copies=self._crosses)
+        self._active = False
+        self._modes = ModeStack()
+        self._classes = classes
+        self._outside = outside
+        self._resident: ResidentBlocks | None = None
+        self._masters = frozenset(module.parameters())
+        self._gathers = False
+        self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
+        self._streamed: set[nn.Parameter] = set()
+        self._buffers: dict[int, PlacedBuffers] = {}
+        self.maker = ViewMaker(
+            parameter=self._leaf, buffer=self._buffer, classes=classes, write=self.writes.note
+        )
+
+    # ------------------------------------------------------------------------------------ views
+
+    def open_view(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        called: Called,
+        overrides: Mapping[str, Any],
+        stand_ins: Mapping[nn.Module, nn.Module],
+    ) -> nn.Module:
+        """Make the view of the module.
+
+        Args:
+            blocks: The blocks, which are proxies in it.
+            called: What the proxies call.
+            overrides: Attributes that the root view has of its own.
+            stand_ins: Further modules that are something else in the view.
+        """
+        self.maker.add_stand_ins(stand_ins)
+        self.maker.add_later(
+            blocks,
+            lambda block: make_proxy(block, maker=self.maker, classes=self._classes, called=called),
+        )
+        extra = (
+            (RootView,) if isinstance(getattr(type(self._module), "device", None), property) else ()
+        )
+        view = self.maker.view_of(self._module, *extra)
+        view.__dict__.update(overrides, _present_device=lambda: self._worker().device.torch_device)
+        return view
+
+    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        worker = self._worker()
+        key = (worker.index, parameter)
+        if key not in self._leaves:
+            with self.suspended():
+                values = worker.outside(parameter)
+                self._leaves[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        return self._leaves[key]
+
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        worker = self._worker()
+        if worker.index not in self._buffers:
+            self._buffers[worker.index] = PlacedBuffers(worker.device, keep_writes=True)
+        with self.suspended():
+            return self._buffers[worker.index].place(buffer)
+
+    def write_buffers_back(self) -> bool:
+        """Bring to the host what user code wrote into buffers; called at the end of its turn.
+
+        Returns:
+            Whether it wrote into any.
+        """
+        worker = self._worker()
+        placed = self._buffers.get(worker.index) or PlacedBuffers(worker.device, keep_writes=True)
+        return placed.write_back(self.maker.made, owner_of=self.owner_of)
+
+    @property
+    def used_parameters(self) -> set[nn.Parameter]:
+        """Parameters that the code has asked for, or that ran outside the stages."""
+        return {parameter for _, parameter in self._leaves} | self._streamed
+
+    def note_streamed(self, block: nn.Module) -> None:
+        """Note that a block runs outside the stages, with a gradient."""
+        self._streamed.update(block.parameters())
+
+    def check_frozen(self) -> None:
+        """Raise if the code has made something trainable that was frozen when the step began.
+
+        Raises:
+            ConfigurationError: Naming it. Its gradient would be missing.
+        """
+        for (_, parameter), leaf in self._leaves.items():
+            if leaf.requires_grad and not parameter.requires_grad:
+                name = self._name_of(parameter)
+                raise ConfigurationError(
+                    f"training_step made {name!r} trainable (requires_grad_, or set_adapter of "
+                    "peft). What is trained is settled before a step begins: do it in "
+                    "on_train_batch_start or configure_model. Adapters that a step changes "
+                    "between must all be trainable before it."
+                )
+
+    def check_unwritten(self) -> None:
+        """Raise if the code outside the blocks has written into a worker's copy of a parameter.
+
+        Raises:
+            ConfigurationError: Naming it.
+        """
+        for written in self._parameter_writes.take_written():
+            self._refuse_write(written)
+
+    def _refuse_write(self, written: Tensor) -> None:
+        originals = (p for (_, p), leaf in self._leaves.items() if leaf is written)
+        parameter = next(originals, written)
+        if parameter in self._masters:  # not of a module that the step has made
+            refuse_write(self._name_of(parameter))
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(n for n, p in self._module.named_parameters() if p is parameter)
+
+    def take_gradients(self) -> dict[int, Gradients]:
+        """Take the gradients of all leaves from them, by the number of the worker."""
+        found: dict[int, Gradients] = {}
+        for (worker, parameter), leaf in self._leaves.items():
+            if leaf.grad is not None:
+                found.setdefault(worker, {})[parameter] = leaf.grad
+                leaf.grad = None
+        return found
+
+    def close(self) -> None:
+        """Break the circles of references, so that memory is free at once. Nothing works after."""
+        self.maker.close()
+        self._leaves.clear()
+        self._buffers.clear()
+        self._streamed.clear()
+        self.side_outputs.clear()
+        self.stream = self.cut = self.check_gradient = None
+        del self._worker
+
+    # ----------------------------------------------------------------------------------- places
+
+    def owner_of(self, tensor: Tensor) -> Device:
+        """Return the device that holds a tensor, the present worker's if several do."""
+        for device in (self._worker().device, *self._devices):
+            if device.holds(tensor):
+                return device
+        return self._host
+
+    def worker_of(self, tensor: Tensor) -> Worker | None:
+        """Return the worker in whose memory a tensor is, the present one if several share it.
+
+        None for a host tensor of a run whose workers do not compute there.
+        """
+        for worker in (self._worker(), *self._workers):
+            if tensor.device == worker.device.torch_device:
+                return worker
+        return None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch over the operations until the end of the context: user code runs."""
+        yield from self._switched(active=True)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let operations be until the end of the context: the engine runs, without any mode."""
+        taken = self._modes.put_away()
+        try:
+            yield from self._switched(active=False)
+        finally:
+            self._modes.put_back(taken)
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """Run a block, or a backward pass, under the modes of the user's code around it."""
+        return self._modes.again()
+
+    @contextmanager
+    def in_block(
+        self, number: int, resident: ResidentBlocks, *, gathers: bool = False
+    ) -> Iterator[None]:
+        """Run a block until the end of the context.
+
+        Args:
+            number: Of its call in the step.
+            resident: What it runs on.
+            gathers: Whether tensors that it keeps in objects (a cache) may be on other devices.
+        """
+        self._resident, self._gathers = resident, gathers and self._crosses
+        try:
+            with nullcontext() if self.stream is None else self.stream.block(number):
+                yield
+            for written in self._parameter_writes.take_written():
+                self._refuse_write(resident.original_of(written))
+        finally:
+            self._resident, self._gathers = None, False
+            self._parameter_writes.take_written()
+
+    @property
+    def runs_a_block(self) -> bool:
+        """Whether a block runs at present."""
+        return self._resident is not None
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Run a backward pass until the end of the context: nothing may draw random numbers."""
+        with (
+            nullcontext() if self.stream is None else self.stream.backward(),
+            self._modes.again(),
+        ):
+            yield
+
+    def _switched(self, *, active: bool) -> Iterator[None]:
+        before, self._active = self._active, active
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (values := self._parameter_writes.note(func, args)) is not None:
+            return values
+        if func is torch.autograd.grad and self._active and self.check_gradient is not None:
+            self.check_gradient(args[0], args[1])
+            return func(*args, **kwargs)
+        if self._active and (name := name_of(func)) not in QUESTIONS:
+            if self.cut is not None and name not in _WITHOUT_VALUES:
+                args, kwargs = self._cut_off(self.cut, name, args, kwargs)
+            if self._crosses and name not in KEEP_PLACE:
+                args, kwargs = self._brought_together(name, args, kwargs, leaf=self._leaf_for)
+            else:
+                args = tuple([self._leaf_for(x) for x in args])
+                if kwargs:
+                    kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
+            if self._outside is not None:
+                answer = self._outside(func, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
+        elif self._resident is not None:
+            args, kwargs = self._on_resident_leaves(args, kwargs)
+            if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
+                args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
+            self.side_outputs.check(args)
+            self.side_outputs.check(kwargs.values())
+        if self.stream is None:
+            return func(*args, **kwargs)
+        result = self.stream.call(func, args, kwargs)
+        self.side_outputs.note(result)
+        return result
+
+    def _cut_off(
+        self,
+        cut: Callable[[Tensor], Tensor],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put leaves in for tensors of earlier segments, but for one that is written into."""
+        written = args[0] if args and writes_first(name) else kwargs.get("out")
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+            lambda x: x if x is written else cut(x), (args, kwargs)
+        )
+        return found
+
+    def _on_resident_leaves(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a block's function with leaves in place of masters."""
+        if not _MAY_HOLD_MASTERS.isdisjoint(map(type, args)):
+            args = tuple([self._resident_leaf_for(x) for x in args])
+        if kwargs:
+            kwargs = {key: self._resident_leaf_for(x) for key, x in kwargs.items()}
+        return args, kwargs
+
+    def _resident_leaf_for(self, value: Any) -> Any:
+        """Return the stage's leaf of a master that a block reaches past its stand-in.
+
+        Also in a list; all else as it is.
+        """
+        if isinstance(value, (list, tuple)):
+            return _replaced(value, self._resident_leaf_for)
+        if not (isinstance(value, nn.Parameter) and value in self._masters):
+            return value
+        assert self._resident is not None, "a block runs"
+        leaf = self._resident.leaf_of(value)
+        if leaf is None:
+            name = self._name_of(value)
+            raise CaptureError(
+                f"A block uses the parameter {name!r}, which is not registered in it: the worker "
+                "that runs the block does not have it. Register it in the block, or hand it to the "
+                "block as an argument."
+            )
+        return leaf
+
+    def _leaf_for(self, value: Any) -> Any:
+        """Return the leaf of a master or a side output, also in a list; all else as it is."""
+        if isinstance(value, nn.Parameter):
+            return self._leaf(value) if value in self._masters else value
+        if isinstance(value, Tensor):
+            return self.side_outputs.leaf_for(value)
+        return _replaced(value, self._leaf_for) if isinstance(value, (list, tuple)) else value
+
+    def _brought_together(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        leaf: Callable[[Any], Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring the tensors among the arguments to one device, if they are on several.
+
+        Where all are on an earlier worker they stay: a view of a straggler must remain one, so that
+        writing into it is writing into the straggler.
+        """
+        places: set[torch.device] = set()
+
+        def stand_in(value: Tensor) -> Tensor:
+            value = leaf(value)
+            owner = self.owner_of(value)
+            if owner is not self._host:
+                places.add(owner.torch_device)
+            return value
+
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(stand_in, (args, kwargs))
+        if len(places) < 2:
+            return found
+        args, kwargs = found
+        target = self._worker().device
+        base = kwargs.get("out", args[0] if args and _stays_with_first(name) else None)
+        if isinstance(base, Tensor):
+            target = self.owner_of(base)
+
+        def bring(value: Tensor) -> Tensor:
+            on_other_worker = not target.holds(value) and self.owner_of(value) is not self._host
+            return target.move(value) if on_other_worker else value
+
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(bring, found)
+        return moved
+
+
+def _replaced(values: Sequence[Any], leaf: Callable[[Any], Any]) -> Sequence[Any]:
+    """Return a list or tuple with leaves in place of tensors; as it is where there are none."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return values
+    leaves = [leaf(value) for value in values]
+    changed = any(new is not value for new, value in zip(leaves, values, strict=True))
+    return leaves if changed else values
+
+
+def _stays_with_first(name: str) -> bool:
+    """Say whether a function writes into its first argument, or gives a view of it."""
+    return name == "__getitem__" or writes_first(name)

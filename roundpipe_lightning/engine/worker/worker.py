@@ -1,0 +1,256 @@
+"""A worker: one device, stateless between stages.
+
+While a worker runs consecutive actions of one stage, the stage's blocks are *resident*: uploaded
+once, used by every microbatch of the round, their gradients downloaded at the end of it.
+
+```
+schedule of a worker    F2.0 F2.1 F2.2 | B3.0 B3.1 B3.2 | ...
+resident                upload F2 ─── drop  upload B3 ─── gradients down, drop
+```
+
+A block that a step calls without a plan for it is *streamed*: here while it runs, beside what is
+resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.capture.view import ViewClasses
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger, Gradients
+from roundpipe_lightning.engine.transfer.weight_prefetch import Visit
+from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
+from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
+from roundpipe_lightning.engine.worker.out_of_memory import HeldMemory
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
+
+
+class Worker:
+    """One device and what is resident on it. Its methods are called by the thread whose turn it is.
+
+    Args:
+        index: Number of the worker.
+        device: Its device.
+        store: The parameters.
+        classes: The classes of views.
+        transfers: What it moves; None if it computes in host memory.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        device: Device,
+        store: HostStore,
+        classes: ViewClasses,
+        transfers: WorkerTransfers | None = None,
+    ) -> None:
+        self.index = index
+        self.device = device
+        self.transfers = transfers
+        self._store = store
+        self._classes = classes
+        self._resident: ResidentBlocks | None = None
+        self._stage: Stage | None = None  # whose blocks are resident
+        self._brought: Sequence[nn.Module] | None = None  # the last of them that were asked for
+        self._streamed_bytes = 0
+        self._outside: dict[nn.Parameter, Tensor] = {}
+        self._outside_bytes = 0
+        self._peak_bytes = 0
+
+    def __str__(self) -> str:
+        """Number and device, for people."""
+        return f"worker {self.index} ({self.device.name})"
+
+    def resident(self, stage: Stage, blocks: Sequence[nn.Module]) -> ResidentBlocks:
+        """Return the blocks of a stage, uploading those that are not here already.
+
+        Args:
+            stage: The stage.
+            blocks: Those of its blocks that are needed.
+        """
+        if self._resident is not None and blocks is self._brought:
+            return self._resident
+        if self._resident is None or self._stage != stage:
+            self._evict()
+            visit = None
+            if self.transfers is not None:
+                visit = self.transfers.weights.enter(stage, blocks)
+            self._resident = self._new_resident(stage.kind, visit)
+            self._stage = stage
+        elif self.transfers is not None:
+            self.transfers.weights.enter(stage, blocks)
+        self._resident.bring(blocks)
+        self._brought = blocks
+        self.count_bytes(0)
+        return self._resident
+
+    @contextmanager
+    def streamed(self, block: nn.Module, kind: StageKind) -> Iterator[ResidentBlocks]:
+        """Upload one block until the end of the context, beside what is resident.
+
+        Args:
+            block: The block.
+            kind: FORWARD, or BACKWARD for its recompute.
+        """
+        blocks = self._new_resident(kind)
+        try:
+            blocks.bring([block])
+            self._streamed_bytes = blocks.num_bytes
+            self.count_bytes(0)
+            yield blocks
+        finally:
+            self._streamed_bytes = 0
+            blocks.close()
+
+    def _new_resident(self, kind: StageKind, visit: Visit | None = None) -> ResidentBlocks:
+        return ResidentBlocks(
+            kind,
+            store=self._store,
+            device=self.device,
+            classes=self._classes,
+            visit=visit,
+            await_upload=self._await_weights,
+        )
+
+    def _await_weights(self, event: Event) -> None:
+        assert self.transfers is not None, "who uploads ahead has transfers"
+        self.transfers.await_event(event, WaitedFor.WEIGHTS)
+
+    def end_forward(self, stage: Stage) -> bool:
+        """Bring back what a stage wrote into buffers; say whether it was anything."""
+        if self._resident is None or self._stage != stage:
+            return False
+        return self._resident.end_forward()
+
+    def _evict(self) -> None:
+        if self._resident is not None:
+            self._resident.close()
+            self._resident = self._stage = self._brought = None
+
+    def end_backward(
+        self,
+        stage: Stage,
+        *,
+        microbatch: int,
+        ledger: GradientLedger,
+        is_last: bool,
+        outside: Set[nn.Parameter],
+    ) -> None:
+        """Send gradients home: of every microbatch where that is free, else of the whole round.
+
+        Args:
+            stage: The FUSED or BACKWARD stage that has ended.
+            microbatch: Of which microbatch.
+            ledger: Where to.
+            is_last: Whether the worker's next action is of another stage.
+            outside: Parameters that the user's code has used outside the stages: their gradients
+                are summed per microbatch first.
+        """
+        ledger.note_elsewhere(outside)
+        resident = self._resident
+        if resident is None or self._stage != stage:  # nothing was computed in this turn
+            ledger.add_stage(stage.index, [microbatch], {})
+            return
+        resident.end_backward(microbatch)
+        if not (is_last or self.device.shares_host_memory):
+            return
+        if self.transfers is not None:
+            self.transfers.send_gradients(
+                stage.index,
+                resident.placed(),
+                microbatches=resident.take_microbatches(),
+                ledger=ledger,
+                last=microbatch,
+                shared=(self._store.shared, outside),
+            )
+            return
+        microbatches, gradients = resident.take_gradients()
+        known = self._store.shared
+        shared = {p: g for p, g in gradients.items() if p in known or p in outside}
+        for parameter in shared:
+            del gradients[parameter]
+        if shared:
+            ledger.add_shared(microbatch, shared)
+        ledger.add_stage(stage.index, microbatches, gradients)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether boundaries may stay on the device between two turns of a microbatch."""
+        return self.device.has_spare_memory()
+
+    def end_visit(self) -> None:
+        """Let go of a stage's blocks: the worker goes on with another stage."""
+        if self.transfers is not None:
+            self._evict()
+            self.transfers.weights.leave()
+            self.transfers.outside.leave()
+
+    def leave_step(self, step: object) -> None:
+        """Hear that the worker has had its last turn of a step."""
+        self._evict()
+        if self.transfers is not None:
+            self.transfers.leave_step(step)
+
+    def outside(self, parameter: nn.Parameter) -> Tensor:
+        """Return the values of a parameter that user code outside the blocks asks for."""
+        if self.transfers is not None:
+            return self.transfers.outside.values(
+                parameter, wait=self._await_weights, is_first=self._resident is None
+            )
+        if parameter not in self._outside:
+            self._outside[parameter] = self.device.upload(self._store.value(parameter))
+            self._outside_bytes += parameter.nbytes
+        return self._outside[parameter]
+
+    def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
+        """Bring gradients of such parameters home.
+
+        Args:
+            gradients: Here; taken over.
+            landed: Given them on the host, perhaps later and by another thread.
+        """
+        if self.transfers is not None and not any(g.is_sparse for g in gradients.values()):
+            self.transfers.outside_gradients.send(gradients, landed=landed)
+        else:
+            landed({p: self.device.download(g) for p, g in gradients.items()})
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """Note that `num_bytes` of boundaries are in use beside what is resident."""
+        resident = 0 if self._resident is None else self._resident.num_bytes
+        if self.transfers is not None:
+            resident = self.transfers.num_bytes
+        in_use = resident + self._streamed_bytes + self._outside_bytes + num_bytes
+        self._peak_bytes = max(self._peak_bytes, in_use)
+
+    def held_memory(self, *, boundaries: int) -> HeldMemory:
+        """Return what is in use here now, beside `boundaries` bytes of a microbatch."""
+        resident = self._resident
+        weights = 0 if resident is None else resident.num_bytes
+        outside = self._outside_bytes
+        if self.transfers is not None:
+            outside = self.transfers.outside.num_bytes
+            weights = self.transfers.num_bytes - outside
+        return HeldMemory(
+            weights=self._streamed_bytes + weights,
+            gradients=0 if resident is None else resident.gradient_bytes,
+            outside=outside,
+            boundaries=boundaries,
+        )
+
+    def peak_bytes(self) -> int:
+        """Most bytes in use: the allocator's figure, else weights and boundaries as counted."""
+        measured = self.device.peak_bytes()
+        return self._peak_bytes if measured is None else measured
+
+    def clear(self) -> None:
+        """Drop everything that belongs to the step."""
+        self._evict()
+        self._outside = {}
+        self._outside_bytes = 0

@@ -1,0 +1,392 @@
+"""AdamW in host memory: one pass over master, gradient and moments, with all cores.
+
+All that a step needs is read once and written once: the gradient's cast to float32, the moments'
+conversion and the cast to the copy that is uploaded are done on the way.
+
+```
+memory      gradient bf16     moments             master fp32         copy bf16
+              │ cast            │ (decode)          │                    ▲ cast
+              ▼                 ▼                   ▼                    │
+            ────────────────── a step of AdamW, in fp32 ─────────────────┘
+                                │ (encode)          │
+memory                          ▼                   ▼
+```
+
+Machine code does so in registers (`optim/native.py`), where it cannot be made torch's
+operations do on pieces that stay in the cache (`optim/torch_step.py`), with the same bits.
+
+The state of a parameter is found in `state[parameter]`, whatever object the parameter is, so the
+optimizer may be stepped in parts (`update/partial_step.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from roundpipe_lightning.engine.capture.randomness import mix
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.optim.disk import StateFiles
+from roundpipe_lightning.optim.kernel import KernelChoice, StepKernel
+from roundpipe_lightning.optim.moments import MomentFormat
+from roundpipe_lightning.optim.pieces import Settings, Stepped, UploadCopies, flat, flat_like
+from roundpipe_lightning.optim.state import StateLayout, StatePlace, check_options
+
+_HOW_TORCH_STEPS = {
+    "amsgrad": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}  # the options of `torch.optim.AdamW` that are settled here; in every group, for checkpoints
+_STEPPED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class HostAdamW(Optimizer):
+    """AdamW for parameters in host memory, with a choice of how the state is kept.
+
+    With `moments="fp32"` and float32 parameters its numbers are, to the bit, those of
+    `torch.optim.AdamW(fused=True)`, for any number of threads. A state dict has the same form and
+    can be loaded by either.
+
+    Args:
+        params: Parameters or parameter groups, as for every torch optimizer.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decay of the weights per step, times `lr`.
+        maximize: Whether to go up the gradient.
+        moments: `"fp32"` (8 bytes per parameter), `"bf16"` (4) or `"8bit"` (2.03).
+        stochastic_rounding: Whether parameters of bfloat16 are rounded at random after a step, so
+            that small updates are not lost. The moments of `"bf16"` and `"8bit"` always are.
+        offload: None keeps the state in memory; `"disk"` in a file that is mapped into memory.
+        offload_dir: Folder of that file, on a fast local disk. Needed with `offload="disk"`.
+        num_threads: Threads of a step; None: torch's intra-op threads, but one core in eight is
+            left to the threads that copy and launch.
+        kernel: `"native"` steps in machine code, made when it is first wanted; `"torch"` with
+            torch's operations, which takes longer; `"auto"` in machine code where it can be made
+            and gives the bits of torch's operations. The numbers are the same.
+        seed: Of all rounding at random.
+
+    Raises:
+        ConfigurationError: An option is out of its range, or a parameter cannot be stepped.
+        OffloadError: The disk has no room for the state.
+    """
+
+    def __init__(  # noqa: PLR0913 - torch's arguments and ours
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        moments: str = "fp32",
+        stochastic_rounding: bool = True,
+        offload: str | None = None,
+        offload_dir: str | Path | None = None,
+        num_threads: int | None = None,
+        kernel: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        if num_threads is not None and num_threads < 1:
+            raise ConfigurationError(f"num_threads={num_threads!r}: give 1 or more, or None.")
+        self._layout = StateLayout(form=_moment_format(moments))
+        self._files = _files(offload, offload_dir)
+        self._copies = UploadCopies()
+        self._kernel = StepKernel(
+            moments=self._layout.form,
+            stochastic_rounding=stochastic_rounding,
+            num_threads=num_threads,
+            choice=_kernel_choice(kernel),
+        )
+        self.rounds_stochastically = stochastic_rounding
+        """Whether masters of bfloat16 are rounded here; nobody else needs to, then."""
+        self._seed = seed
+        self._num_known = 0
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            **_HOW_TORCH_STEPS,
+        }
+        super().__init__(params, defaults)
+        weakref.finalize(self, _release, self._kernel, self._files)
+
+    # -------------------------------------------------------------------------------- parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where given.
+
+        Raises:
+            ConfigurationError: An option is out of its range, or a parameter cannot be stepped.
+            OffloadError: The disk has no room for their state.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_options(group)
+            for parameter in group["params"]:
+                _check_parameter(parameter, self.name_of(parameter))
+            self._number(group["params"])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return what errors call a parameter: its name if the optimizer was given names."""
+        for index, group in enumerate(self.param_groups):
+            for place, member in enumerate(group["params"]):
+                if member is parameter:
+                    names = group.get("param_names")
+                    return repr(names[place]) if names else f"{place} of group {index}"
+        return f"of shape {tuple(parameter.shape)}"
+
+    def _number(self, parameters: Iterable[Tensor]) -> None:
+        """Give parameters what must not depend on when they are first stepped."""
+        trained = []
+        for parameter in parameters:
+            if self._layout.rounds(parameter):
+                self.state[parameter]["noise_seed"] = mix(self._seed, self._num_known)
+            self._num_known += 1
+            if parameter.requires_grad and "step" not in self.state[parameter]:
+                trained.append(parameter)
+        if self._files is not None:  # the disk says now whether there is room
+            fields = [self._layout.fields(parameter) for parameter in trained]
+            for parameter, tensors in zip(
+                trained, self._files.allocate(trained, fields), strict=True
+            ):
+                self.state[parameter].update(step=_zero(), **tensors)
+
+    # -------------------------------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Evaluates the loss again; called first.
+
+        Raises:
+            ConfigurationError: A gradient is sparse.
+            OffloadError: The state could not be written to the disk. The step has been made, and
+                the state is still whole in memory: save a checkpoint elsewhere.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        entries, odd = self._entries()
+        if entries:
+            torch._foreach_add_([entry.step for entry in entries], 1)
+            self._kernel.run(entries, self._files)
+        for parameter, values in odd:
+            parameter.copy_(values)
+        return loss
+
+    def _entries(self) -> tuple[list[Stepped], list[tuple[Tensor, Tensor]]]:
+        """Return what is to be stepped, and masters with gaps beside the flat copies stepped."""
+        entries, odd = [], []
+        for group in self.param_groups:
+            settings = _settings(group)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                values = flat(parameter)
+                if values is None:
+                    values = flat_like(parameter, parameter)
+                    odd.append((parameter, values))
+                entries.append(self._entry(parameter, values, settings))
+        return entries, [(p, _unflattened(values, p)) for p, values in odd]
+
+    def _entry(self, parameter: Tensor, values: Tensor, settings: Settings) -> Stepped:
+        gradient = parameter.grad
+        assert gradient is not None, "asked only for parameters with a gradient"
+        if gradient.layout is not torch.strided:
+            raise ConfigurationError(
+                f"The gradient of parameter {self.name_of(parameter)} is sparse. Make its "
+                "embedding with sparse=False, or use torch.optim.SparseAdam."
+            )
+        state = self.state[parameter]
+        if "step" not in state:
+            state.update(step=_zero(), **self._layout.allocate(parameter))
+        seed = state.get("noise_seed", self._seed)
+        return Stepped(
+            values=values,
+            gradient=flat_like(gradient, parameter),
+            state=self._layout.flat(state, parameter),
+            step=state["step"],
+            copy=self._copies.of(parameter),
+            seed=mix(seed, int(state["step"]) + 1),
+            settings=settings,
+        )
+
+    def write_copies(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """Have every step also write new values, cast, into other tensors, in the same pass.
+
+        Args:
+            copies: For each parameter, a tensor of its shape in any floating dtype: what is
+                uploaded to the devices. A parameter must stay in its memory while it has one.
+        """
+        self._copies.set(copies)
+
+    def close(self) -> None:
+        """End the threads and finish what is being written; a later step starts them again."""
+        self._kernel.close()
+        if self._files is not None:
+            self._files.close()
+
+    # ------------------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of `torch.optim.AdamW`.
+
+        Moments of 8 bits are decoded to float32, which loses nothing when they are encoded again.
+        """
+        form = super().state_dict()
+        ids = {
+            number: parameter
+            for saved, group in zip(form["param_groups"], self.param_groups, strict=True)
+            for number, parameter in zip(saved["params"], group["params"], strict=True)
+        }
+        form["state"] = {
+            number: self._layout.ordinary(state, ids[number])
+            for number, state in form["state"].items()
+            if number in ids and int(state.get("step", 0))
+        }
+        return form
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state, of this class or of `torch.optim.AdamW`.
+
+        The moments are converted to this optimizer's format; how the steps are computed is not
+        taken over (`fused`, `foreach`, `capturable`).
+
+        Raises:
+            ConfigurationError: The state is that of another kind of Adam.
+            CheckpointError: The state does not fit the parameters.
+        """
+        for group in state_dict["param_groups"]:
+            check_options(group)
+        kept = self.state
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = kept
+        saved = state_dict["state"]
+        for old, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            group.update(_HOW_TORCH_STEPS)
+            for number, parameter in zip(old["params"], group["params"], strict=True):
+                self._take(parameter, saved.get(number))
+
+    def _take(self, parameter: Tensor, saved: Mapping[str, Any] | None) -> None:
+        state = self.state[parameter]
+        if not saved:
+            self._layout.clear(state)
+            return
+        if "step" not in state:
+            self._number([parameter])
+        if "step" not in state:
+            state.update(step=_zero(), **self._layout.allocate(parameter))
+        self._layout.take(saved, state, parameter, name=self.name_of(parameter))
+
+    @property
+    def kernel(self) -> str:
+        """What steps parameters of up to 32 bits: `"native"` or `"torch"`."""
+        return "native" if self._kernel.is_native else "torch"
+
+    # ----------------------------------------------------------------------------------- planner
+
+    @property
+    def state_place(self) -> StatePlace:
+        """What the state takes, and where."""
+        return StatePlace.of(self._layout, on_disk=self._files is not None)
+
+    @classmethod
+    def planned_state_place(
+        cls, *, moments: str = "fp32", offload: str | None = None, **_: Any
+    ) -> StatePlace:
+        """Return what the state would take of an optimizer made with these options."""
+        return StatePlace.of(StateLayout(form=_moment_format(moments)), on_disk=offload == "disk")
+
+
+def _release(kernel: StepKernel, files: StateFiles | None) -> None:
+    kernel.dismiss()
+    if files is not None:
+        files.dismiss()
+
+
+def _moment_format(name: str) -> MomentFormat:
+    try:
+        return MomentFormat(name)
+    except ValueError:
+        raise ConfigurationError(
+            f"moments={name!r}: choose one of {', '.join(form.value for form in MomentFormat)}."
+        ) from None
+
+
+def _kernel_choice(name: str) -> KernelChoice:
+    try:
+        return KernelChoice(name)
+    except ValueError:
+        raise ConfigurationError(
+            f"kernel={name!r}: choose one of {', '.join(choice.value for choice in KernelChoice)}."
+        ) from None
+
+
+def _files(offload: str | None, folder: str | Path | None) -> StateFiles | None:
+    if offload not in (None, "disk"):
+        raise ConfigurationError(f"offload={offload!r}: give 'disk' or None.")
+    if offload is None:
+        return None
+    if folder is None:
+        raise ConfigurationError(
+            "offload='disk' needs offload_dir: a folder on a fast local disk (NVMe) with room for "
+            "the optimizer's state."
+        )
+    return StateFiles(Path(folder).expanduser())
+
+
+def _check_parameter(parameter: Tensor, name: str) -> None:
+    if parameter.device.type not in ("cpu", "meta"):
+        raise ConfigurationError(
+            f"Parameter {name} is on {parameter.device}; HostAdamW steps parameters in host "
+            "memory. Leave the model on the CPU (RoundPipeStrategy does), or use torch.optim.AdamW."
+        )
+    if parameter.requires_grad and parameter.dtype not in _STEPPED_DTYPES:
+        raise ConfigurationError(
+            f"Parameter {name} is of {parameter.dtype}; HostAdamW steps real floating point "
+            "numbers of 16, 32 or 64 bits. Use torch.optim.AdamW for others."
+        )
+
+
+def _settings(group: Mapping[str, Any]) -> Settings:
+    beta1, beta2 = group["betas"]
+    return Settings(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+def _unflattened(values: Tensor, like: Tensor) -> Tensor:
+    form = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
+    return values.as_strided(form.shape, form.stride())
+
+
+def _zero() -> Tensor:
+    return torch.zeros((), dtype=torch.float32)

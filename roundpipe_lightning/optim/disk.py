@@ -1,0 +1,332 @@
+"""Optimizer state in a file that is mapped into memory, read ahead and written behind.
+
+```
+window     k-1                 k                    k+1
+           written to disk,    stepped by the       read from disk
+           then dropped        threads              into the page cache
+```
+
+So three windows are in memory at most, besides what the system keeps without being asked. Which
+window comes next is what came next the last time. The state's room on the disk is taken when the
+file is made: a disk that is too full refuses the optimizer, not its hundredth step. The file has no
+name in its folder, so the system frees it when the process ends, however it ends; nothing is left
+behind by a run that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from roundpipe_lightning.engine.device.threads import Failure, Run, ThreadTeam
+from roundpipe_lightning.errors import OffloadError
+from roundpipe_lightning.optim.moments import Field, dense_like
+from roundpipe_lightning.planning.model.storage import STATE_WINDOW_BYTES
+
+T = TypeVar("T")
+
+_ALIGNMENT = 64
+_FOREVER = 1e9
+_SYNC_RANGE = 1 | 2 | 4  # sync_file_range: wait for older writes, write, wait
+_ZEROS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Bytes of a file.
+
+    Attributes:
+        file: Index of the file.
+        start: First byte; a multiple of the page size.
+        stop: End; likewise, or the end of the file.
+    """
+
+    file: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Generic[T]):
+    """Tasks whose state is in memory at the same time.
+
+    Attributes:
+        tasks: What is to be done.
+        ranges: Where their state is.
+    """
+
+    tasks: tuple[T, ...]
+    ranges: tuple[Range, ...]
+
+
+class StateFile:
+    """A file without a name, mapped into memory.
+
+    Args:
+        folder: Where it lies.
+        num_bytes: Its size; the disk's room is taken at once.
+
+    Raises:
+        OffloadError: The folder cannot be written to, or the disk has no room.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self._folder, self.num_bytes = folder, num_bytes
+        try:
+            file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - as long as its tensors
+        except OSError as error:
+            raise _explained(error, folder, num_bytes) from error
+        self._number = file.fileno()
+        weakref.finalize(self, file.close)
+        try:
+            _reserve(self._number, num_bytes)
+            self._map = mmap.mmap(self._number, num_bytes)
+        except OSError as error:
+            file.close()
+            raise _explained(error, folder, num_bytes) from error
+        self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+
+    def tensor(self, field: Field, parameter: Tensor, *, offset: int) -> Tensor:
+        """Return a tensor of a parameter's state at an offset."""
+        count = parameter.numel() if field.numel is None else field.numel
+        vector = torch.frombuffer(self._map, dtype=field.dtype, count=count, offset=offset)
+        if field.numel is not None:
+            return vector
+        form = dense_like(parameter)
+        return vector.as_strided(form.shape, form.stride())
+
+    def read_ahead(self, part: Range) -> None:
+        """Have the system read a part into its cache, without waiting for it."""
+        if hasattr(os, "posix_fadvise"):
+            advice = os.POSIX_FADV_WILLNEED
+            os.posix_fadvise(self._number, part.start, part.stop - part.start, advice)
+
+    def write_behind(self, part: Range) -> None:
+        """Write a part to the disk, wait, and drop it from memory.
+
+        Raises:
+            OffloadError: It could not be written. Then it stays in memory.
+        """
+        number, size = self._number, part.stop - part.start
+        try:
+            _sync(number, part.start, size)
+        except OSError as error:
+            raise _explained(error, self._folder, size) from error
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, part.start, size)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(number, part.start, size, os.POSIX_FADV_DONTNEED)
+
+
+class StateFiles:
+    """All state of an optimizer on disk. Copies of this object are the object itself.
+
+    Args:
+        folder: Where the files lie.
+        window_bytes: State that is stepped at a time.
+    """
+
+    def __init__(self, folder: Path, *, window_bytes: int = STATE_WINDOW_BYTES) -> None:
+        self._folder, self._window_bytes = folder, window_bytes
+        self._files: list[StateFile] = []
+        self._next: dict[tuple[Range, ...], tuple[Range, ...]] = {}
+        self._last: tuple[Range, ...] = ()
+        self._teams: list[ThreadTeam] = []
+        self._writing: Run | None = None
+        self._failures: list[Failure] = []
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateFiles:
+        return self
+
+    def allocate(
+        self, parameters: Sequence[Tensor], fields: Sequence[dict[str, Field]]
+    ) -> list[dict[str, Tensor]]:
+        """Make a file for the state of parameters, all zero.
+
+        Args:
+            parameters: Whose state.
+            fields: The tensors of each.
+
+        Raises:
+            OffloadError: The disk has no room.
+        """
+        places: list[dict[str, int]] = []
+        end = 0
+        for parameter, tensors in zip(parameters, fields, strict=True):
+            places.append({})
+            for name, field in tensors.items():
+                places[-1][name] = end
+                end += -(-field.num_bytes(parameter) // _ALIGNMENT) * _ALIGNMENT
+        if end:
+            self._files.append(StateFile(self._folder, end))
+        return [
+            {
+                name: self._files[-1].tensor(field, parameter, offset=offsets[name])
+                if field.num_bytes(parameter)
+                else field.zeros(parameter)
+                for name, field in tensors.items()
+            }
+            for parameter, tensors, offsets in zip(parameters, fields, places, strict=True)
+        ]
+
+    def windows(
+        self, tasks: Sequence[T], state_of: Callable[[T], Iterable[Tensor]]
+    ) -> Iterator[Window[T]]:
+        """Divide tasks into windows.
+
+        Args:
+            tasks: In the order in which they are done.
+            state_of: Returns the pieces of state that a task reads and writes.
+        """
+        members: list[T] = []
+        found: list[Range] = []
+        for task in tasks:
+            members.append(task)
+            for piece in state_of(task):
+                found.extend(self._ranges(piece))
+            if sum(part.stop - part.start for part in found) >= self._window_bytes:
+                yield Window(tasks=tuple(members), ranges=_merged(found))
+                members, found = [], []
+        if members:
+            yield Window(tasks=tuple(members), ranges=_merged(found))
+
+    @contextlib.contextmanager
+    def using(self, window: Sequence[Range]) -> Iterator[None]:
+        """Read the next window ahead while one is used, and write it behind afterwards."""
+        ranges = tuple(window)
+        if self._last:
+            self._next[self._last] = ranges
+        self._last = ranges
+        ahead = self._next.get(ranges, ())
+        if ahead:
+            self._started(0).start([lambda: self._read(ahead)], on_failure=self._note)
+        yield
+        self._finish_writing()
+        self._writing = self._started(1).start([lambda: self._write(ranges)], on_failure=self._note)
+
+    def check(self) -> None:
+        """Raise what the disk has failed with since the last time.
+
+        Raises:
+            OffloadError: State could not be written.
+        """
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0].error
+
+    def close(self) -> None:
+        """Finish what is being written and end the threads. The state stays."""
+        self._finish_writing()
+        for team in self._teams:
+            team.close()
+        self._teams = []
+
+    def dismiss(self) -> None:
+        """End the threads; can be called from any thread, when nothing runs."""
+        for team in self._teams:
+            team.dismiss()
+
+    def _started(self, index: int) -> ThreadTeam:
+        if not self._teams:
+            self._teams = [
+                ThreadTeam(1, name=f"roundpipe-optimizer-{name}", prepare=lambda: None)
+                for name in ("reader", "writer")
+            ]
+        return self._teams[index]
+
+    def _read(self, ranges: Sequence[Range]) -> None:
+        for part in ranges:
+            self._files[part.file].read_ahead(part)
+
+    def _write(self, ranges: Sequence[Range]) -> None:
+        for part in ranges:
+            self._files[part.file].write_behind(part)
+
+    def _finish_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.wait(_FOREVER)
+            self._writing = None
+
+    def _note(self, failure: Failure) -> None:
+        with self._lock:
+            self._failures.append(failure)
+
+    def _ranges(self, piece: Tensor) -> Iterator[Range]:
+        """Return the pages of a file that a tensor lies in; none for a tensor in memory."""
+        address = piece.data_ptr()
+        for index, file in enumerate(self._files):
+            if file.address <= address < file.address + file.num_bytes:
+                start = address - file.address
+                stop = start + piece.nbytes
+                page = mmap.PAGESIZE
+                yield Range(
+                    file=index,
+                    start=start // page * page,
+                    stop=min(-(-stop // page) * page, file.num_bytes),
+                )
+
+
+def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Join ranges that touch."""
+    merged: list[Range] = []
+    for part in sorted(ranges, key=lambda part: (part.file, part.start)):
+        last = merged[-1] if merged else None
+        if last is not None and last.file == part.file and part.start <= last.stop:
+            merged[-1] = Range(file=part.file, start=last.start, stop=max(last.stop, part.stop))
+        else:
+            merged.append(part)
+    return tuple(merged)
+
+
+def _reserve(number: int, num_bytes: int) -> None:
+    """Take room on the disk for a whole file."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(number, 0, num_bytes)
+        return
+    zeros = bytes(_ZEROS)
+    left = num_bytes
+    while left:
+        left -= os.write(number, zeros[: min(left, _ZEROS)])
+
+
+def _sync(number: int, start: int, size: int) -> None:
+    """Write a range of a file to the disk and wait; the whole file where nothing less is known."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        code = libc.sync_file_range(
+            ctypes.c_int(number), ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_RANGE
+        )
+        if code == 0:
+            return
+        if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.fsync(number)
+
+
+def _explained(error: OSError, folder: Path, num_bytes: int) -> OffloadError:
+    try:
+        free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free there"
+    except OSError:
+        free = "that folder cannot be asked for its free space"
+    return OffloadError(
+        f"The optimizer's state cannot be kept on disk: {num_bytes / 2**30:.2f} GiB in the folder "
+        f"{folder} ({error.strerror}); {free}. Give optimizer.offload_dir a folder with more room, "
+        "or choose moments='8bit', which needs a quarter of it."
+    )

@@ -1,0 +1,164 @@
+"""Parameters cut into pieces that fit a processor's cache.
+
+A parameter is seen as one flat vector in the order of its memory, and so are its gradient, its
+state and its copies. A piece begins at a multiple of `ALIGNMENT`, so which elements share a vector
+instruction, or a scale of 8 bit codes, does not depend on how large pieces are. Small parameters
+with the same settings share a task, because every call of a kernel costs some microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.optim.blockwise import BLOCK
+from roundpipe_lightning.optim.moments import dense_like
+
+ALIGNMENT = 1024
+"""Elements; a multiple of a vector register and of a block of 8 bit codes."""
+
+
+ROUNDED = ("values", "first", "second")
+"""What of a parameter noise is drawn for: the master and its two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a step of AdamW depends on, besides its tensors.
+
+    Attributes:
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Times lr: decay of the weights.
+        maximize: Whether to go up the gradient.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stepped:
+    """A parameter about to be stepped; all tensors flat, in the order of the parameter's memory.
+
+    Attributes:
+        values: Master.
+        gradient: Of the same size, in any floating dtype.
+        state: Tensors of the moments.
+        step: Number of this step, a scalar tensor; 1 is the first.
+        copy: Where the new values are also written, cast to its dtype.
+        seed: Of the roundings of this parameter in this step.
+        settings: Those of its group.
+    """
+
+    values: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+    step: Tensor
+    copy: Tensor | None
+    seed: int
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements `start` to `stop` of a parameter."""
+
+    of: Stepped
+    start: int
+    stop: int
+
+
+def tasks(entries: Sequence[Stepped], *, size: int) -> Iterator[tuple[Piece, ...]]:
+    """Cut parameters into tasks.
+
+    Args:
+        entries: The parameters.
+        size: Most elements of a task; a multiple of `ALIGNMENT`.
+    """
+    group: list[Piece] = []
+    filled = 0
+    for entry in entries:
+        for start in range(0, entry.values.numel(), size):
+            piece = Piece(of=entry, start=start, stop=min(start + size, entry.values.numel()))
+            weight = math.ceil((piece.stop - start) / BLOCK) * BLOCK
+            if group and (filled + weight > size or group[0].of.settings != entry.settings):
+                yield tuple(group)
+                group, filled = [], 0
+            group.append(piece)
+            filled += weight
+    if group:
+        yield tuple(group)
+
+
+def flat(tensor: Tensor) -> Tensor | None:
+    """Return a view of a tensor as one vector, in the order of its memory; None if it has gaps."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    if dense_like(tensor).stride() != tensor.stride() and tensor.numel() > 1:
+        return None
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor's elements in the order of another's memory; a copy where they differ."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor.view(-1)
+    form = dense_like(like)
+    if tensor.stride() != form.stride() and tensor.numel() > 1:
+        place = torch.empty_strided(form.shape, form.stride(), dtype=tensor.dtype)
+        tensor = place.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class UploadCopies:
+    """Where the new values of parameters are also written.
+
+    A parameter is known by its memory, because a step in parts sees aliases of it. Copies of this
+    object are the object itself.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[int, int], Tensor] = {}
+
+    def set(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """Take the copies, in place of those before.
+
+        Raises:
+            ConfigurationError: A copy has another shape than its parameter, or gaps.
+        """
+        self._flat = {}
+        for parameter, copy in copies.items():
+            mine = flat_like(copy, parameter)
+            if copy.shape != parameter.shape or mine.data_ptr() != copy.data_ptr():
+                raise ConfigurationError(
+                    f"The copy of a parameter of shape {tuple(parameter.shape)} and strides "
+                    f"{parameter.stride()} has shape {tuple(copy.shape)} and strides "
+                    f"{copy.stride()}: both must be the same, without gaps."
+                )
+            if flat(parameter) is not None:
+                self._flat[_place(parameter)] = mine
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """Return the flat copy of a parameter, or of an alias of it; None: it has none."""
+        return self._flat.get(_place(parameter))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UploadCopies:
+        return self
+
+
+def _place(parameter: Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter.numel()

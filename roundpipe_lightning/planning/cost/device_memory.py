@@ -1,0 +1,401 @@
+"""What one device holds at every stage of a layout: the one model of device memory.
+
+The planner's limits, the check whether a plan fits, and the strategy's check before it allocates
+anything all ask here. A device holds, while it runs a stage,
+
+    weights       of the stage, and with two slots of the one that it runs next; one block's in
+                  16 bits where they are uploaded in fewer; blocks that stay (`Plan.resident`)
+    gradients     of the stage, and of the one before, which are being downloaded (two slots)
+    boundaries    the inputs of the round's microbatches, a gradient that arrives and one that
+                  leaves; with a selective recompute attention's outputs on their way
+    activations   FORWARD: the most that one block needs at once
+                  BACKWARD: what all its blocks keep, and what one block's backward needs beside
+                  FUSED: the same and the tail segment, with the logits
+    reserved      the runtime's context and the allocator's gaps
+
+Workers that compute in the host's memory hold boundaries and activations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import Stage
+
+Bytes = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+RESERVED_BYTES = 384 * 2**20
+"""Device memory that a runtime takes for itself: the context and its libraries."""
+
+_UNDER_WAY = 2
+
+
+class MemoryKind(Enum):
+    """What memory is used for."""
+
+    WEIGHTS = "weights"
+    """Parameters in the compute dtype, or compressed."""
+
+    RESIDENT = "resident weights"
+    """Parameters that stay on a device between stages."""
+
+    GRADIENTS = "gradients"
+    """Gradients of trainable parameters."""
+
+    BOUNDARIES = "boundaries"
+    """Tensors between two stages."""
+
+    ACTIVATIONS = "activations"
+    """What a block or segment needs between its input and the end of its backward pass."""
+
+    MASTERS = "masters"
+    """Full-precision parameters."""
+
+    OPTIMIZER = "optimizer state"
+    """State of the optimizer."""
+
+    STAGING = "staging"
+    """Page-locked buffers that copies go through."""
+
+    RESERVED = "reserved"
+    """What the runtime takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceNeed:
+    """What a device needs at the stage that needs the most.
+
+    Attributes:
+        stage: That stage.
+        num_bytes: Bytes by kind.
+    """
+
+    stage: Stage
+    num_bytes: dict[MemoryKind, float]
+
+    @property
+    def total_bytes(self) -> float:
+        """All kinds together."""
+        return sum(self.num_bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTable:
+    """Stages of partitions as arrays of shape (partitions, stages).
+
+    Stages stand in the order in which a microbatch passes them. A partition with fewer of them has
+    empty ones in front of its FORWARD and behind its BACKWARD stages, which need nothing.
+
+    Attributes:
+        start: First block of every stage.
+        stop: Block behind its last one.
+        num_forward: Columns of FORWARD stages; the FUSED one follows.
+        first: Column of each partition's first stage.
+        count: Number of each partition's stages.
+    """
+
+    start: Indices
+    stop: Indices
+    num_forward: int
+    first: Indices
+    count: Indices
+
+    @classmethod
+    def of(cls, forward: Indices, backward: Indices) -> StageTable:
+        """Tabulate block counts, as in `PartitionTable`."""
+        num_blocks = backward.sum(axis=1, keepdims=True)
+        stop_forward = forward.cumsum(axis=1)
+        start_backward = num_blocks - backward.cumsum(axis=1)
+        num_forward = forward.shape[1]
+        first = num_forward - np.count_nonzero(forward, axis=1)
+        last = num_forward + np.count_nonzero(backward[:, 1:], axis=1)
+        return cls(
+            start=np.concatenate([stop_forward - forward, start_backward], axis=1),
+            stop=np.concatenate([stop_forward, start_backward + backward], axis=1),
+            num_forward=num_forward,
+            first=first,
+            count=last - first + 1,
+        )
+
+    def neighbours(self, distance: int, *, goes_on: bool) -> Indices:
+        """Return the column of the stage so many places on; -1 where none is.
+
+        The last stages of a round are followed by the first ones of the next, if there is one. A
+        stage that follows itself is one visit that goes on, so nothing follows.
+        """
+        columns = np.arange(self.start.shape[1])[None, :]
+        first, count = self.first[:, None], self.count[:, None]
+        place = columns - first + distance
+        if goes_on:
+            place = place % count
+            is_other = distance % count != 0
+        else:
+            is_other = np.broadcast_to((place >= 0) & (place < count), place.shape)
+        found: Indices = np.where(is_other, place + first, -1)
+        return found
+
+
+class Footprint:
+    """A model on a machine, of which layouts are asked.
+
+    Args:
+        profile: The model, with the sizes of one microbatch; sizes of 0 need no memory.
+        hardware: The machine.
+        reserved_bytes: Device memory that is not for plans.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        *,
+        hardware: HardwareSpec,
+        reserved_bytes: int = RESERVED_BYTES,
+    ) -> None:
+        self.profile = profile
+        self.hardware = hardware
+        self.reserved_bytes = reserved_bytes
+        blocks = profile.blocks
+        self._weights = _sums([block.parameter_bytes for block in blocks])
+        self._gradients = _sums([block.trainable_bytes for block in blocks])
+        self._kept = _sums([block.activation_bytes for block in blocks])
+        self._attention = _sums([block.attention_bytes for block in blocks])
+        self._working = _Ranges([block.working_bytes for block in blocks])
+        self._forward = _Ranges([block.forward_bytes for block in blocks])
+        self._expanded = _Ranges([block.expanded_bytes for block in blocks])
+        self.boundary_bytes = max((block.boundary_bytes for block in blocks), default=0)
+
+    def fits(self, layout: PipelineLayout) -> bool:
+        """Say whether every device can hold its part of a layout."""
+        return self.most_bytes(layout) <= self.hardware.device_bytes
+
+    def most_bytes(self, layout: PipelineLayout) -> float:
+        """Return what a device needs at the stage that needs the most."""
+        if layout.resident:
+            return self.need(layout).total_bytes
+        return float(_total(self.stage_bytes(layout)).max())
+
+    def most_bytes_of_each(
+        self, forward: Indices, backward: Indices, *, layout: PipelineLayout
+    ) -> Bytes:
+        """Return what a device needs for each of many partitions.
+
+        Args:
+            forward: Block counts, as in `PartitionTable`.
+            backward: The same.
+            layout: How the microbatches travel; its own partition does not matter.
+        """
+        table = StageTable.of(forward, backward)
+        most: Bytes = _total(self._sizes(layout, table)).max(axis=1)
+        return most
+
+    def need(self, layout: PipelineLayout) -> DeviceNeed:
+        """Return what a device needs by kind at the stage that needs the most."""
+        by_kind = self.stage_bytes(layout)
+        if layout.resident:
+            return self._need_with_residents(layout, by_kind)
+        return self._need_at(layout, by_kind, int(_total(by_kind).argmax()))
+
+    def stage_bytes(self, layout: PipelineLayout) -> dict[MemoryKind, Bytes]:
+        """Return bytes by kind while a device runs each stage; no block stays on it."""
+        return {kind: row[0] for kind, row in self._sizes(layout, self.table(layout)).items()}
+
+    @staticmethod
+    def table(layout: PipelineLayout) -> StageTable:
+        """Tabulate a layout's stages; the table has one row."""
+        partition = layout.partition
+        return StageTable.of(
+            np.asarray([partition.forward], dtype=np.int64),
+            np.asarray([partition.backward], dtype=np.int64),
+        )
+
+    def num_teams(self, layout: PipelineLayout) -> int:
+        """Return the number of teams."""
+        return max(self.hardware.num_devices // layout.team_size, 1)
+
+    def _sizes(self, layout: PipelineLayout, table: StageTable) -> dict[MemoryKind, Bytes]:
+        inputs = -(-layout.round_size // layout.team_size)
+        ones = np.ones(table.start.shape)
+        sizes = {
+            MemoryKind.BOUNDARIES: (inputs + _UNDER_WAY) * self.boundary_bytes * ones,
+            MemoryKind.ACTIVATIONS: self._activations(table),
+        }
+        if layout.recompute is RecomputePolicy.SELECTIVE:
+            sizes[MemoryKind.BOUNDARIES] += self._attention_under_way(table)
+        if self.hardware.shares_host_memory:
+            return sizes
+        teams, fused = self.num_teams(layout), table.num_forward
+        weights = self._of_parts(table, self._weights, "parameter_bytes")
+        gradients = self._of_parts(table, self._gradients, "trainable_bytes")
+        gradients[:, :fused] = 0.0
+        slots = weights
+        if layout.weight_slots > 1:
+            after = table.neighbours(teams, goes_on=layout.goes_on)
+            slots = weights + _at(weights, after)
+        before = table.neighbours(-teams, goes_on=layout.goes_on)
+        sizes[MemoryKind.WEIGHTS] = slots + self._expanded_bytes(table)
+        sizes[MemoryKind.GRADIENTS] = gradients + _at(gradients, before)
+        sizes[MemoryKind.RESERVED] = self.reserved_bytes * ones
+        return sizes
+
+    def _of_parts(self, table: StageTable, sums: Bytes, field: str) -> Bytes:
+        """Add up a size over every stage's blocks and segments."""
+        sizes: Bytes = sums[table.stop] - sums[table.start]
+        head: BlockProfile = self.profile.head
+        for columns in self._head_columns(table):
+            sizes[np.arange(len(sizes)), columns] += getattr(head, field)
+        sizes[:, table.num_forward] += getattr(self.profile.tail, field)
+        return sizes
+
+    def _head_columns(self, table: StageTable) -> list[Indices]:
+        """Columns of the stages that need the head: the first, and the last if it is trained."""
+        if not self.profile.head.trainable_bytes:
+            return [table.first]
+        last = table.first + table.count - 1
+        return [table.first] if np.array_equal(last, table.first) else [table.first, last]
+
+    def _expanded_bytes(self, table: StageTable) -> Bytes:
+        """One block's weights in 16 bits, where they are stored in fewer."""
+        expanded = self._expanded.most(table.start, table.stop)
+        self._raise(expanded, table, "expanded_bytes", [table.first])
+        return expanded
+
+    def _activations(self, table: StageTable) -> Bytes:
+        fused = table.num_forward
+        forward = self._forward.most(table.start, table.stop)
+        self._raise(forward, table, "forward_bytes", [table.first])
+        working = self._working.most(table.start, table.stop)
+        self._raise(working, table, "working_bytes", self._head_columns(table))
+        result = self._of_parts(table, self._kept, "activation_bytes") + working
+        result[:, :fused] = forward[:, :fused]
+        return result
+
+    def _raise(
+        self, most: Bytes, table: StageTable, field: str, head_columns: Sequence[Indices]
+    ) -> None:
+        """Have the segments count among what takes the most in a stage."""
+        rows = np.arange(len(most))
+        for columns in head_columns:
+            most[rows, columns] = np.maximum(most[rows, columns], getattr(self.profile.head, field))
+        fused = most[:, table.num_forward]
+        np.maximum(fused, getattr(self.profile.tail, field), out=fused)
+
+    def _attention_under_way(self, table: StageTable) -> Bytes:
+        """Attention's outputs: two microbatches' on their way out, one's on its way in."""
+        sizes: Bytes = self._attention[table.stop] - self._attention[table.start]
+        sizes[:, : table.num_forward] *= _UNDER_WAY
+        sizes[:, table.num_forward] = 0.0
+        return sizes
+
+    # --- blocks that stay ------------------------------------------------------------------------
+
+    def team_stages(self, layout: PipelineLayout, *, team: int) -> list[int]:
+        """Return the places of the stages that a team runs in a step, in order."""
+        count = layout.partition.num_stages
+        turns = range(team, count * layout.num_rounds, self.num_teams(layout))
+        return [turn % count for turn in turns]
+
+    def slots_of(
+        self, table: StageTable, block: int, *, layout: PipelineLayout
+    ) -> npt.NDArray[np.bool_]:
+        """Say at which of a layout's stages a block lies in a slot for weights."""
+        has: npt.NDArray[np.bool_] = ((table.start <= block) & (block < table.stop))[0]
+        if layout.weight_slots > 1:
+            after = table.neighbours(self.num_teams(layout), goes_on=layout.goes_on)[0]
+            has = has | ((after >= 0) & has[after])
+        return has
+
+    def _need_with_residents(
+        self, layout: PipelineLayout, by_kind: dict[MemoryKind, Bytes]
+    ) -> DeviceNeed:
+        """Find the worker and the stage that need the most."""
+        worst: DeviceNeed | None = None
+        for team in range(self.num_teams(layout)):
+            places = sorted(set(self.team_stages(layout, team=team)))
+            members = layout.resident[team * layout.team_size : (team + 1) * layout.team_size]
+            for blocks in dict.fromkeys(members):
+                need = self._resident_need(layout, by_kind, places, blocks)
+                if worst is None or need.total_bytes > worst.total_bytes:
+                    worst = need
+        assert worst is not None
+        return worst
+
+    def _resident_need(
+        self,
+        layout: PipelineLayout,
+        by_kind: dict[MemoryKind, Bytes],
+        places: Sequence[int],
+        blocks: Sequence[int],
+    ) -> DeviceNeed:
+        table = self.table(layout)
+        sizes = {kind: values.copy() for kind, values in by_kind.items()}
+        resident = 0
+        for block in blocks:
+            size = self.profile.blocks[block].parameter_bytes
+            resident += size
+            sizes[MemoryKind.WEIGHTS] -= size * self.slots_of(table, block, layout=layout)
+        total = _total(sizes)
+        sizes[MemoryKind.RESIDENT] = np.full(len(total), float(resident))
+        place = max(places, key=lambda index: total[index]) if places else int(total.argmin())
+        return self._need_at(layout, sizes, place)
+
+    @staticmethod
+    def _need_at(
+        layout: PipelineLayout, by_kind: dict[MemoryKind, Bytes], place: int
+    ) -> DeviceNeed:
+        return DeviceNeed(
+            stage=layout.partition.stages()[place],
+            num_bytes={kind: float(values[place]) for kind, values in by_kind.items()},
+        )
+
+
+class _Ranges:
+    """The largest of some values in any range of them, without a loop over ranges."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        # levels[k][i] is the most of 2**k values from i on
+        self._levels = [np.asarray([*values, 0.0], dtype=np.float64)]
+        width = 1
+        while 2 * width <= len(values):
+            last = self._levels[-1]
+            self._levels.append(np.maximum(last[: len(last) - width], last[width:]))
+            width *= 2
+        self._flat = len(set(values)) <= 1
+
+    def most(self, start: Indices, stop: Indices) -> Bytes:
+        """Return the largest value of every range; 0 for an empty one."""
+        if self._flat:
+            flat: Bytes = np.where(stop > start, self._levels[0][0], 0.0)
+            return flat
+        result = np.zeros(start.shape)
+        lengths = stop - start
+        for level, values in enumerate(self._levels):
+            here = (lengths >= 2**level) & (lengths < 2 ** (level + 1))
+            first = values[start[here]]
+            result[here] = np.maximum(first, values[stop[here] - 2**level])
+        return result
+
+
+def _at(values: Bytes, columns: Indices) -> Bytes:
+    """Take values of other columns; 0 for column -1."""
+    taken = np.take_along_axis(values, np.clip(columns, 0, values.shape[1] - 1), axis=1)
+    result: Bytes = np.where(columns >= 0, taken, 0.0)
+    return result
+
+
+def _sums(values: Sequence[float]) -> Bytes:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+def _total(by_kind: dict[MemoryKind, Bytes]) -> Bytes:
+    total: Bytes = np.sum(list(by_kind.values()), axis=0)
+    return total

@@ -1,0 +1,234 @@
+"""What a plan needs of device and host memory, by kind, against what there is.
+
+`Footprint` is the model of a device. The host holds for every parameter its 16-bit copy (compressed
+where frozen), and where it is trained its master, gradient and optimizer state; the boundaries that
+BACKWARD stages start from, of two rounds (and attention's outputs, where a selective recompute
+keeps them); and two page-locked slots per device where weights are not page-locked themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint, MemoryKind
+from roundpipe_lightning.planning.cost.stage_traffic import stage_parts
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.model.work import (
+    BlockWork,
+    MicrobatchShape,
+    WorkProfile,
+    size_model,
+)
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """What one place needs, against what it has.
+
+    Attributes:
+        place: `device` or `host`.
+        stage: The stage that needs the most; empty for the host.
+        num_bytes: Bytes by kind, largest first.
+        available_bytes: What there is.
+    """
+
+    place: str
+    stage: str
+    num_bytes: tuple[tuple[MemoryKind, int], ...]
+    available_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All kinds together."""
+        return sum(size for _, size in self.num_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is needed beyond what there is; 0 where it fits."""
+        return max(0, self.total_bytes - self.available_bytes)
+
+    def of(self, kind: MemoryKind) -> int:
+        """Bytes of one kind."""
+        return dict(self.num_bytes).get(kind, 0)
+
+    def __str__(self) -> str:
+        """For people, e.g. `device: 20.1 of 24.0 GiB (F0[0:4]: weights 12.0, activations 8.1)`."""
+        parts = ", ".join(f"{kind.value} {size / _GIB:.1f}" for kind, size in self.num_bytes)
+        where = f"{self.stage}: " if self.stage else ""
+        total, there = self.total_bytes / _GIB, self.available_bytes / _GIB
+        return f"{self.place}: {total:.1f} of {there:.1f} GiB ({where}{parts})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Whether a plan fits into a machine.
+
+    Attributes:
+        device: The device at the stage that needs the most.
+        host: The host.
+    """
+
+    device: MemoryNeed
+    host: MemoryNeed
+
+    @property
+    def fits(self) -> bool:
+        """Whether both suffice."""
+        return not self.device.missing_bytes and not self.host.missing_bytes
+
+    @property
+    def missing_share(self) -> float:
+        """What is missing, as a share of what there is; less than 0 where there is room."""
+        return max(
+            (need.total_bytes - need.available_bytes) / max(abs(need.available_bytes), 1)
+            for need in (self.device, self.host)
+        )
+
+    @property
+    def reason(self) -> str:
+        """What is missing where, and what takes the most; empty where it fits."""
+        return " ".join(
+            f"{need.missing_bytes / _GIB:.1f} GiB of {need.place} memory are missing: {need}."
+            for need in (self.device, self.host)
+            if need.missing_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """A model on a machine, of which plans are asked.
+
+    Attributes:
+        work: The model.
+        hardware: The machine.
+        storage: What is kept for each parameter.
+        reserved_bytes: Device memory that is not for plans.
+    """
+
+    work: WorkProfile
+    hardware: HardwareSpec
+    storage: ParameterStorage = field(default_factory=ParameterStorage)
+    reserved_bytes: int = RESERVED_BYTES
+
+    def report(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> MemoryReport:
+        """Return what a layout needs for microbatches of a shape."""
+        need = self.footprint(shape).need(layout)
+        device = MemoryNeed(
+            place="device",
+            stage=str(need.stage),
+            num_bytes=_by_size(need.num_bytes),
+            available_bytes=self.hardware.device_bytes,
+        )
+        return MemoryReport(device=device, host=self._host_need(layout, shape, device.total_bytes))
+
+    def host_fits(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> bool:
+        """Say whether the host can hold its part; quicker than a report."""
+        device = 0.0
+        if self.hardware.shares_host_memory:
+            device = self.footprint(shape).most_bytes(layout)
+        return not self._host_need(layout, shape, device).missing_bytes
+
+    def footprint(self, shape: MicrobatchShape) -> Footprint:
+        """Return what a device needs for microbatches of a shape."""
+        if shape not in self._footprints:
+            profile = self.storage.stored(size_model(self.work, shape=shape))
+            self._footprints[shape] = Footprint(
+                profile, hardware=self.hardware, reserved_bytes=self.reserved_bytes
+            )
+        return self._footprints[shape]
+
+    @cached_property
+    def _footprints(self) -> dict[MicrobatchShape, Footprint]:
+        return {}
+
+    def longest_seq_len(
+        self, layout: PipelineLayout, *, sequences: int = 1, multiple_of: int = 1024
+    ) -> int:
+        """Return the longest sequences that fit; 0 where none do.
+
+        Args:
+            layout: How the microbatches travel.
+            sequences: Sequences of a microbatch.
+            multiple_of: Only multiples of this are tried.
+        """
+
+        def fits(count: int) -> bool:
+            shape = MicrobatchShape(sequences=sequences, seq_len=count * multiple_of)
+            return self.report(layout, shape=shape).fits
+
+        if not fits(1):
+            return 0
+        low, high = 1, 2
+        while fits(high) and high < 2**20:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low * multiple_of
+
+    # --- host ------------------------------------------------------------------------------------
+
+    def _host_need(
+        self, layout: PipelineLayout, shape: MicrobatchShape, device_bytes: float
+    ) -> MemoryNeed:
+        available = self.hardware.host_bytes
+        if self.hardware.shares_host_memory:
+            available -= round(device_bytes) * self.hardware.num_devices
+        num_bytes = _by_size(self._host(layout, shape))
+        return MemoryNeed(place="host", stage="", num_bytes=num_bytes, available_bytes=available)
+
+    def _host(self, layout: PipelineLayout, shape: MicrobatchShape) -> dict[MemoryKind, float]:
+        footprint = self.footprint(shape)
+        in_flight = min(layout.num_microbatches, 2 * layout.round_size)
+        partition = layout.partition
+        kept = float(partition.num_backward * footprint.boundary_bytes)
+        if layout.recompute is RecomputePolicy.SELECTIVE:
+            blocks = footprint.profile.blocks[: partition.num_blocks - partition.backward[0]]
+            kept += sum(block.attention_bytes for block in blocks)
+        sizes: dict[MemoryKind, float] = dict(self._host_parameters)
+        sizes[MemoryKind.BOUNDARIES] = in_flight * kept
+        if self.storage.weights is WeightStorage.MEMORY_MAPPED:
+            largest = max(
+                sum(part.parameter_bytes for part in parts)
+                for parts in (
+                    stage_parts(footprint.profile, stage=stage, partition=partition)
+                    for stage in partition.stages()
+                )
+            )
+            sizes[MemoryKind.STAGING] = 2.0 * largest * self.hardware.num_devices
+            sizes[MemoryKind.WEIGHTS] = 0.0  # the page cache gives way
+        return sizes
+
+    @cached_property
+    def _host_parameters(self) -> dict[MemoryKind, float]:
+        """What the host keeps of every parameter, whatever the layout."""
+        work, storage = self.work, self.storage
+        has_copies = not self.hardware.shares_host_memory or storage.master_bytes == 0
+        tied = work.tied_parameters
+        per_parameter = work.head.parameter_bytes / max(work.head.num_parameters, 1)
+        copies = sum(self._stored(part) for part in work.segments) - tied * per_parameter
+        return {
+            MemoryKind.WEIGHTS: copies if has_copies else 0.0,
+            MemoryKind.MASTERS: work.num_trainable * storage.master_bytes,
+            MemoryKind.GRADIENTS: work.num_trainable * storage.gradient_bytes,
+            MemoryKind.OPTIMIZER: storage.state_bytes(work.num_trainable),
+        }
+
+    def _stored(self, part: BlockWork) -> float:
+        frozen = part.parameter_bytes - part.trainable_bytes
+        return part.trainable_bytes + frozen * self.storage.frozen_bits / 16
+
+
+def _by_size(sizes: dict[MemoryKind, float]) -> tuple[tuple[MemoryKind, int], ...]:
+    rows: Sequence[tuple[MemoryKind, int]] = [(k, round(size)) for k, size in sizes.items()]
+    return tuple(sorted((row for row in rows if row[1]), key=lambda row: -row[1]))
+
+
+__all__ = ["RESERVED_BYTES", "MemoryKind", "MemoryModel", "MemoryNeed", "MemoryReport"]

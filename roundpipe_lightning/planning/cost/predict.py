@@ -1,0 +1,223 @@
+"""Predicts the time of an optimizer step: the pipeline, its transfers, and the optimizer.
+
+The pipeline's part is simulated. The host adds every gradient that comes down to a sum
+(`sum_bytes`), and its optimizer reads and writes `update_bytes` for every trainable parameter. What
+is copied to and from the devices passes its memory, too:
+
+    host               = transfers + sums
+    AFTER_STEP         step = max(pipeline, filled and drained, host)
+                              + first upload + last download + optimizer
+    BEHIND_NEXT_STEP   step = max(pipeline in a continuous stream, host + optimizer)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from roundpipe_lightning.planning.cost.boundaries import boundary_route, hop_seconds
+from roundpipe_lightning.planning.cost.costs import ActionCost, StageCosts, stage_costs
+from roundpipe_lightning.planning.cost.device_memory import Footprint
+from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers, stage_bytes
+from roundpipe_lightning.planning.cost.stage_traffic import Visit, worker_visits
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.stages import Stage
+from roundpipe_lightning.planning.schedule.timeline import Timeline
+
+
+class UpdateTiming(Enum):
+    """When the optimizer runs."""
+
+    AFTER_STEP = "after_step"
+    """When all gradients have come down and before the next step begins (synchronous training)."""
+
+    BEHIND_NEXT_STEP = "behind_next_step"
+    """While the next step computes with weights that are one step old (asynchronous updates)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """How long an optimizer step takes, and of what.
+
+    Attributes:
+        step_seconds: From one step to the next.
+        pipeline_seconds: The pipeline's part, transfers included.
+        optimizer_seconds: The optimizer on the host, behind the pipeline or after it.
+        host_seconds: What else keeps the host's memory busy beside the pipeline: transfers and
+            sums of gradients.
+        compute_seconds: What the devices compute, spread evenly: a limit.
+        uploaded_bytes: Weights, host to devices, all together.
+        downloaded_bytes: Gradients, devices to host, all together.
+    """
+
+    step_seconds: float
+    pipeline_seconds: float
+    optimizer_seconds: float
+    host_seconds: float
+    compute_seconds: float
+    uploaded_bytes: float
+    downloaded_bytes: float
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the devices' time in which they do not compute."""
+        return 1.0 - self.compute_seconds / self.step_seconds
+
+
+def predict_step(
+    profile: ModelProfile,
+    *,
+    hardware: HardwareSpec,
+    layout: PipelineLayout,
+    num_trainable: int,
+    storage: ParameterStorage,
+    timing: UpdateTiming,
+) -> StepPrediction:
+    """Predict an optimizer step.
+
+    Args:
+        profile: The model on this machine, for one microbatch, parameters of 16 bits.
+        hardware: The machine.
+        layout: How the microbatches travel.
+        num_trainable: Trainable parameters.
+        storage: What is kept for each parameter.
+        timing: When the optimizer runs.
+
+    Raises:
+        PlanError: The layout does not fit the model or the machine.
+    """
+    run = _Run(profile=profile, hardware=hardware, layout=layout, storage=storage)
+    optimizer = hardware.host_seconds(num_trainable * storage.update_bytes)
+    uploaded, downloaded = run.moved_bytes
+    host = run.host_seconds
+    one = run.timeline(num_batches=1)
+    if timing is UpdateTiming.AFTER_STEP:
+        pipeline = one.makespan_seconds + run.edge_seconds
+        step = max(pipeline, host + run.edge_seconds) + optimizer
+    else:
+        pipeline = run.timeline(num_batches=2).makespan_seconds - one.makespan_seconds
+        step = max(pipeline, host + optimizer)
+    return StepPrediction(
+        step_seconds=step,
+        pipeline_seconds=pipeline,
+        optimizer_seconds=optimizer,
+        host_seconds=host,
+        compute_seconds=one.busy_seconds / one.num_workers,
+        uploaded_bytes=uploaded,
+        downloaded_bytes=downloaded,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The simulations of one layout."""
+
+    profile: ModelProfile
+    hardware: HardwareSpec
+    layout: PipelineLayout
+    storage: ParameterStorage
+
+    @property
+    def stored(self) -> ModelProfile:
+        """The model as it is uploaded."""
+        return self.storage.stored(self.profile)
+
+    @property
+    def moved_bytes(self) -> tuple[float, float]:
+        """Weights that go up in a step, and gradients that come down."""
+        visits = [visit for row in self._visits for visit in row]
+        uploaded = sum(visit.weight_bytes for visit in visits)
+        return float(uploaded), float(sum(visit.gradient_bytes for visit in visits))
+
+    @cached_property
+    def _visits(self) -> list[list[Visit]]:
+        return worker_visits(
+            self._schedule(num_batches=1),
+            partition=self.layout.partition,
+            profile=self.stored,
+            resident=self.layout.resident,
+        )
+
+    @property
+    def host_seconds(self) -> float:
+        """Transfers and sums of gradients, as the host's memory carries them."""
+        uploaded, downloaded = self.moved_bytes
+        transfers = self.storage.transfer_seconds(
+            uploaded_bytes=uploaded, downloaded_bytes=downloaded, hardware=self.hardware
+        )
+        return transfers + self.hardware.host_seconds(self.storage.sum_bytes(downloaded))
+
+    @property
+    def edge_seconds(self) -> float:
+        """The first block's upload and the last stage's download, which nothing hides."""
+        partition = self.layout.partition
+        first = self._visits[0][0]
+        last = stage_bytes(self.stored, stage=partition.stages()[-1], partition=partition)
+        links = self.storage.links(self.hardware)
+        return links.upload_seconds(
+            first.weight_bytes / max(1, len(first.stage.blocks))
+        ) + links.download_seconds(last.gradient_bytes)
+
+    def timeline(self, *, num_batches: int) -> Timeline:
+        """Simulate some batches in one stream."""
+        layout = self.layout
+        return simulate_transfers(
+            self._schedule(num_batches=num_batches),
+            partition=layout.partition,
+            costs=self._costs(),
+            profile=self.stored,
+            hardware=self.storage.links(self.hardware),
+            weight_slots=layout.weight_slots,
+            resident=layout.resident,
+            recompute=layout.recompute,
+        )
+
+    def _schedule(self, *, num_batches: int) -> Schedule:
+        layout = self.layout
+        return round_robin_schedule(
+            layout.partition,
+            num_workers=self.hardware.num_devices,
+            num_microbatches=num_batches * layout.num_microbatches,
+            round_size=layout.round_size,
+            team_size=layout.team_size,
+        )
+
+    def _costs(self) -> StageCosts:
+        """What stages cost, the expansion of compressed weights spread over a round."""
+        partition = self.layout.partition
+        footprint = Footprint(self.stored, hardware=self.hardware)
+        route = boundary_route(footprint, self.layout)
+        costs = stage_costs(
+            self.profile,
+            partition=partition,
+            hop_seconds=hop_seconds(self.hardware, footprint.boundary_bytes, route=route),
+            recompute=self.layout.recompute,
+            route=route,
+        )
+        extra = [self._expansion(stage) for stage in partition.stages()]
+        return replace(
+            costs,
+            forward=_longer(costs.forward, extra[: partition.num_forward]),
+            backward=_longer(costs.backward, extra[partition.num_forward :]),
+        )
+
+    def _expansion(self, stage: Stage) -> float:
+        blocks = [self.profile.blocks[index] for index in stage.blocks]
+        seconds = sum(self.storage.expanded_seconds(block, self.hardware) for block in blocks)
+        return seconds * self.layout.team_size / self.layout.round_size
+
+
+def _longer(costs: tuple[ActionCost, ...], extra: list[float]) -> tuple[ActionCost, ...]:
+    return tuple(
+        replace(cost, compute_seconds=cost.compute_seconds + seconds)
+        for cost, seconds in zip(costs, extra, strict=True)
+    )
+
+
+__all__ = ["PipelineLayout", "StepPrediction", "UpdateTiming", "predict_step"]

@@ -1,0 +1,194 @@
+"""What a step moves between host and devices, stage by stage and visit by visit.
+
+A *visit* is a run of actions of one stage on one worker. Its weights are uploaded once before it,
+but for those of blocks that stay on the worker (`Plan.resident`): of these only the trainable part
+is uploaded, at the block's first visit of the step, because it has changed since the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from roundpipe_lightning.planning.cost.boundaries import DirectCopies
+from roundpipe_lightning.planning.cost.costs import BoundaryRoute
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, Stage, StageKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """What a stage moves.
+
+    Attributes:
+        weight_bytes: Parameters, once per visit.
+        gradient_bytes: Gradients of trainable parameters, once per visit; 0 for FORWARD.
+        input_bytes: Boundaries, gradients and kept attention outputs that one action needs.
+        output_bytes: What of these one action hands on.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A run of actions of one stage on one worker, and what is moved for it.
+
+    Attributes:
+        stage: The stage.
+        actions: What runs.
+        weight_bytes: Parameters that are uploaded.
+        gradient_bytes: Gradients that are downloaded.
+        input_bytes: What all its actions need from the host.
+        output_bytes: What all its actions hand on by way of the host.
+        direct_bytes: What all its actions need from other devices, by one copy.
+    """
+
+    stage: Stage
+    actions: tuple[Action, ...]
+    weight_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    output_bytes: int
+    direct_bytes: int = 0
+
+
+def stage_parts(profile: ModelProfile, *, stage: Stage, partition: Partition) -> list[BlockProfile]:
+    """Return the blocks and segments whose weights a stage needs.
+
+    The head segment runs with the first stage, and with the last one where it is trained; the tail
+    segment with the fused one.
+    """
+    stages = partition.stages()
+    parts = [profile.blocks[block] for block in stage.blocks]
+    if stage == stages[0] or (stage == stages[-1] and profile.head.trainable_bytes):
+        parts.append(profile.head)
+    if stage.kind is StageKind.FUSED:
+        parts.append(profile.tail)
+    return parts
+
+
+def stage_bytes(
+    profile: ModelProfile,
+    *,
+    stage: Stage,
+    partition: Partition,
+    recompute: RecomputePolicy = RecomputePolicy.FULL,
+) -> StageBytes:
+    """Add up what a stage moves.
+
+    Args:
+        profile: The model.
+        stage: The stage.
+        partition: All stages.
+        recompute: What BACKWARD stages start from; with SELECTIVE attention's outputs move too.
+    """
+    stages = partition.stages()
+    parts = stage_parts(profile, stage=stage, partition=partition)
+    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
+    if stage.kind is StageKind.FORWARD:
+        inputs, outputs = min(stage.index, 1), max(partition.num_readers(stage), 1)
+    elif stage.kind is StageKind.FUSED:
+        inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
+    else:
+        inputs, outputs = 2, int(stage != stages[-1])
+    attention = 0
+    if recompute is RecomputePolicy.SELECTIVE:
+        attention = sum(profile.blocks[block].attention_bytes for block in stage.blocks)
+    trains = stage.kind is not StageKind.FORWARD
+    return StageBytes(
+        weight_bytes=sum(part.parameter_bytes for part in parts),
+        gradient_bytes=sum(part.trainable_bytes for part in parts) if trains else 0,
+        input_bytes=inputs * boundary + attention * (stage.kind is StageKind.BACKWARD),
+        output_bytes=outputs * boundary + attention * (stage.kind is StageKind.FORWARD),
+    )
+
+
+def worker_visits(
+    schedule: Schedule,
+    *,
+    partition: Partition,
+    profile: ModelProfile,
+    recompute: RecomputePolicy = RecomputePolicy.FULL,
+    resident: Sequence[Sequence[int]] = (),
+    route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
+) -> list[list[Visit]]:
+    """Return every worker's visits in order.
+
+    Args:
+        schedule: Every worker's actions.
+        partition: The stages.
+        profile: What they weigh.
+        recompute: What BACKWARD stages start from.
+        resident: Blocks that stay on each worker; empty: none.
+        route: The way that boundaries take.
+    """
+    moved = {
+        (stage.kind, stage.index): (
+            stage,
+            stage_bytes(profile, stage=stage, partition=partition, recompute=recompute),
+        )
+        for stage in partition.stages()
+    }
+    rows = [
+        _visits(row, moved, profile=profile, resident=set(resident[worker]) if resident else set())
+        for worker, row in enumerate(schedule.workers)
+    ]
+    if route is BoundaryRoute.THROUGH_HOST:
+        return rows
+    copies = DirectCopies(
+        schedule, partition=partition, profile=profile, recompute=recompute, route=route
+    )
+    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
+    return [[_directly(visit, copies, boundary, route) for visit in row] for row in rows]
+
+
+def _directly(
+    visit: Visit, copies: DirectCopies, boundary_bytes: int, route: BoundaryRoute
+) -> Visit:
+    """Take from a visit what does not pass the host."""
+    kind, direct = visit.stage.kind, copies.num_bytes(visit.stage, visit.actions)
+    if route is BoundaryRoute.DIRECT:
+        return replace(visit, input_bytes=0, output_bytes=0, direct_bytes=direct)
+    if kind is StageKind.BACKWARD:
+        inputs = visit.input_bytes - len(visit.actions) * boundary_bytes  # the gradient
+        return replace(visit, input_bytes=inputs, output_bytes=0, direct_bytes=direct)
+    outputs = 0 if kind is StageKind.FUSED else visit.output_bytes
+    return replace(visit, output_bytes=outputs)
+
+
+def _visits(
+    row: Sequence[Action],
+    moved: dict[tuple[StageKind, int], tuple[Stage, StageBytes]],
+    *,
+    profile: ModelProfile,
+    resident: set[int],
+) -> list[Visit]:
+    visits = []
+    fresh: set[int] = set()
+    for key, group in groupby(row, key=lambda action: (action.kind, action.stage)):
+        actions = tuple(group)
+        stage, sizes = moved[key]
+        weight_bytes = sizes.weight_bytes
+        for index in resident.intersection(stage.blocks) if resident else ():
+            block = profile.blocks[index]
+            weight_bytes -= block.parameter_bytes
+            weight_bytes += 0 if index in fresh else block.trainable_bytes
+            fresh.add(index)
+        visits.append(
+            Visit(
+                stage=stage,
+                actions=actions,
+                weight_bytes=weight_bytes,
+                gradient_bytes=sizes.gradient_bytes,
+                input_bytes=len(actions) * sizes.input_bytes,
+                output_bytes=len(actions) * sizes.output_bytes,
+            )
+        )
+    return visits

@@ -1,0 +1,138 @@
+"""What training keeps and moves for each parameter, besides its place in the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+
+_COMPUTE_BITS = 16
+_MAPPED_PASSES = 3
+
+STATE_WINDOW_BYTES = 64 << 20
+"""Optimizer state on disk that is read, stepped and written at a time."""
+
+_NUM_STATE_WINDOWS = 3  # one is read ahead, one stepped, one written behind
+
+
+class WeightStorage(Enum):
+    """Where the weights lie that are uploaded."""
+
+    PAGE_LOCKED = "page_locked"
+    """In page-locked host memory: a device reads them by itself."""
+
+    MEMORY_MAPPED = "memory_mapped"
+    """In the page cache, mapped from files: the host copies them into a page-locked buffer first,
+    so each byte passes the host's memory three times instead of once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterStorage:
+    """Bytes per parameter; the defaults are those of AdamW with 16-bit weights on the devices.
+
+    Attributes:
+        weights: Where the weights lie that are uploaded.
+        master_bytes: Of a trainable parameter's full-precision master; 0: it is uploaded itself.
+        gradient_bytes: Of its gradient, summed up on the host.
+        optimizer_bytes: Of its optimizer state in memory.
+        disk_bytes: Of its optimizer state on disk.
+        frozen_bits: Of a parameter that is not trained: 16, 8 or 4.
+
+    Raises:
+        ConfigurationError: A figure is negative, or there is no format of so many bits.
+    """
+
+    weights: WeightStorage = WeightStorage.PAGE_LOCKED
+    master_bytes: float = 4.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    disk_bytes: float = 0.0
+    frozen_bits: int = 16
+
+    def __post_init__(self) -> None:
+        """Refuse figures that cannot be."""
+        for name in ("master_bytes", "gradient_bytes", "optimizer_bytes", "disk_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give 0 or more.")
+        if self.frozen_bits not in (16, 8, 4):
+            raise ConfigurationError(f"frozen_bits={self.frozen_bits!r}: give 16, 8 or 4.")
+
+    @property
+    def update_bytes(self) -> float:
+        """What the optimizer reads and writes for a trainable parameter in one step.
+
+        It reads the gradient, reads and writes master and state, and writes the 16-bit copy. State
+        on disk passes the memory as well; the disk's own time is not known here.
+        """
+        state = self.optimizer_bytes + self.disk_bytes
+        return self.gradient_bytes + 2 * self.master_bytes + 2 * state + 2
+
+    def state_bytes(self, num_trainable: int) -> float:
+        """Return the memory that the optimizer's state takes, with its windows on the disk."""
+        windows = min(num_trainable * self.disk_bytes, _NUM_STATE_WINDOWS * STATE_WINDOW_BYTES)
+        return num_trainable * self.optimizer_bytes + windows
+
+    def sum_bytes(self, downloaded_bytes: float) -> float:
+        """Return what the host reads and writes to add 16-bit gradients to their sums."""
+        return downloaded_bytes * (1 + 2 * self.gradient_bytes * 8 / _COMPUTE_BITS)
+
+    def transfer_seconds(
+        self, *, uploaded_bytes: float, downloaded_bytes: float, hardware: HardwareSpec
+    ) -> float:
+        """Time for which transfers keep the host's memory busy; 0 where nothing is copied.
+
+        Args:
+            uploaded_bytes: Weights, to all devices together.
+            downloaded_bytes: Gradients, from all devices together.
+            hardware: The machine.
+        """
+        if hardware.shares_host_memory:
+            return 0.0
+        read = uploaded_bytes / hardware.host_bytes_per_second
+        if self.weights is WeightStorage.MEMORY_MAPPED:
+            read = hardware.host_seconds(_MAPPED_PASSES * uploaded_bytes)
+        return read + downloaded_bytes / hardware.host_bytes_per_second
+
+    def stored(self, profile: ModelProfile) -> ModelProfile:
+        """Return the model with frozen parameters of their size in storage."""
+
+        def smaller(part: BlockProfile) -> BlockProfile:
+            frozen = part.parameter_bytes - part.trainable_bytes
+            size = part.trainable_bytes + frozen * self.frozen_bits // _COMPUTE_BITS
+            expanded = part.parameter_bytes if size < part.parameter_bytes else 0
+            return replace(part, parameter_bytes=size, expanded_bytes=expanded)
+
+        return replace(
+            profile,
+            blocks=tuple(smaller(block) for block in profile.blocks),
+            head=smaller(profile.head),
+            tail=smaller(profile.tail),
+        )
+
+    def expanded_seconds(self, part: BlockProfile, hardware: HardwareSpec) -> float:
+        """Time of a device to expand a block's frozen parameters to 16 bits after an upload.
+
+        Args:
+            part: The block, its parameters of 16 bits.
+            hardware: The machine.
+        """
+        if self.frozen_bits == _COMPUTE_BITS:
+            return 0.0
+        frozen = part.parameter_bytes - part.trainable_bytes
+        return hardware.memory_seconds(frozen * (1 + self.frozen_bits / _COMPUTE_BITS))
+
+    def links(self, hardware: HardwareSpec) -> HardwareSpec:
+        """Return the machine with the uploads that the weights' place allows."""
+        if self.weights is WeightStorage.PAGE_LOCKED:
+            return hardware
+        copied = hardware.host_bytes_per_second * hardware.efficiency.host / _MAPPED_PASSES
+        return replace(
+            hardware,
+            upload_bytes_per_second=min(hardware.upload_bytes_per_second, copied),
+            root_upload_bytes_per_second=min(
+                hardware.root_upload_bytes_per_second, copied / hardware.num_roots
+            ),
+        )

@@ -1,0 +1,326 @@
+"""What a model computes and keeps, before any machine: operations and bytes, no seconds.
+
+Every quantity is a function of the microbatch, b sequences of s tokens each:
+
+    fixed + per_token * b s + per_square * b s²
+
+`per_square` is attention's part, `fixed` what does not depend on the tokens, such as reading the
+weights and adding up their gradients. `work_seconds` and `time_model` turn work into seconds on a
+machine. The kinds of work add up, each at its own share of a rate (`Efficiency`):
+
+    seconds = operations of matrix products / (matrix rate * share)
+            + operations of attention / (matrix rate with sums in float32 * share)
+            + bytes that matrix products and everything else move / (memory bandwidth * share)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchShape:
+    """What a microbatch measures.
+
+    Attributes:
+        sequences: Number of sequences, b.
+        seq_len: Tokens of each, s.
+
+    Raises:
+        PlanError: A number is less than 1.
+    """
+
+    sequences: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        """Refuse shapes without tokens."""
+        for name, value in vars(self).items():
+            if value < 1:
+                raise PlanError(f"{name}={value} must be 1 or more.")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.sequences * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """A number of operations or bytes as a function of the microbatch's shape.
+
+    Attributes:
+        fixed: Whatever the shape.
+        per_token: For each token.
+        per_square: For each sequence and its length squared.
+    """
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_square: float = 0.0
+
+    def of(self, shape: MicrobatchShape) -> float:
+        """Return the value for a shape."""
+        squares = shape.sequences * shape.seq_len**2
+        return self.fixed + self.per_token * shape.tokens + self.per_square * squares
+
+    def __add__(self, other: Amount) -> Amount:
+        """Add up, coefficient by coefficient."""
+        return Amount(
+            fixed=self.fixed + other.fixed,
+            per_token=self.per_token + other.per_token,
+            per_square=self.per_square + other.per_square,
+        )
+
+    @classmethod
+    def fit(cls, short: float, long: float, double: float, *, seq_len: int) -> Amount:
+        """Return the amount that has three given values.
+
+        Args:
+            short: Value for one sequence of `seq_len` tokens.
+            long: Value for one sequence of twice as many tokens.
+            double: Value for two sequences of `seq_len` tokens.
+            seq_len: Number of tokens.
+        """
+        per_square = (long - double) / (2 * seq_len**2)
+        per_token = (double - short) / seq_len - per_square * seq_len
+        fixed = 2 * short - double
+        return cls(
+            fixed=_clean(fixed, short),
+            per_token=_clean(per_token, short / seq_len),
+            per_square=_clean(per_square, short / seq_len**2),
+        )
+
+
+def _clean(value: float, scale: float) -> float:
+    """Nothing, where rounding left next to nothing."""
+    return 0.0 if abs(value) <= 1e-9 * abs(scale) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most of a number of bytes in use at once, which is one amount or another.
+
+    Attributes:
+        amounts: What is in use at different moments.
+    """
+
+    amounts: tuple[Amount, ...] = ()
+
+    def of(self, shape: MicrobatchShape) -> float:
+        """Return the largest amount for a shape, and no less than 0 far from the measured ones."""
+        return max((0.0, *(amount.of(shape) for amount in self.amounts)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one pass over a block computes.
+
+    Attributes:
+        matrix_operations: Of matrix products, a multiply-add counted as two; of a mixture's experts
+            those that tokens meet.
+        matrix_bytes: What they read and write: of a mixture the weights of all experts.
+        attention_operations: Of fused attention, only the pairs that its mask leaves.
+        memory_bytes: What all other operations read and write.
+    """
+
+    matrix_operations: Amount = Amount()
+    matrix_bytes: Amount = Amount()
+    attention_operations: Amount = Amount()
+    memory_bytes: Amount = Amount()
+
+    def __add__(self, other: Work) -> Work:
+        """Add up, kind by kind."""
+        return Work(
+            matrix_operations=self.matrix_operations + other.matrix_operations,
+            matrix_bytes=self.matrix_bytes + other.matrix_bytes,
+            attention_operations=self.attention_operations + other.attention_operations,
+            memory_bytes=self.memory_bytes + other.memory_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWork:
+    """What a block, or the head or tail segment, computes and keeps.
+
+    Attributes:
+        name: Dotted name in the model, e.g. `model.layers.3`.
+        forward: The forward pass.
+        backward: The backward pass, the recompute not included.
+        num_parameters: Parameters, without buffers.
+        num_trainable: Those that get a gradient.
+        parameter_bytes: Size of all parameters and buffers in the compute dtype.
+        trainable_bytes: Size of those that get a gradient, in the compute dtype.
+        boundary_bytes: What is handed to the next block.
+        gradient_bytes: What is handed back to the block before: the gradient of the input; 0 where
+            nothing before is trained.
+        kept_bytes: What the backward pass keeps from the forward pass (or its recompute).
+        attention_bytes: What attention's forward pass returns and its backward pass needs.
+        forward_peak_bytes: Most memory in use at once in a forward pass that keeps nothing, without
+            parameters and the block's input.
+        peak_bytes: Most memory in use at once in a forward pass and the backward pass after it,
+            without parameters, their gradients and the block's input.
+    """
+
+    name: str
+    forward: Work = Work()
+    backward: Work = Work()
+    num_parameters: int = 0
+    num_trainable: int = 0
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    boundary_bytes: Amount = Amount()
+    gradient_bytes: Amount = Amount()
+    kept_bytes: Amount = Amount()
+    attention_bytes: Amount = Amount()
+    forward_peak_bytes: Peak = Peak()
+    peak_bytes: Peak = Peak()
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it runs backward, and recomputes before: it or something before it is trained."""
+        return self.num_trainable > 0 or self.backward != Work()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkProfile:
+    """A model as work: a chain of blocks between a head and a tail segment.
+
+    Attributes:
+        blocks: The blocks in the order in which they run.
+        head: The code before the first block (embedding, masks).
+        tail: The code after the last block (norm, LM head, loss).
+        tied_parameters: Parameters that head and tail share, counted in both.
+        fingerprint: Identifies the model's structure.
+        cuts: Where no stage may reach across, see `ModelProfile.cuts`.
+    """
+
+    blocks: tuple[BlockWork, ...]
+    head: BlockWork = BlockWork(name="head segment")
+    tail: BlockWork = BlockWork(name="tail segment")
+    tied_parameters: int = 0
+    fingerprint: str = ""
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The blocks' names."""
+        return tuple(block.name for block in self.blocks)
+
+    @property
+    def segments(self) -> tuple[BlockWork, ...]:
+        """Head, blocks and tail."""
+        return (self.head, *self.blocks, self.tail)
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied ones once."""
+        return sum(part.num_parameters for part in self.segments) - self.tied_parameters
+
+    @property
+    def num_trainable(self) -> int:
+        """Trainable parameters, tied ones once."""
+        tied = self.tied_parameters
+        if min(self.head.num_trainable, self.tail.num_trainable) < tied:
+            tied = 0  # what is trained there is something else, a prompt say
+        return sum(part.num_trainable for part in self.segments) - tied
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of all parameters in the compute dtype, tied ones twice."""
+        return sum(part.parameter_bytes for part in self.segments)
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Size of the trainable parameters in the compute dtype, tied ones twice."""
+        return sum(part.trainable_bytes for part in self.segments)
+
+
+def work_seconds(
+    work: Work, *, hardware: HardwareSpec, shape: MicrobatchShape, dtype: str
+) -> float:
+    """Return how long one device of a machine computes.
+
+    A matrix product first moves its operands and then multiplies: that the two overlap in part is
+    in the shares.
+
+    Args:
+        work: What it computes.
+        hardware: The machine.
+        shape: The microbatch.
+        dtype: Name of the rate in `MatrixRates`.
+    """
+    matrix = hardware.matrix_seconds(work.matrix_operations.of(shape), dtype=dtype)
+    attention = hardware.attention_seconds(work.attention_operations.of(shape), dtype=dtype)
+    moved = work.matrix_bytes.of(shape) + work.memory_bytes.of(shape)
+    return matrix + attention + hardware.memory_seconds(moved)
+
+
+def time_model(
+    work: WorkProfile, *, hardware: HardwareSpec, shape: MicrobatchShape, dtype: str
+) -> ModelProfile:
+    """Return the planner's view of a model on a machine.
+
+    Args:
+        work: What the model computes.
+        hardware: The machine.
+        shape: The microbatch.
+        dtype: Name of the rate in `MatrixRates`.
+    """
+
+    def timed(part: BlockWork, sized: BlockProfile) -> BlockProfile:
+        seconds = [
+            work_seconds(each, hardware=hardware, shape=shape, dtype=dtype)
+            for each in (part.forward, part.backward)
+        ]
+        return replace(
+            sized,
+            forward_seconds=seconds[0],
+            backward_seconds=seconds[1],
+            attention_seconds=hardware.attention_seconds(
+                part.forward.attention_operations.of(shape), dtype=dtype
+            ),
+        )
+
+    sized = size_model(work, shape=shape)
+    return replace(
+        sized,
+        blocks=tuple(map(timed, work.blocks, sized.blocks)),
+        head=timed(work.head, sized.head),
+        tail=timed(work.tail, sized.tail),
+    )
+
+
+def size_model(work: WorkProfile, *, shape: MicrobatchShape) -> ModelProfile:
+    """Return a model's sizes for a microbatch; all durations are 0.
+
+    Args:
+        work: What the model computes and keeps.
+        shape: The microbatch.
+    """
+
+    def sized(part: BlockWork) -> BlockProfile:
+        kept = part.kept_bytes.of(shape)
+        return BlockProfile(
+            name=part.name,
+            parameter_bytes=part.parameter_bytes,
+            trainable_bytes=part.trainable_bytes,
+            boundary_bytes=round(part.boundary_bytes.of(shape)),
+            activation_bytes=max(0, round(kept)),
+            working_bytes=max(0, round(part.peak_bytes.of(shape) - kept)),
+            forward_bytes=round(part.forward_peak_bytes.of(shape)),
+            attention_bytes=max(0, round(part.attention_bytes.of(shape))),
+            has_backward=part.has_backward,
+        )
+
+    return ModelProfile(
+        blocks=tuple(sized(block) for block in work.blocks),
+        head=sized(work.head),
+        tail=sized(work.tail),
+        fingerprint=work.fingerprint,
+        cuts=work.cuts,
+    )

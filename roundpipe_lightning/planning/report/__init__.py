@@ -1,0 +1,1 @@
+"""Plans and timelines for people: text, pictures, figures."""

@@ -1,0 +1,250 @@
+"""A plan in words and figures: what it does, what memory it needs, how long a step should take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from roundpipe_lightning.planning.cost.boundaries import boundary_route
+from roundpipe_lightning.planning.cost.memory import MemoryNeed, MemoryReport
+from roundpipe_lightning.planning.cost.predict import StepPrediction, predict_step
+from roundpipe_lightning.planning.cost.stage_traffic import worker_visits
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.work import WorkProfile
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import StageKind
+from roundpipe_lightning.planning.search.fit import TrainingJob
+
+MOVED = ("weights", "gradients", "boundaries_up", "boundaries_down", "boundaries_direct")
+"""What `PlanDescription.moved` counts, in the order in which it is named."""
+
+_MOVED_NAMES = (
+    "weights up",
+    "gradients down",
+    "boundaries up",
+    "boundaries down",
+    "boundaries from device to device",
+)
+_POLICIES = {
+    RecomputePolicy.FULL: "backward stages run their blocks again",
+    RecomputePolicy.SELECTIVE: "backward stages run their blocks again, but for attention",
+    RecomputePolicy.NONE: "every block runs forward once",
+}
+_GIB = 2**30
+_TIGHT_SHARE = 0.95
+_MUCH_IDLE_SHARE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDescription:
+    """A plan, what it is for, and what it needs.
+
+    Attributes:
+        job: What is trained on which machine.
+        plan: The plan.
+        memory: What it needs.
+        prediction: How long an optimizer step takes.
+    """
+
+    job: TrainingJob
+    plan: Plan
+    memory: MemoryReport
+    prediction: StepPrediction
+
+    @classmethod
+    def of(
+        cls, plan: Plan, *, job: TrainingJob, profile: ModelProfile | None = None
+    ) -> PlanDescription:
+        """Describe a plan.
+
+        Args:
+            plan: The plan.
+            job: What it is for.
+            profile: The model with measured durations; None: those that follow from the machine.
+        """
+        layout = PipelineLayout.of(plan)
+        if profile is None:
+            prediction = job.predict(layout)
+        else:
+            prediction = predict_step(
+                profile,
+                hardware=job.hardware,
+                layout=layout,
+                num_trainable=job.work.num_trainable,
+                storage=job.storage,
+                timing=job.timing,
+            )
+        return cls(job=job, plan=plan, memory=job.report(layout), prediction=prediction)
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """How the microbatches travel."""
+        return PipelineLayout.of(self.plan)
+
+    @property
+    def resident_bytes(self) -> list[int]:
+        """Bytes of weights that stay on each device."""
+        blocks = self.job.memory.footprint(self.job.shape).profile.blocks
+        return [
+            sum(blocks[index].parameter_bytes for index in resident)
+            for resident in self.plan.resident
+        ]
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """Bytes that a step moves, all devices together, and what residents save of them."""
+        job, layout = self.job, self.layout
+        if job.hardware.shares_host_memory:
+            return dict.fromkeys((*MOVED, "weights_saved"), 0.0)
+        footprint = job.memory.footprint(job.shape)
+        rows = worker_visits(
+            self.plan.schedule,
+            partition=layout.partition,
+            profile=footprint.profile,
+            recompute=layout.recompute,
+            route=boundary_route(footprint, layout),
+        )
+        each = [visit for row in rows for visit in row]
+        count = job.step_microbatches / layout.num_microbatches
+        sizes = (
+            self.prediction.uploaded_bytes,
+            self.prediction.downloaded_bytes,
+            float(count * sum(moved.input_bytes for moved in each)),
+            float(count * sum(moved.output_bytes for moved in each)),
+            float(count * sum(moved.direct_bytes for moved in each)),
+        )
+        without = job.predict(replace(layout, resident=())) if layout.resident else self.prediction
+        saved = without.uploaded_bytes - self.prediction.uploaded_bytes
+        return {**dict(zip(MOVED, sizes, strict=True)), "weights_saved": saved}
+
+    # --- for people -------------------------------------------------------------------------------
+
+    def plan_lines(self) -> list[str]:
+        """Stages, teams, rounds, and what is kept or computed twice."""
+        partition, layout = self.plan.partition, self.layout
+        kinds = ", ".join(
+            f"{count} {kind.name.lower()}"
+            for kind in StageKind
+            if (count := sum(stage.kind is kind for stage in partition.stages()))
+        )
+        rounds = layout.num_rounds
+        policy = self.plan.recompute
+        return [
+            f"Stages: {kinds}",
+            f"  forward  {_runs(partition.forward)}",
+            f"  backward {_runs(partition.backward)} (the fused stage first)",
+            (
+                f"Teams of {layout.team_size}, {count_text(rounds, 'round')} of "
+                f"{count_text(layout.round_size, 'microbatch')}"
+            ),
+            f"Recompute: {policy.value} ({_POLICIES[policy]})",
+            *self._slot_lines(),
+        ]
+
+    def _slot_lines(self) -> Iterator[str]:
+        if self.job.hardware.shares_host_memory:
+            return
+        ahead = "the next stage's weights come while one computes"
+        alone = "the next stage's weights come when one has ended"
+        slots = ("2", ahead) if self.plan.weight_slots == 2 else ("1", alone)
+        yield f"Slots for weights: {slots[0]} ({slots[1]})"
+        if self.plan.resident:
+            counts = sorted({len(blocks) for blocks in self.plan.resident})
+            number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            yield (
+                f"Resident: {number} blocks on each device, up to "
+                f"{size_text(max(self.resident_bytes))}; "
+                f"{size_text(self.moved['weights_saved'])} less to upload in a step"
+            )
+
+    def moved_line(self) -> str:
+        """What a step moves."""
+        moved = self.moved
+        sizes = ", ".join(
+            f"{size_text(moved[key])} of {name}"
+            for key, name in zip(MOVED, _MOVED_NAMES, strict=True)
+            if moved[key] or key != "boundaries_direct"
+        )
+        return f"Moved per step: {sizes}"
+
+    def warnings(self) -> list[str]:
+        """What may need attention although the plan can run."""
+        found = [
+            (
+                f"{need.place.capitalize()} memory is tight: the plan needs "
+                f"{need.total_bytes / need.available_bytes:.0%} of what there is."
+            )
+            for need in (self.memory.device, self.memory.host)
+            if need.total_bytes > _TIGHT_SHARE * need.available_bytes
+        ]
+        idle = self.prediction.idle_share
+        if idle > _MUCH_IDLE_SHARE:
+            found.append(
+                f"Workers wait {idle:.0%} of the step. More microbatches, larger batches or fewer "
+                "devices shorten that; roundpipe-plan names the bottleneck."
+            )
+        return found
+
+
+def machine_line(hardware: HardwareSpec) -> str:
+    """A machine and its memory."""
+    return (
+        f"{hardware.name}: {hardware.num_devices} x {hardware.device_name}, "
+        f"{size_text(hardware.device_bytes)} each, {size_text(hardware.host_bytes)} of host memory"
+    )
+
+
+def model_line(work: WorkProfile, *, precision: str) -> str:
+    """A model, and how much of it is trained."""
+    trained = work.num_trainable / max(work.num_parameters, 1)
+    return (
+        f"Model: {work.num_parameters:,} parameters in {len(work.blocks)} blocks, "
+        f"{trained:.3%} of them trained, {precision}"
+    )
+
+
+def memory_lines(memory: MemoryReport) -> list[str]:
+    """What device and host need, by kind, against what there is."""
+    return [
+        line
+        for name, need in (("device", memory.device), ("host", memory.host))
+        for line in _need_lines(name, need)
+    ]
+
+
+def _need_lines(name: str, need: MemoryNeed) -> Iterator[str]:
+    at = f" at stage {need.stage}" if need.stage else ""
+    yield f"  {name}{at}: {size_text(need.total_bytes)} of {size_text(need.available_bytes)}"
+    for kind, size in need.num_bytes:
+        yield f"    {kind.value:16} {size_text(size):>12}"
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes for people."""
+    if num_bytes >= _GIB / 10 or not num_bytes:
+        return f"{num_bytes / _GIB:,.2f} GiB"
+    if num_bytes >= 2**20 / 10:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def count_text(number: int, noun: str) -> str:
+    """A number of things for people."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def _runs(counts: tuple[int, ...]) -> str:
+    """Stage sizes, equal neighbours together: `3 x 2, 1`."""
+    if not counts:
+        return "none"
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][1] == count:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, count])
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for times, count in runs)

@@ -1,0 +1,1 @@
+"""Plans as values: stages, schedules, dependencies, timelines."""

@@ -1,0 +1,341 @@
+"""A plan: the stages and the schedule of one step, as an immutable value that can be saved."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.schedule.cuts import check_partition
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.validate import validate_schedule
+
+_NONE = "-"
+
+
+def format_resident(resident: Sequence[Sequence[int]]) -> str:
+    """Write ascending blocks per worker, e.g. `0-3,7 | -`; `-` where no worker keeps any."""
+    return " | ".join(format_blocks(blocks) for blocks in resident) if any(resident) else _NONE
+
+
+def format_blocks(blocks: Sequence[int]) -> str:
+    """Write ascending numbers, neighbours together: `0-3,7`; `-` for none."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and runs[-1][1] == block - 1:
+            runs[-1][1] = block
+        else:
+            runs.append([block, block])
+    parts = (str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join(parts) or _NONE
+
+
+def parse_resident(text: str) -> tuple[tuple[int, ...], ...]:
+    """Read the text form back.
+
+    Raises:
+        PlanError: It is none.
+    """
+    if text.strip() == _NONE:
+        return ()
+    try:
+        return tuple(_parse_blocks(part.strip()) for part in text.split("|"))
+    except ValueError as error:
+        raise PlanError(
+            f"{text!r} are no resident blocks: write for example '0-3,7 | -'."
+        ) from error
+
+
+def _parse_blocks(text: str) -> tuple[int, ...]:
+    if text == _NONE:
+        return ()
+    blocks: list[int] = []
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        blocks.extend(range(int(first), int(last or first) + 1))
+    return tuple(blocks)
+
+
+FORMAT_VERSION = 2
+"""Version of the saved form; a file of a later version is refused."""
+
+_VERSIONS = (1, FORMAT_VERSION)
+"""Versions that are read; the first one had no `_ADDED`."""
+
+_COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
+
+_ADDED = {"num_batches": 1, "weight_slots": 2, "recompute": "full", "resident": "-"}
+"""What version 2 has beside, and its value in version 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The stages, teams, rounds and the schedule that follow from a model and a hardware.
+
+    Attributes:
+        model: Fingerprint of the model that the plan is for, see `planning.profile.fingerprint`.
+        partition: How many blocks each stage has.
+        num_workers: Number of workers.
+        num_microbatches: Number of microbatches per step.
+        team_size: Workers that run the same stage at the same time on different microbatches.
+        round_size: Microbatches that travel together.
+        schedule: Every worker's actions in order.
+        block_names: Names of the model's blocks, first block first.
+        num_batches: Accumulated batches for which the plan was chosen, in one stream.
+        weight_slots: Stages whose weights a worker holds at once: 2, the next one's are uploaded
+            while this one computes; or 1, which needs less memory.
+        recompute: What BACKWARD stages start from; NONE: there are none.
+        resident: For every worker the blocks whose weights stay on it between visits: frozen ones
+            for good, trainable ones within the step. Empty: none do.
+
+    Raises:
+        PlanError: If the parts do not fit together or the schedule cannot run.
+    """
+
+    model: str
+    partition: Partition
+    num_workers: int
+    num_microbatches: int
+    round_size: int
+    schedule: Schedule
+    block_names: tuple[str, ...]
+    team_size: int = 1
+    num_batches: int = 1
+    weight_slots: int = 2
+    recompute: RecomputePolicy = RecomputePolicy.FULL
+    resident: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check everything once, so that a plan that exists can run."""
+        for name in (*_COUNTS, "num_batches"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
+        if self.num_workers % self.team_size:
+            raise PlanError(
+                f"team_size={self.team_size} does not divide num_workers={self.num_workers}; "
+                f"choose one of "
+                f"{[n for n in range(1, self.num_workers + 1) if self.num_workers % n == 0]}."
+            )
+        if self.round_size > self.num_microbatches:
+            raise PlanError(
+                f"round_size={self.round_size} is more than "
+                f"num_microbatches={self.num_microbatches}."
+            )
+        if self.schedule.num_workers != self.num_workers:
+            raise PlanError(
+                f"The schedule has {self.schedule.num_workers} workers, but "
+                f"num_workers={self.num_workers}."
+            )
+        if len(self.block_names) != self.partition.num_blocks:
+            raise PlanError(
+                f"{len(self.block_names)} block names for a partition of "
+                f"{self.partition.num_blocks} blocks."
+            )
+        self._check_memory_choices()
+        validate_schedule(
+            self.schedule, partition=self.partition, num_microbatches=self.num_microbatches
+        )
+
+    def _check_memory_choices(self) -> None:
+        """Refuse slots, policies and resident blocks that there cannot be."""
+        if self.weight_slots not in (1, 2):
+            raise PlanError(f"weight_slots={self.weight_slots} must be 1 or 2.")
+        if self.recompute is RecomputePolicy.NONE and self.partition.num_backward:
+            raise PlanError(
+                f"recompute=none, but '{self.partition}' has {self.partition.num_backward} "
+                "BACKWARD stages: the fused stage must have all blocks."
+            )
+        if not any(self.resident):
+            object.__setattr__(self, "resident", ())
+        if self.resident and len(self.resident) != self.num_workers:
+            raise PlanError(
+                f"resident has blocks for {len(self.resident)} workers, but "
+                f"num_workers={self.num_workers}."
+            )
+        for worker, blocks in enumerate(self.resident):
+            if sorted(set(blocks)) != list(blocks) or any(
+                not 0 <= block < self.partition.num_blocks for block in blocks
+            ):
+                raise PlanError(
+                    f"resident blocks {list(blocks)} of worker {worker}: give ascending numbers "
+                    f"from 0 to {self.partition.num_blocks - 1}."
+                )
+
+    def check_model(
+        self, fingerprint: str, *, block_names: tuple[str, ...], cuts: tuple[int, ...] = ()
+    ) -> None:
+        """Refuse to run another model than the one this plan was made for.
+
+        Args:
+            fingerprint: The model's.
+            block_names: The model's, first block first.
+            cuts: The model's, see `ModelProfile.cuts`.
+
+        Raises:
+            PlanError: If a name or the fingerprint differs, or a stage spans a cut.
+        """
+        remedy = "Make a new plan (plan='auto'), or load the plan that belongs to this model."
+        if len(block_names) != self.partition.num_blocks:
+            raise PlanError(
+                f"The plan is for {self.partition.num_blocks} blocks, the model has "
+                f"{len(block_names)}. {remedy}"
+            )
+        for planned, actual in zip(self.block_names, block_names, strict=True):
+            if planned != actual:
+                raise PlanError(
+                    f"The plan's block {planned!r} is {actual!r} in the model. {remedy}"
+                )
+        if fingerprint != self.model:
+            raise PlanError(
+                f"The plan is for the model {self.model!r}, not for {fingerprint!r}: its blocks "
+                f"have the "
+                f"same names but other shapes. {remedy}"
+            )
+        check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
+
+    def to_text(self) -> str:
+        """Readable form, which `from_text` reads back."""
+        head = [
+            f"roundpipe plan {FORMAT_VERSION}",
+            f"model: {self.model}",
+            f"partition: {self.partition}",
+            *(f"{name}: {getattr(self, name)}" for name in _COUNTS),
+            *(f"{name}: {value}" for name, value in self._added().items()),
+            f"block_names: {' '.join(self.block_names)}".rstrip(),
+            "schedule:",
+        ]
+        return "\n".join(head) + "\n" + self.schedule.to_text()
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read the readable form.
+
+        Raises:
+            PlanError: If the text is not a plan of this version, or a plan that cannot run.
+        """
+        head, _, rows = text.partition("\nschedule:\n")
+        lines = head.splitlines()
+        known = {f"roundpipe plan {version}": version for version in _VERSIONS}
+        if not lines or lines[0] not in known:
+            raise PlanError(
+                f"Expected 'roundpipe plan {FORMAT_VERSION}' in the first line, got "
+                f"{(lines or [''])[0][:80]!r}. Make a new plan with this version."
+            )
+        values: dict[str, Any] = {}
+        for line in lines[1:]:
+            name, _, value = line.partition(":")
+            values[name.strip()] = value.strip()
+        values["block_names"] = values.get("block_names", "").split()
+        values["schedule"] = rows.splitlines()
+        return cls._from_values(values, version=known[lines[0]], source="text")
+
+    def to_json(self) -> str:
+        """JSON form, which `from_json` reads back."""
+        values = {
+            "format_version": FORMAT_VERSION,
+            "model": self.model,
+            "partition": str(self.partition),
+            **{name: getattr(self, name) for name in _COUNTS},
+            **self._added(),
+            "block_names": list(self.block_names),
+            "schedule": self.schedule.to_text().splitlines(),
+        }
+        return json.dumps(values, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read the JSON form.
+
+        Raises:
+            PlanError: If the text is not a plan of this version, or a plan that cannot run.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"Not a plan: {error}.") from error
+        version = values.pop("format_version", None) if isinstance(values, dict) else None
+        if version not in _VERSIONS or isinstance(version, bool):
+            raise PlanError(
+                f"format_version={version!r}, but this version reads "
+                f"{' and '.join(map(str, _VERSIONS))}: make a new plan."
+            )
+        return cls._from_values(values, version=version, source="JSON")
+
+    def _added(self) -> dict[str, Any]:
+        """What version 2 has beside version 1."""
+        return {
+            "num_batches": self.num_batches,
+            "weight_slots": self.weight_slots,
+            "recompute": self.recompute.value,
+            "resident": format_resident(self.resident),
+        }
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any], *, version: int, source: str) -> Plan:
+        if version == 1:
+            values = {**values, **_ADDED}
+        try:
+            counts = {name: int(values[name]) for name in _COUNTS}
+            model, partition = str(values["model"]), Partition.parse(values["partition"])
+            names, rows = values["block_names"], values["schedule"]
+            return cls(
+                model=model,
+                partition=partition,
+                block_names=tuple(map(str, names)),
+                schedule=Schedule.from_text("\n".join(rows)),
+                num_batches=int(values["num_batches"]),
+                weight_slots=int(values["weight_slots"]),
+                recompute=RecomputePolicy(values["recompute"]),
+                resident=parse_resident(values["resident"]),
+                **counts,
+            )
+        except KeyError as error:
+            raise PlanError(f"The plan ({source}) has no {error}: make a new plan.") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"The plan ({source}) is malformed: {error}.") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON form; a file that exists is replaced whole or not at all.
+
+        Args:
+            path: Where to; missing folders are made.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            with temporary.open("w", encoding="utf-8") as stream:
+                stream.write(self.to_json())
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a saved plan.
+
+        Raises:
+            PlanError: If there is no such file, or it is not a plan that this version can run.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"plan={str(path)!r} cannot be read: {error}.") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"plan={str(path)!r}: {error}") from error
+
+    def __str__(self) -> str:
+        """Return the readable form."""
+        return self.to_text()

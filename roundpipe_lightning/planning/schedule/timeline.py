@@ -1,0 +1,102 @@
+"""A timeline: when every action ran, predicted by the simulator or measured by the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.schedule.schedule import Action
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineEntry:
+    """One action's place in time.
+
+    Attributes:
+        action: What ran.
+        start_seconds: When it began, from the beginning of the step.
+        end_seconds: When it ended.
+        waiting_seconds: Part of the time between, in which the worker stood idle inside the action:
+            a BACKWARD action that has recomputed and waits for its gradient.
+    """
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+    waiting_seconds: float = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which the worker computed."""
+        return self.end_seconds - self.start_seconds - self.waiting_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """When every action of a step ran on which worker.
+
+    Attributes:
+        num_workers: Number of workers, idle ones included.
+        entries: The actions, in any order.
+
+    Raises:
+        PlanError: If an entry ends before it begins or names a worker that does not exist.
+    """
+
+    num_workers: int
+    entries: tuple[TimelineEntry, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse entries that cannot have happened."""
+        for entry in self.entries:
+            if not entry.start_seconds <= entry.end_seconds:
+                raise PlanError(
+                    f"{entry.action} begins at {entry.start_seconds} s and ends at "
+                    f"{entry.end_seconds} s."
+                )
+            if not 0 <= entry.action.worker < self.num_workers:
+                raise PlanError(f"{entry.action} ran on one of {self.num_workers} workers?")
+
+    @property
+    def start_seconds(self) -> float:
+        """When the first action began; 0 for an empty timeline."""
+        return min((entry.start_seconds for entry in self.entries), default=0.0)
+
+    @property
+    def makespan_seconds(self) -> float:
+        """Time from the first action's beginning to the last one's end."""
+        return max((entry.end_seconds for entry in self.entries), default=0.0) - self.start_seconds
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which workers computed, summed over the workers."""
+        return sum(entry.busy_seconds for entry in self.entries)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the workers' time in which they did not compute (the "bubble"), from 0 to 1."""
+        available = self.num_workers * self.makespan_seconds
+        return 1.0 - self.busy_seconds / available if available > 0 else 0.0
+
+    def beside(self, other: Timeline) -> Timeline:
+        """Return the same on the workers on which `other`, of the same actions, has run.
+
+        Batches of a stream begin with other workers (`schedule/rotation.py`).
+        """
+        if not self.entries:
+            return self
+        first = min(self.entries, key=lambda entry: entry.start_seconds).action
+        there = {entry.action.key: entry.action.worker for entry in other.entries}
+        further = there.get(first.key, first.worker) - first.worker
+        entries = []
+        for entry in self.entries:
+            worker = (entry.action.worker + further) % self.num_workers
+            entries.append(replace(entry, action=replace(entry.action, worker=worker)))
+        return replace(self, entries=tuple(entries))
+
+    def rows(self) -> tuple[tuple[TimelineEntry, ...], ...]:
+        """Return every worker's entries by their beginning."""
+        rows: list[list[TimelineEntry]] = [[] for _ in range(self.num_workers)]
+        for entry in self.entries:
+            rows[entry.action.worker].append(entry)
+        return tuple(tuple(sorted(row, key=lambda entry: entry.start_seconds)) for row in rows)

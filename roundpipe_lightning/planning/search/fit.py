@@ -1,0 +1,332 @@
+"""Plans a training within a machine's memory, and says what is missing where it does not fit.
+
+`plan_training` chooses within the memory of the devices, and here within that of the host, too,
+where any plan does. `MemoryModel` says what the choice needs, `predict_step` how long a step takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+
+from roundpipe_lightning.errors import FitError
+from roundpipe_lightning.planning.cost.costs import RecomputeStart
+from roundpipe_lightning.planning.cost.memory import MemoryModel, MemoryReport
+from roundpipe_lightning.planning.cost.predict import StepPrediction, UpdateTiming, predict_step
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile, time_model
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.cases import travels
+from roundpipe_lightning.planning.search.evolve import QUICK, Effort, StageLimits
+from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.limits import Travel, largest_stages, limits_within
+from roundpipe_lightning.planning.search.planner import (
+    PlannedTraining,
+    PlanningRequest,
+    plan_training,
+)
+
+_LEAST_SHORTAGE = 1e-9
+_SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
+
+
+class Search(Enum):
+    """How thoroughly to look for stages."""
+
+    FULL = "full"
+    """As thoroughly as the planner does."""
+
+    QUICK = "quick"
+    """Some even stages alone, in teams of 1 or of all: to compare jobs with each other, or to show
+    that one fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """What is trained on which machine, and what is settled about the plan.
+
+    Attributes:
+        work: The model.
+        hardware: The machine.
+        dtype: Name of the compute dtype in `MatrixRates`.
+        storage: What is kept for each parameter.
+        shape: One microbatch.
+        num_microbatches: Microbatches of a batch.
+        num_batches: Batches that are accumulated before the weights change.
+        batch_sequences: Sequences of a batch, where the last microbatch has fewer than the others;
+            None: all have as many.
+        hints: What the user has settled.
+        timing: When the optimizer runs.
+        search: How thoroughly to look for stages.
+        effort: How long to search per team and round size, where the search is full.
+    """
+
+    work: WorkProfile
+    hardware: HardwareSpec
+    dtype: str
+    storage: ParameterStorage
+    shape: MicrobatchShape
+    num_microbatches: int
+    num_batches: int = 1
+    batch_sequences: int | None = None
+    hints: PartitionHints = field(default_factory=PartitionHints)
+    timing: UpdateTiming = UpdateTiming.AFTER_STEP
+    search: Search = Search.FULL
+    effort: Effort = field(default_factory=Effort)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """What plans for this job need."""
+        return MemoryModel(work=self.work, hardware=self.hardware, storage=self.storage)
+
+    @property
+    def step_microbatches(self) -> int:
+        """Microbatches of an optimizer step."""
+        return self.num_microbatches * self.num_batches
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        sequences = self.batch_sequences or self.shape.sequences * self.num_microbatches
+        return sequences * self.shape.seq_len * self.num_batches
+
+    def report(self, layout: PipelineLayout) -> MemoryReport:
+        """Return what a layout needs."""
+        return self.memory.report(layout, shape=self.shape)
+
+    def predict(self, layout: PipelineLayout) -> StepPrediction:
+        """Predict an optimizer step of a layout."""
+        profile = time_model(self.work, hardware=self.hardware, shape=self.shape, dtype=self.dtype)
+        return predict_step(
+            profile,
+            hardware=self.hardware,
+            layout=layout,
+            num_trainable=self.work.num_trainable,
+            storage=self.storage,
+            timing=self.timing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitAnswer:
+    """Whether a job fits, and how it is best done.
+
+    Attributes:
+        job: What was asked.
+        layout: The stages, teams and rounds; the smallest stages where none fit a device.
+        memory: What they need.
+        planned: The plan; None where a device cannot hold even the smallest stages.
+        prediction: How long an optimizer step takes; None without a plan.
+        refusal: Why there is no plan; empty where there is one.
+    """
+
+    job: TrainingJob
+    layout: PipelineLayout
+    memory: MemoryReport
+    planned: PlannedTraining | None
+    prediction: StepPrediction | None
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan, and memory for it."""
+        return self.planned is not None and self.memory.fits
+
+    @property
+    def optimizer_disk_bytes(self) -> float:
+        """What the optimizer's state takes on disk."""
+        return self.job.work.num_trainable * self.job.storage.disk_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of an optimizer step by its seconds; 0 without a plan."""
+        if self.prediction is None:
+            return 0.0
+        return self.job.step_tokens / self.prediction.step_seconds
+
+    @property
+    def one_by_one_seconds(self) -> float:
+        """A step of accumulated batches that run one after the other; 0 without a plan."""
+        if self.prediction is None:
+            return 0.0
+        one = replace(self.job, num_batches=1)
+        layout = replace(self.layout, num_microbatches=one.num_microbatches)
+        batch = one.predict(layout)
+        rest = batch.step_seconds - batch.pipeline_seconds
+        return batch.pipeline_seconds * self.job.num_batches + rest
+
+
+def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
+    """Find the fastest plan that fits, or say what is missing.
+
+    Args:
+        job: What is trained.
+        others: The same with other numbers of microbatches, to choose from.
+
+    Raises:
+        PlanError: A hint cannot be kept.
+    """
+    jobs = {each.num_microbatches: each for each in (job, *others)}
+    for each in jobs.values():
+        each.hints.check(
+            num_blocks=len(job.work.blocks),
+            num_devices=job.hardware.num_devices,
+            num_microbatches=each.num_microbatches,
+        )
+    try:
+        planned = _plan(jobs)
+    except FitError as error:
+        return replace(_smallest(job), refusal=str(error))
+    plan = planned.plan
+    chosen = jobs[plan.num_microbatches // job.num_batches]
+    layout = PipelineLayout.of(plan)
+    return FitAnswer(
+        job=chosen,
+        layout=layout,
+        memory=chosen.report(layout),
+        planned=planned,
+        prediction=chosen.predict(layout),
+    )
+
+
+def fits_memory(job: TrainingJob) -> bool:
+    """Say whether some stages, teams and rounds fit; quicker than to plan them."""
+    ones = StageLimits(forward=1, fused=0, backward=1)
+    footprint = job.memory.footprint(job.shape)
+    profile = footprint.profile
+    if job.hints.cuts:
+        wanted = job.hints.partitions(
+            job.work.block_names, limits=_hint_limits(job), cuts=job.work.cuts
+        )
+        return any(_fits(job, t.layout(p)) for t in _travels(job) for p in wanted)
+    for travel in _travels(job):
+        if _fits(job, travel.layout(largest_stages(profile, ones))):
+            return True
+        limits = limits_within(footprint, travel=travel)  # fewer stages, fewer boundaries
+        if limits is not None:
+            largest = largest_stages(profile, job.hints.limited(limits))
+            if _fits(job, travel.layout(largest)):
+                return True
+    return False
+
+
+def memory_shortage(job: TrainingJob) -> float:
+    """Return what the smallest stages lack of device or host, as a share of what there is.
+
+    It is more than 0 if and only if no plan fits.
+    """
+    lack = _smallest(job).memory.missing_share
+    return min(lack, 0.0) if fits_memory(job) else max(lack, _LEAST_SHORTAGE)
+
+
+def stage_limits_within(job: TrainingJob, *, round_size: int, team_size: int) -> StageLimits | None:
+    """Return the most blocks per stage with which every device can hold its part.
+
+    Args:
+        job: What is trained.
+        round_size: Microbatches of a round.
+        team_size: Workers of a team.
+
+    Returns:
+        The limits; None where stages of one block do not fit.
+    """
+    travel = Travel(
+        num_microbatches=job.num_microbatches,
+        round_size=round_size,
+        team_size=team_size,
+        num_batches=job.num_batches,
+    )
+    return limits_within(job.memory.footprint(job.shape), travel=travel)
+
+
+def _fits(job: TrainingJob, layout: PipelineLayout) -> bool:
+    footprint = job.memory.footprint(job.shape)
+    return footprint.fits(layout) and job.memory.host_fits(layout, shape=job.shape)
+
+
+def _travels(job: TrainingJob) -> list[Travel]:
+    """Teams, rounds and slots to choose from."""
+    request = _request(job, (job.num_microbatches,)).without_selective()  # which needs more
+    return travels(job.hardware, request, num_batches=job.num_batches)
+
+
+def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
+    """Choose the plan within the memory of devices and, where that is possible, of the host."""
+    job = next(iter(jobs.values()))
+
+    def profile(num_microbatches: int) -> ModelProfile:
+        each = jobs[num_microbatches]
+        timed = time_model(each.work, hardware=each.hardware, shape=each.shape, dtype=each.dtype)
+        return each.storage.stored(timed)
+
+    def admits(layout: PipelineLayout) -> bool:
+        each = jobs[layout.num_microbatches // layout.num_batches]
+        return each.memory.host_fits(layout, shape=each.shape)
+
+    return plan_training(
+        profile,
+        hardware=job.storage.links(job.hardware),
+        request=_request(job, tuple(jobs)),
+        admits=admits,
+    )
+
+
+def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
+    hints, hardware = job.hints, job.hardware
+    limits = _hint_limits(job)
+    on_host = hardware.shares_host_memory
+    quick = job.search is Search.QUICK
+    teams = (1, hardware.num_devices) if quick else ()
+    return PlanningRequest(
+        num_microbatches=counts,
+        num_batches=job.num_batches,
+        team_sizes=teams if hints.team_size is None else (hints.team_size,),
+        round_sizes=() if hints.round_size is None else (hints.round_size,),
+        limits=limits,
+        partitions=hints.partitions(job.work.block_names, limits=limits, cuts=job.work.cuts),
+        effort=QUICK if quick else job.effort,
+        recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
+        recompute=hints.recompute or (_SIMPLE if quick else tuple(RecomputePolicy)),
+        weight_slots=(2, 1) if hints.weight_slots is None else (hints.weight_slots,),
+        at_least_resident=hints.resident or 0,
+        at_most_resident=hints.resident,
+    )
+
+
+def _hint_limits(job: TrainingJob) -> StageLimits:
+    """What the hints leave, whatever fits."""
+    num_blocks = len(job.work.blocks)
+    largest = max(num_blocks, 1)
+    return job.hints.limited(StageLimits(forward=largest, fused=num_blocks, backward=largest))
+
+
+def _smallest(job: TrainingJob) -> FitAnswer:
+    """The answer where nothing fits: what the smallest stages would need, or the fixed cuts."""
+    profile = job.memory.footprint(job.shape).profile
+    ones = StageLimits(forward=1, fused=0, backward=1)
+    partitions = job.hints.partitions(
+        job.work.block_names, limits=job.hints.limited(ones), cuts=job.work.cuts
+    ) or (largest_stages(profile, ones),)
+    if job.hints.recompute == (RecomputePolicy.NONE,):
+        partitions = (Partition(forward=(), backward=(profile.num_blocks,)),)
+    layouts = [t.layout(partition) for partition in partitions for t in _travels(job)]
+    reports = [(job.report(layout), layout) for layout in layouts]
+    memory, layout = min(reports, key=lambda pair: pair[0].device.total_bytes)
+    return FitAnswer(job=job, layout=layout, memory=memory, planned=None, prediction=None)
+
+
+__all__ = [
+    "FitAnswer",
+    "Search",
+    "TrainingJob",
+    "fit_training",
+    "fits_memory",
+    "memory_shortage",
+    "stage_limits_within",
+]

@@ -1,0 +1,206 @@
+"""How many blocks a stage may have, so that a device can hold what it needs at once.
+
+`Footprint` says what a layout needs. The limits are the most blocks of each kind of stage with
+which stages of that size still fit. Where a profile says nothing about activations, a BACKWARD or
+FUSED stage gets no more blocks than a device would hold if the blocks were dealt out evenly, and a
+FORWARD stage twice as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from roundpipe_lightning.errors import FitError
+from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint, MemoryKind
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before, reversed_cuts
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.search.evolve import StageLimits
+from roundpipe_lightning.planning.search.partition import greedy_cuts
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Travel:
+    """How microbatches travel, whatever the stages are.
+
+    Attributes:
+        num_microbatches: Microbatches of one batch.
+        round_size: Microbatches that travel together.
+        team_size: Workers that share a stage.
+        weight_slots: Stages whose weights a device holds at once.
+        recompute: What BACKWARD stages start from.
+        num_batches: Batches in one stream.
+    """
+
+    num_microbatches: int
+    round_size: int
+    team_size: int = 1
+    weight_slots: int = 2
+    recompute: RecomputePolicy = RecomputePolicy.FULL
+    num_batches: int = 1
+
+    def layout(self, partition: Partition) -> PipelineLayout:
+        """Return the layout of a partition's stages."""
+        return PipelineLayout(
+            partition=partition,
+            num_microbatches=self.num_microbatches * self.num_batches,
+            round_size=self.round_size,
+            team_size=self.team_size,
+            weight_slots=self.weight_slots,
+            recompute=self.recompute,
+            num_batches=self.num_batches,
+        )
+
+
+def stage_limits(profile: ModelProfile, hardware: HardwareSpec, *, travel: Travel) -> StageLimits:
+    """Return how many blocks a stage may have on this machine.
+
+    Args:
+        profile: The model, with its sizes where they are known.
+        hardware: The machine; its `device_bytes` is the limit.
+        travel: How the microbatches travel.
+
+    Raises:
+        FitError: If a device cannot hold even one block, or not the tail segment.
+    """
+    footprint = Footprint(profile, hardware=hardware)
+    limits = limits_within(footprint, travel=travel)
+    if limits is None:
+        raise FitError(describe_lack(footprint, travel=travel))
+    return even_share(limits, profile=profile, hardware=hardware)
+
+
+def even_share(
+    limits: StageLimits, *, profile: ModelProfile, hardware: HardwareSpec
+) -> StageLimits:
+    """Return limits for a profile that may say nothing about activations."""
+    if any(block.activation_bytes or block.working_bytes for block in profile.blocks):
+        return limits
+    share = max(-(-profile.num_blocks // hardware.num_devices), 1)
+    return StageLimits(
+        forward=min(limits.forward, 2 * share),
+        backward=min(limits.backward, share),
+        fused=min(limits.fused, share),
+    )
+
+
+def limits_within(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
+    """Return the most blocks per stage with which every device can hold its part.
+
+    Args:
+        footprint: The model on the machine.
+        travel: How the microbatches travel.
+
+    Returns:
+        The limits; None where stages of one block do not fit.
+    """
+    limits = widest_limits(footprint, travel=travel)
+    while limits is not None and not _are_held(limits, footprint=footprint, travel=travel):
+        limits = _narrower(limits)  # neighbours share a device's two slots
+    return limits
+
+
+def widest_limits(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
+    """Return the most blocks of one kind of stage while the others have the fewest.
+
+    Args:
+        footprint: The model on the machine.
+        travel: How the microbatches travel.
+
+    Returns:
+        The limits; None where stages of one block do not fit.
+    """
+
+    def holds(forward: int, fused: int, backward: int) -> bool:
+        limits = StageLimits(forward=forward, fused=fused, backward=backward)
+        return _are_held(limits, footprint=footprint, travel=travel)
+
+    if not holds(1, 0, 1):
+        return None
+    num_blocks = footprint.profile.num_blocks
+    most = max(num_blocks, 1)
+    return StageLimits(
+        forward=_largest(lambda n: holds(n, 0, 1), least=1, most=most),
+        backward=_largest(lambda n: holds(1, 0, n), least=1, most=most),
+        fused=_largest(lambda n: holds(1, n, 1), least=0, most=num_blocks),
+    )
+
+
+def _are_held(limits: StageLimits, *, footprint: Footprint, travel: Travel) -> bool:
+    """Say whether every device can hold its part where all stages are as large as the limits."""
+    return footprint.fits(travel.layout(largest_stages(footprint.profile, limits)))
+
+
+def _narrower(limits: StageLimits) -> StageLimits:
+    """One block fewer in the largest kind of stage."""
+    forward, fused, backward = limits.forward, limits.fused, limits.backward
+    if forward > max(backward, fused):
+        forward -= 1
+    elif fused > backward:
+        fused -= 1
+    elif backward > 1:
+        backward -= 1
+    else:
+        forward, fused = max(forward - 1, 1), max(fused - 1, 0)
+    return StageLimits(forward=forward, fused=fused, backward=backward)
+
+
+def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:
+    """Return stages as large as the limits and the model's cuts allow."""
+    num_blocks, cuts = profile.num_blocks, profile.cuts
+    fused = min(limits.fused, sum(call_lengths(num_blocks, cuts)[-1:]))
+    rest = num_blocks - fused
+    forward = greedy_cuts([1.0] * rest, limit=limits.forward, cuts=cuts_before(rest, cuts))
+    backward = greedy_cuts([1.0] * rest, limit=limits.backward, cuts=reversed_cuts(rest, cuts))
+    return Partition(forward=forward, backward=(fused, *backward))
+
+
+def describe_lack(footprint: Footprint, *, travel: Travel) -> str:
+    """Say what no device can hold: the stage of one block, or of the tail segment, at its least."""
+    profile, hardware = footprint.profile, footprint.hardware
+    ones = largest_stages(profile, StageLimits(forward=1, fused=0, backward=1))
+    need = footprint.need(travel.layout(ones))
+    if need.stage.kind is StageKind.FUSED or not need.stage.blocks:
+        part, what = profile.tail, "the tail segment"
+    else:
+        part = profile.blocks[need.stage.blocks.start]
+        what = f"even one block, {part.name!r}"
+    kinds = sorted(need.num_bytes.items(), key=lambda pair: -pair[1])
+    sizes = ", ".join(f"{kind.value} {size / _GIB:.2f}" for kind, size in kinds if size)
+    return (
+        f"{hardware.name} cannot hold {what}: it has {part.parameter_bytes / _GIB:.2f} GiB of "
+        f"weights and needs {need.total_bytes / _GIB:.2f} GiB of a device's "
+        f"{hardware.device_bytes / _GIB:.2f} GiB ({sizes}). Use smaller microbatches, LoRA, or "
+        "devices with more memory."
+    )
+
+
+def _largest(holds: Callable[[int], bool], *, least: int, most: int) -> int:
+    """The largest number that holds, of which `least` does: by doubling, then by bisection."""
+    stride = 1
+    while least + stride <= most and holds(least + stride):
+        least, stride = least + stride, 2 * stride
+    most = min(most, least + stride - 1)
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if holds(middle) else (least, middle - 1)
+    return least
+
+
+__all__ = [
+    "RESERVED_BYTES",
+    "MemoryKind",
+    "Travel",
+    "describe_lack",
+    "even_share",
+    "largest_stages",
+    "limits_within",
+    "stage_limits",
+    "widest_limits",
+]

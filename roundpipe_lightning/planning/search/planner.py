@@ -1,0 +1,386 @@
+"""From a model and a machine to the plan with the shortest step.
+
+Chosen together: the number of microbatches, the stages (uneven, asymmetric), the blocks of the
+fused stage, teams, rounds, slots for weights, what is recomputed and which blocks stay on a device.
+A team of T splits the plan into T pipelines that never meet, so it idles less the larger it is, but
+uploads every stage's weights T times: `simulate_transfers` decides between them.
+
+1. Every way for the microbatches to travel is a case, with the stages that fit the devices.
+2. `Evaluator` estimates the even partitions of every case. In the most promising ones
+   `search_partitions` looks for better ones, and the best of these are simulated.
+3. Every even partition of every case that might still be better, by a bound on its step, is
+   simulated too. So the plan is no worse than any of them.
+4. Where attention takes enough of a step, all of this is done once more with its outputs kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_lightning.errors import FitError, PlanError
+from roundpipe_lightning.planning.cost.costs import StageCosts
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.schedule.cuts import check_partition
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.search.cases import Admits, Case, Prediction, Profiles, find_cases
+from roundpipe_lightning.planning.search.evolve import Candidate, search_partitions
+from roundpipe_lightning.planning.search.request import PlanningRequest
+
+_CONFIRMED = 3
+"""Partitions per case that are simulated with their transfers."""
+
+_RESULTS = 12
+"""Partitions that a search returns, of which some may not fit."""
+
+_CONFIRMED_ACTIONS = 40_000
+"""Actions of these simulations together; one is simulated in any case."""
+
+_HOPELESS = 1.01
+"""How much longer than the best a confirmed step may be for more of its kind to be confirmed."""
+
+_PROMISING = 1.04
+"""How much longer than the best with even stages a case may be to be searched."""
+
+_CASES_SEARCHED = 3
+"""Cases that are searched, at most."""
+
+_LEAST_SAVED = 0.02
+"""Share of a step that has to be saved for attention's outputs to be kept: that every operation of
+a block is looked at for it is not in the costs."""
+
+_BATCHES_SEARCHED = 3
+"""Accumulated batches that the search looks at, so that those between fill and drain count most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTraining:
+    """The planner's answer.
+
+    Attributes:
+        plan: The plan; its microbatches are those of all accumulated batches.
+        costs: What its stages cost.
+        timeline: When every action is predicted to run, transfers included.
+    """
+
+    plan: Plan
+    costs: StageCosts
+    timeline: Timeline
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """How the microbatches of all batches travel."""
+        return replace(PipelineLayout.of(self.plan), num_batches=self.plan.num_batches)
+
+
+def plan_training(
+    profile: ModelProfile | Profiles,
+    *,
+    hardware: HardwareSpec,
+    request: PlanningRequest,
+    admits: Admits | None = None,
+) -> PlannedTraining:
+    """Choose the plan with the shortest predicted step.
+
+    Args:
+        profile: The model for one microbatch; where there are several numbers of microbatches to
+            choose from, a function that returns it for each. Sizes that are 0 cost no time and no
+            memory.
+        hardware: The machine; every device is a worker.
+        request: What is wanted, and what is settled.
+        admits: Whether a layout keeps what the planner does not know, such as the host's memory;
+            where none does, it is not asked.
+
+    Raises:
+        FitError: If a device cannot hold a block, or what is asked for.
+        PlanError: If the request contradicts the model or the machine.
+    """
+    profiles = _profiles(profile, request)
+    for count in request.microbatch_choices:
+        _check_partitions(profiles(count), request)
+    simpler = request.without_selective()
+    best = _planned(profiles, hardware=hardware, request=simpler, admits=admits)
+    if simpler == request or not _may_save(profiles, request):
+        return best
+    try:
+        kept = _planned(
+            profiles,
+            hardware=hardware,
+            request=replace(request, recompute=(RecomputePolicy.SELECTIVE,)),
+            admits=admits,
+        )
+    except FitError:
+        return best
+    limit = (1 - _LEAST_SAVED) * best.timeline.makespan_seconds
+    is_held = admits is None or admits(kept.layout)
+    return kept if kept.timeline.makespan_seconds <= limit and is_held else best
+
+
+def _may_save(profiles: Profiles, request: PlanningRequest) -> bool:
+    """Say whether attention takes a share of any step that is worth keeping its outputs."""
+
+    def pays(profile: ModelProfile) -> bool:
+        full = profile.seconds_to_recompute()
+        saved = full - profile.seconds_to_recompute(RecomputePolicy.SELECTIVE)
+        return saved > 0 and saved >= _LEAST_SAVED * (profile.busy_seconds + full)
+
+    return any(pays(profiles(count)) for count in request.microbatch_choices)
+
+
+def _planned(
+    profiles: Profiles, *, hardware: HardwareSpec, request: PlanningRequest, admits: Admits | None
+) -> PlannedTraining:
+    looked_at = min(request.num_batches, _BATCHES_SEARCHED)
+    cases = find_cases(profiles, hardware=hardware, request=request, num_batches=looked_at)
+    case, found = _Choice(cases, request=request, admits=admits).best()
+    if request.num_batches != looked_at:
+        found = case.simulate(found.layout, num_batches=request.num_batches)
+    return PlannedTraining(
+        plan=_plan(case, found),
+        costs=case.costs(found.layout),
+        timeline=found.timeline,
+    )
+
+
+def _profiles(profile: ModelProfile | Profiles, request: PlanningRequest) -> Profiles:
+    if not isinstance(profile, ModelProfile):
+        known = {count: profile(count) for count in request.microbatch_choices}
+        return known.__getitem__
+    if len(request.microbatch_choices) > 1:
+        raise PlanError(
+            f"num_microbatches={request.num_microbatches} leaves a choice, but a microbatch of "
+            "each number has sizes of its own: give a function from the number to the profile."
+        )
+    return lambda _: profile
+
+
+def _check_partitions(profile: ModelProfile, request: PlanningRequest) -> None:
+    for partition in request.partitions:
+        if partition.num_blocks != profile.num_blocks:
+            raise PlanError(
+                f"partitions: '{partition}' has {partition.num_blocks} blocks, the model has "
+                f"{profile.num_blocks}."
+            )
+        check_partition(
+            partition, cuts=profile.cuts, block_names=profile.block_names, what="partitions"
+        )
+
+
+def _plan(case: Case, found: Prediction) -> Plan:
+    """Make the plan of all batches."""
+    layout, num_batches = found.layout, case.request.num_batches
+    partition = layout.partition
+    has_backward = partition.num_backward or not partition.num_blocks
+    return Plan(
+        model=case.profile.fingerprint,
+        partition=partition,
+        num_workers=case.hardware.num_devices,
+        num_microbatches=case.travel.num_microbatches * num_batches,
+        team_size=layout.team_size,
+        round_size=layout.round_size,
+        schedule=case.schedule(partition, num_batches=num_batches),
+        block_names=case.profile.block_names,
+        num_batches=num_batches,
+        weight_slots=layout.weight_slots,
+        recompute=layout.recompute if has_backward else RecomputePolicy.NONE,
+        resident=layout.resident,
+    )
+
+
+def plan_of_one_batch(plan: Plan) -> Plan:
+    """Return the plan of one of the accumulated batches that a plan was made for.
+
+    It has the same stages, teams and rounds, and says how many batches they were chosen for.
+    """
+    num_microbatches = plan.num_microbatches // plan.num_batches
+    schedule = round_robin_schedule(
+        plan.partition,
+        num_workers=plan.num_workers,
+        num_microbatches=num_microbatches,
+        round_size=plan.round_size,
+        team_size=plan.team_size,
+    )
+    return replace(plan, num_microbatches=num_microbatches, schedule=schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Even:
+    """An even partition in a case."""
+
+    case: Case
+    partition: Partition
+    estimated_seconds: float
+
+
+class _Choice:
+    """Looks for the best partition over all cases."""
+
+    def __init__(
+        self, cases: Sequence[Case], *, request: PlanningRequest, admits: Admits | None
+    ) -> None:
+        self._request = request
+        self._admits = admits
+        self._even = {case: case.beginnings(admits) for case in cases}
+        if not any(self._even.values()):
+            self._admits = None
+            self._even = {case: case.beginnings(None) for case in cases}
+        self._even = {case: even for case, even in self._even.items() if even}
+        if not self._even:
+            raise FitError(_describe_refusal(cases, request))
+        self._best: tuple[Case, Prediction] | None = None
+        self._lack: FitError | None = None
+
+    def best(self) -> tuple[Case, Prediction]:
+        """Return the best partition found and its case."""
+        estimates = {
+            case: case.makespans(even, uploads=True).tolist() for case, even in self._even.items()
+        }
+        ranked = sorted(self._even, key=lambda case: min(estimates[case]))
+        limit = _PROMISING * min(estimates[ranked[0]])
+        chosen = [case for case in ranked if min(estimates[case]) <= limit][:_CASES_SEARCHED]
+        for case in chosen:
+            self._search(case)
+        self._verify(
+            [
+                _Even(case=case, partition=candidate.partition, estimated_seconds=seconds)
+                for case, even in self._even.items()
+                for candidate, seconds in zip(even, estimates[case], strict=True)
+            ]
+        )
+        if self._best is None:
+            assert self._lack is not None
+            raise self._lack
+        if self._best[0] not in chosen:
+            self._search(self._best[0])
+        return self._without_needless_residents()
+
+    def _consider(self, case: Case, partition: Partition) -> float:
+        """Predict a partition, keep it if it is the best, and return its makespan."""
+        try:
+            found = case.predict(partition)
+        except FitError as error:  # no room for the blocks that must stay
+            self._lack = error
+            return math.inf
+        if self._best is None or found.makespan_seconds < self._best[1].makespan_seconds:
+            self._best = case, found
+        return found.makespan_seconds
+
+    def _search(self, case: Case) -> None:
+        """Simulate the best partitions that a search finds, or those that were asked for."""
+        if self._request.partitions:
+            for candidate in self._even[case]:
+                self._consider(case, candidate.partition)
+            return
+        for partition in self._found(case):
+            makespan = self._consider(case, partition)
+            if self._best is not None and (makespan > _HOPELESS * self._best[1].makespan_seconds):
+                break
+
+    def _found(self, case: Case) -> list[Partition]:
+        """Return promising partitions, the best first."""
+        effort = self._request.effort
+        if case.travel.team_size == case.hardware.num_devices:
+            # One worker never waits for another: only the fused stage matters, and even stages do.
+            effort = replace(effort, num_actions=0)
+        found = search_partitions(
+            case.evaluator,
+            even=self._even[case],
+            limits=case.limits,
+            effort=effort,
+            num_results=_RESULTS,
+            fits=case.fits,
+        )
+        held = [result.partition for result in found if self._admitted(case, result.partition)]
+        if not held:
+            return []
+        return held[:_CONFIRMED][: max(1, _CONFIRMED_ACTIONS // case.num_actions(held[0]))]
+
+    def _admitted(self, case: Case, partition: Partition) -> bool:
+        return self._admits is None or self._admits(case.travel.layout(partition))
+
+    def _verify(self, evens: list[_Even]) -> None:
+        """Simulate even partitions that might be better than the best, the likeliest first."""
+        bounds: dict[Case, dict[Partition, float]] = {}
+        actions = 0
+        for even in sorted(evens, key=lambda even: even.estimated_seconds):
+            case, partition = even.case, even.partition
+            if case not in bounds:
+                bounds[case] = self._bounds(case)
+            if self._best is not None:
+                if bounds[case][partition] >= self._best[1].makespan_seconds:
+                    continue
+                actions += case.num_actions(partition)
+                if actions > self._request.effort.num_verified_actions:
+                    return
+            self._consider(case, partition)
+
+    def _bounds(self, case: Case) -> dict[Partition, float]:
+        """Return what the step of each even partition of a case takes at least."""
+        even: tuple[Candidate, ...] = self._even[case]
+        seconds = case.makespans(even, uploads=False)
+        return {
+            candidate.partition: float(least)
+            for candidate, least in zip(even, seconds, strict=True)
+        }
+
+    def _without_needless_residents(self) -> tuple[Case, Prediction]:
+        """Return the best one; its blocks stay only if that shortens the step.
+
+        Fewer bytes may delay others that share a link. That is rare, so long steps go unchecked.
+        """
+        assert self._best is not None
+        case, best = self._best
+        is_quick = case.num_actions(best.layout.partition) <= _CONFIRMED_ACTIONS
+        if is_quick and best.layout.resident and self._request.at_least_resident == 0:
+            moving = case.predict(best.layout.partition, stays=False)
+            if moving.makespan_seconds < best.makespan_seconds:
+                return case, moving
+        return case, best
+
+
+def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
+    """Say why none of the partitions that are wanted is possible."""
+    case = cases[0]
+    device = f"a device of {case.hardware.name} has {case.hardware.device_bytes / 2**30:.2f} GiB"
+    if request.partitions:
+        if not any(request.allows(partition) for partition in request.partitions):
+            policies = ", ".join(policy.value for policy in request.recompute)
+            return f"None of the partitions goes with recompute={policies}: change either."
+        need = min(
+            each.footprint.most_bytes(each.travel.layout(partition))
+            for each in cases
+            for partition in request.partitions
+            if request.allows(partition)
+        )
+        return (
+            f"The stages that are asked for need at least {need / 2**30:.2f} GiB of a device, but "
+            f"{device}. Ask for smaller stages, smaller microbatches or a smaller round."
+        )
+    if request.recompute == (RecomputePolicy.NONE,):
+        num_blocks = case.profile.num_blocks
+        if case.profile.cuts:
+            return (
+                f"recompute=none needs all {num_blocks} blocks in the fused stage, which the "
+                f"model's cuts {case.profile.cuts} do not allow: allow recompute=full."
+            )
+        whole = Partition(forward=(), backward=(num_blocks,))
+        need = min(each.footprint.most_bytes(each.travel.layout(whole)) for each in cases)
+        return (
+            f"recompute=none needs all {num_blocks} blocks on one device at once, with their "
+            f"activations {need / 2**30:.2f} GiB, but {device}: allow recompute=full, use smaller "
+            "microbatches, or devices with more memory."
+        )
+    return (
+        f"No stages within the limits go with recompute="
+        f"{', '.join(policy.value for policy in request.recompute)}; {device}."
+    )
+
+
+__all__ = ["PlannedTraining", "PlanningRequest", "plan_of_one_batch", "plan_training"]

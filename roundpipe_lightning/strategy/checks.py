@@ -1,0 +1,198 @@
+"""Refuses what cannot work with the strategy, before training starts.
+
+Lightning stays silent about most of these and would compute something else. Every message names the
+flag and the way out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from roundpipe_lightning.engine.capture.view import is_compiled, is_rebound
+from roundpipe_lightning.errors import ConfigurationError
+
+_STEPS: Mapping[TrainerFn | None, Sequence[str]] = {
+    None: (),
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+
+
+def check_trainer_flags(
+    *,
+    num_nodes: int,
+    syncs_batchnorm: bool,
+    environment: ClusterEnvironment | None,
+    devices: Sequence[torch.device],
+) -> None:
+    """Refuse flags of the Trainer that ask for something else than one process with N workers.
+
+    Args:
+        num_nodes: `Trainer(num_nodes=...)`.
+        syncs_batchnorm: Whether `Trainer(sync_batchnorm=True)` was given.
+        environment: What Lightning found about the cluster.
+        devices: The devices of `Trainer(accelerator=..., devices=...)`.
+
+    Raises:
+        ConfigurationError: A flag cannot work.
+    """
+    if num_nodes > 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}: strategy='roundpipe' runs in one process on one machine. "
+            "Set Trainer(num_nodes=1)."
+        )
+    num_processes = _num_launched(environment)
+    if num_processes > 1:
+        raise ConfigurationError(
+            f"{num_processes} processes were launched, but strategy='roundpipe' drives "
+            "all devices from one process. Start the script once, without torchrun or with one "
+            "task per node (--ntasks-per-node=1), and set Trainer(devices=N)."
+        )
+    if syncs_batchnorm:
+        raise ConfigurationError(
+            "sync_batchnorm=True: microbatches pass through a layer one after the other, so its "
+            "statistics cannot be taken over all of them. Set Trainer(sync_batchnorm=False), and "
+            "num_microbatches=1 if the statistics of the full batch matter."
+        )
+    kinds = {device.type for device in devices}
+    if not kinds <= {"cpu", "cuda"}:
+        raise ConfigurationError(
+            f"accelerator={', '.join(sorted(kinds))}: strategy='roundpipe' runs on "
+            "Trainer(accelerator='cpu') and Trainer(accelerator='gpu')."
+        )
+
+
+def _num_launched(environment: ClusterEnvironment | None) -> int:
+    """Number of processes; one where an environment was named that has launched none."""
+    try:
+        return 1 if environment is None else environment.world_size()
+    except KeyError:  # SLURMEnvironment() outside of a job step
+        return 1
+
+
+def check_module(module: LightningModule, *, num_microbatches: int | str) -> None:
+    """Refuse ways of training that cannot be cut into microbatches.
+
+    Args:
+        module: The user's module, after its `setup` and `configure_model`.
+        num_microbatches: What was asked for: a number, or `"auto"`.
+
+    Raises:
+        ConfigurationError: The module trains in such a way.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
+            "so they cannot be split into microbatches. Write training_step(batch, batch_idx)."
+        )
+    if not module.automatic_optimization and num_microbatches not in ("auto", 1):
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False and "
+            f"num_microbatches={num_microbatches}: its training_step steps one or several "
+            "optimizers itself, which several microbatches cannot do at once. Set "
+            "RoundPipeStrategy(num_microbatches=1) or leave it out, or use automatic optimization "
+            "(one optimizer; gradient clipping and accumulation are flags of the Trainer)."
+        )
+
+
+def check_steps(module: LightningModule, what: TrainerFn | None) -> None:
+    """Refuse functions in place of steps that get past the views of the module.
+
+    On CPU workers they are right, if slow: parameters and buffers lie where the module has them.
+
+    Args:
+        module: The user's module.
+        what: What the Trainer is about to do with it.
+
+    Raises:
+        ConfigurationError: One is a function that is not bound to the module.
+    """
+    for name in _STEPS[what]:
+        step = vars(module).get(name)
+        if step is not None and not is_rebound(step, module):
+            kind = type(module).__name__
+            raise ConfigurationError(
+                f"{kind}.{name} was replaced on the object by a function that is not bound to it. "
+                "It would run the module itself and not the part of it that is on a device: no "
+                "block would run in its stage. Write a function whose first argument is the module "
+                f"and bind it, module.{name} = types.MethodType(function, module), or override "
+                f"{name} in a subclass."
+            )
+
+
+def tell_of_compiled_modules(module: LightningModule) -> None:
+    """Say that modules which the user has compiled run as they are."""
+    compiled = [name for name, part in module.named_modules() if is_compiled(part)]
+    if compiled:
+        rank_zero_info(
+            f"roundpipe: {compiled[0]!r}{' and others' if len(compiled) > 1 else ''} went through "
+            "torch.compile, but a microbatch runs the module that was compiled as it is. "
+            "RoundPipeStrategy(compile=True) compiles the blocks."
+        )
+
+
+@contextmanager
+def several_optimizers_explained(module: LightningModule) -> Iterator[None]:
+    """Say with Lightning's error about several optimizers what they need here besides.
+
+    Raises:
+        ConfigurationError: Automatic optimization with more than one optimizer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers returned several optimizers. Return "
+            "one, with a parameter group for each part of the model, or set "
+            "automatic_optimization=False and step them in training_step, which then runs with one "
+            "microbatch."
+        ) from error
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that evaluate the loss again and again inside one step.
+
+    Raises:
+        ConfigurationError: An optimizer's `step` cannot do without a closure.
+    """
+    for optimizer in optimizers:
+        step = inspect.signature(type(optimizer).step)
+        closure = step.parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} evaluates the loss several times within a step, while "
+                "a roundpipe step is one pass over the batch whose gradients are handed out once. "
+                "Return an optimizer whose step needs no closure (AdamW, SGD, ...) from "
+                "configure_optimizers, or set automatic_optimization=False and call its "
+                "step(closure) in training_step."
+            )
+
+
+def refuse_fabric(**_: Any) -> NoReturn:
+    """Say why Fabric cannot use the strategy.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(
+        "Fabric(strategy='roundpipe'): with Fabric your own loop calls the model and then "
+        "backward(), but a roundpipe step computes losses and gradients in one go, from the "
+        "training_step of a LightningModule, which it runs once per microbatch. Put the loop's "
+        "body into a training_step and use lightning.pytorch.Trainer(strategy='roundpipe'), or "
+        "give Fabric another strategy."
+    )

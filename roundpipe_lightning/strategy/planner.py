@@ -1,0 +1,429 @@
+"""The plans of a training: one per shape of its batches, made when the shape is first seen.
+
+```
+set-up        parameters, gradients, optimizer state against the machine   a first plan
+first batch   the step's work, activations and all, against the machine    the plan, then the engine
+later         another shape, or measured times that pay                    another plan
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.errors import BatchError, FitError, PlanError
+from roundpipe_lightning.models.batches import batch_size_of, split_batch
+from roundpipe_lightning.models.profile import parameter_work, profile_module
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.work import MicrobatchShape
+from roundpipe_lightning.planning.report.description import count_text
+from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.fit import (
+    Search,
+    TrainingJob,
+    fit_training,
+    memory_shortage,
+)
+from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.improve import improved_plan
+from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
+from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import model_utils as facts
+from roundpipe_lightning.strategy.dry_run import TrialFailedError, try_step
+from roundpipe_lightning.strategy.fit_errors import Shortage, length_advice, refusal
+from roundpipe_lightning.strategy.machine import find_machine, rate_name, storage_of
+from roundpipe_lightning.strategy.options import Options
+from roundpipe_lightning.strategy.plan_constraints import KeptHints, SeenStep
+from roundpipe_lightning.strategy.planned import Planned, make_planned, timed_profile
+from roundpipe_lightning.strategy.transfer_dtypes import TravelSizes, upload_dtype_of
+
+_EFFORT = Effort(num_actions=2_000_000, num_generations=30)
+"""A fraction of a second: the first step waits for it."""
+
+_SMALLEST_SHARE = 0.6
+"""How much smaller a microbatch may be than the one that its plan was made for."""
+
+_SHAPE = MicrobatchShape(sequences=1, seq_len=1)
+"""All amounts of a measured step are fixed: its shape is the one it was measured with."""
+
+
+class StepPlanner:
+    """Plans the steps of one session.
+
+    Args:
+        module: The user's module, attached to its trainer.
+        stacks: Its stacks of blocks.
+        devices: One per worker.
+        computes_on_host: Whether the Trainer's are CPU workers.
+        precision: The precision plugin.
+        options: The strategy's settings.
+        given_plan: The user's own plan, or None: it is never changed.
+        optimizers: The optimizers of the training; none for an evaluation.
+
+    Attributes:
+        machine: What is planned for.
+        chain: The calls that are planned for: each stack once, then what a step has called.
+        profile: The model as the planner sees it.
+        num_microbatches: Microbatches of a full batch.
+
+    Raises:
+        PlanError: The given plan is for another model or another number of workers, or a hint
+            cannot be kept.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        *,
+        stacks: Sequence[BlockStack],
+        devices: Sequence[Device],
+        computes_on_host: bool,
+        precision: RoundPipePrecision,
+        options: Options,
+        given_plan: Plan | None,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        self._module = module
+        self._stack = stacks[0] if stacks else None
+        self._num_workers = len(devices)
+        self._options = options
+        self._given_plan = given_plan
+        self._autocast_dtype = precision.autocast_dtype
+        self._precision = str(precision.precision)
+        self._keeps_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
+        self.machine = find_machine(
+            options.hardware,
+            num_workers=len(devices),
+            workers_per_device=options.workers_per_device,
+            computes_on_host=computes_on_host,
+            accelerators=facts.accelerators(devices),
+        )
+        rounds = precision.stochastic_rounding
+        moves = optimizers and not computes_on_host
+        self._travel = TravelSizes(stacks, upload_dtype_of(options, precision) if moves else None)
+        self._storage = storage_of(
+            optimizers,
+            steps_in_float32=rounds,
+            keeps_previous=options.update == "async",
+            masters=self._travel.narrow,
+        )
+        self._trains = bool(optimizers)
+        self._first_chain = self.chain = facts.first_chain(stacks, given_plan)
+        self.profile: ModelProfile = profile_module(module, self.chain)
+        self._parameter_work = parameter_work(module, self.chain)
+        self._planned: list[Planned] = []
+        self._trial_failed = not options.trial_run
+        if given_plan is not None:
+            self._check_given(given_plan)
+            self.num_microbatches = given_plan.num_microbatches
+        elif options.num_microbatches == "auto":
+            self.num_microbatches = 2 * len(devices)
+        else:
+            self.num_microbatches = options.num_microbatches
+        self._hints = KeptHints(options, machine=self.machine, num_workers=len(devices))
+        self._restored: list[Mapping[str, Any]] = []
+
+    # --- before the first batch ------------------------------------------------------------------
+
+    def first_plan(self) -> Plan:
+        """Return a plan of what is known without a batch: parameters, not activations.
+
+        Raises:
+            FitError: Not even those fit.
+            PlanError: A hint cannot be kept.
+        """
+        what, seen = "parameters, gradients and optimizer state", self._from_parameters()
+        if not self._trains:
+            what, seen = "model", replace(seen, work=facts.without_training(seen.work))
+        return self._settle(seen, self.num_microbatches, what=what, search=Search.QUICK).plan
+
+    def _check_given(self, plan: Plan) -> None:
+        if plan.num_workers != self._num_workers:
+            raise PlanError(
+                f"The plan is for {plan.num_workers} workers, but Trainer(devices=...) and "
+                f"workers_per_device give {self._num_workers}. Change one of them, or set "
+                "plan='auto'."
+            )
+        plan.check_model(
+            self.profile.fingerprint, block_names=self.profile.block_names, cuts=self.profile.cuts
+        )
+
+    def take_chain(self, chain: Chain) -> bool:
+        """Plan for what a step has called, from the next batch on; say whether it is new."""
+        if not chain.links or chain.same_calls(self.chain):
+            return False
+        if self._given_plan is not None:
+            if (chain.names, chain.cuts) == (self.chain.names, self.chain.cuts):
+                self.chain = chain  # it knows, too, which of the calls are without gradients
+            return False
+        self.chain = chain
+        self.profile = profile_module(self._module, chain)
+        self._parameter_work = parameter_work(self._module, chain)
+        self._planned.clear()
+        return True
+
+    # --- a batch ---------------------------------------------------------------------------------
+
+    def planned(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Planned:
+        """Return the plan for a batch, made once for batches of about its shape.
+
+        Args:
+            microbatches: Its parts, the largest first.
+            arguments: The other arguments of `training_step`.
+
+        Raises:
+            FitError: It does not fit.
+        """
+        count, size = len(microbatches), facts.num_values(microbatches[0])
+        known = self._known(count, size)
+        if known is not None:
+            return known
+        began = time.perf_counter()
+        found = self._settle(
+            self._try(microbatches[0], arguments),
+            count,
+            what="training step",
+            alternatives=lambda: self._alternatives(microbatches, arguments),
+            longest=lambda shortage: self._longest(microbatches, arguments, shortage),
+        )
+        found.size = size
+        found.planning_seconds = time.perf_counter() - began
+        self._take_over(found)
+        self._planned.append(found)
+        self._hints.note(found.plan)
+        if len(self._planned) == 1 or count == self.num_microbatches:
+            self.profile = timed_profile(found.job)
+        rank_zero_info(
+            f"roundpipe: planned {count_text(count, 'microbatch')} on {self.machine.name} in "
+            f"{found.planning_seconds:.2f} s: {found.plan.partition}, teams of "
+            f"{found.plan.team_size}, rounds of {found.plan.round_size}."
+        )
+        return found
+
+    def _known(self, count: int, size: int) -> Planned | None:
+        """The plan of the smallest shape that is no smaller, and not much larger."""
+        near = [
+            planned
+            for planned in self._planned
+            if planned.plan.num_microbatches == count
+            and _SMALLEST_SHARE * planned.size <= size <= planned.size
+        ]
+        return min(near, key=lambda planned: planned.size, default=None)
+
+    def _try(self, microbatch: Any, arguments: Sequence[Any]) -> SeenStep:
+        """Run the step without values; where that fails, once, use the parameters from then on.
+
+        Only calls of one stack, once, are measured so.
+        """
+        plain = self.chain is self._first_chain and not self.chain.cuts
+        if self._trial_failed or not plain:
+            return self._from_parameters()
+        try:
+            return self._tried(microbatch, arguments)
+        except TrialFailedError as error:
+            self._trial_failed = True
+            rank_zero_info(
+                "roundpipe: plans follow from the parameters alone, because training_step cannot "
+                f"be run without values ({error})"
+            )
+            return self._from_parameters()
+
+    def _tried(self, microbatch: Any, arguments: Sequence[Any]) -> SeenStep:
+        """Run the step without values.
+
+        Raises:
+            TrialFailedError: It cannot be run so.
+        """
+        step = try_step(
+            self._module,
+            self._stack,
+            microbatch=microbatch,
+            arguments=arguments,
+            compute_dtype=self._autocast_dtype,
+            loss=self._options.loss,
+        )
+        writes = step.writes_buffers or self._keeps_statistics
+        return SeenStep(
+            work=step.work,
+            knows_activations=True,
+            writes_buffers=writes,
+            may_write_buffers=writes,
+        )
+
+    def _from_parameters(self) -> SeenStep:
+        return SeenStep(
+            work=self._parameter_work,
+            knows_activations=False,
+            writes_buffers=self._keeps_statistics,
+            may_write_buffers=any(True for _ in self._module.buffers()),
+        )
+
+    # --- measured times --------------------------------------------------------------------------
+
+    def learn(self, planned: Planned, timeline: Timeline, *, remaining_steps: int | None) -> None:
+        """Take in how long a step took, and now and then look for a better plan.
+
+        A plan that the user gave is never changed.
+
+        Args:
+            planned: What was run.
+            timeline: When its actions ran.
+            remaining_steps: Steps that are left, if that is known.
+        """
+        if planned.plan is self._given_plan or not self._options.replan:
+            return
+        planned.measured.observe(timeline, partition=planned.plan.partition)
+        if not self._is_due(planned):
+            return
+        planned.next_look = 2 * planned.measured.num_steps
+        began = time.perf_counter()
+        better = improved_plan(
+            planned.plan,
+            profile=planned.measured.profile(),
+            job=planned.job,
+            planning_seconds=planned.planning_seconds,
+            remaining_steps=remaining_steps,
+        )
+        if better is None:
+            return
+        planned.plan = better.plan
+        rank_zero_info(
+            f"roundpipe: other stages after {planned.measured.num_steps} measured steps: "
+            f"{better.plan.partition}. Predicted step {better.after_seconds:.3g} s instead of "
+            f"{better.before_seconds:.3g} s ({better.gain:.0%} less); planned in "
+            f"{time.perf_counter() - began:.2f} s."
+        )
+
+    def _is_due(self, planned: Planned) -> bool:
+        return planned.measured.num_steps >= planned.next_look and planned.measured.is_ready
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training goes on with, in plain numbers."""
+        return {
+            "machine": self.machine.name,
+            "num_workers": self._num_workers,
+            "rounds": [[count, *sizes] for count, sizes in self._hints.rounds.items()],
+            "averages": [
+                {
+                    "num_microbatches": planned.plan.num_microbatches,
+                    "size": planned.size,
+                    **planned.measured.state_dict(),
+                }
+                for planned in self._planned
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned, if it was on a machine like this one."""
+        if (state["machine"], state["num_workers"]) == (self.machine.name, self._num_workers):
+            self._hints.rounds = {count: (team, size) for count, team, size in state["rounds"]}
+            self._restored = list(state["averages"])
+
+    def _take_over(self, planned: Planned) -> None:
+        """Give a plan the averages that an earlier run measured with batches of this shape."""
+        for state in self._restored:
+            if (state["num_microbatches"], state["size"]) == (
+                planned.plan.num_microbatches,
+                planned.size,
+            ) and planned.measured.load_state_dict(state):
+                planned.next_look = planned.measured.num_steps + 1
+
+    # --- planning --------------------------------------------------------------------------------
+
+    def _job(self, seen: SeenStep, count: int, *, search: Search = Search.FULL) -> TrainingJob:
+        """What is to be planned for batches of so many microbatches."""
+        hints = self._hints.wanted(count, full=self.num_microbatches)
+        return TrainingJob(
+            work=self._travel.of(seen.work, self.chain),
+            hardware=self.machine,
+            dtype=rate_name(self.machine, self._autocast_dtype or facts.widest_dtype(self._module)),
+            storage=self._storage,
+            shape=_SHAPE,
+            num_microbatches=count,
+            hints=self._hints.completed(hints, seen, count),
+            search=search,
+            effort=_EFFORT,
+        )
+
+    def _settle(
+        self,
+        seen: SeenStep,
+        count: int,
+        *,
+        what: str,
+        search: Search = Search.FULL,
+        alternatives: Callable[[], Alternatives] = Alternatives,
+        longest: Callable[[Shortage], str] = lambda _: "",
+    ) -> Planned:
+        """Take the user's plan if it is for so many microbatches, else find the best one.
+
+        Raises:
+            FitError: It does not fit.
+        """
+        job = self._job(seen, count, search=search)
+        given = self._given_plan
+        if given is not None and given.num_microbatches == count:
+            layout = PipelineLayout.of(given)
+            memory = job.report(layout)
+            if not memory.fits:
+                shorter = longest(lambda job: job.report(layout).missing_share)
+                raise FitError(
+                    f"The given plan does not fit {self.machine.name}: {memory.reason} {shorter}"
+                    "Set plan='auto', or see with roundpipe-plan what would fit."
+                )
+            return make_planned(given, job, knows_activations=seen.knows_activations)
+        answer = fit_training(job)
+        if answer.planned is None or not answer.fits:
+            free = self._hints.completed(PartitionHints(), seen, count)
+            found = remedies(job, alternatives(), free_hints=free)
+            shorter = longest(memory_shortage) if seen.knows_activations else ""
+            raise refusal(answer, found, what=what, shorter=shorter, is_first=not self._planned)
+        return make_planned(answer.planned.plan, job, knows_activations=seen.knows_activations)
+
+    # --- what does not fit -----------------------------------------------------------------------
+
+    def _longest(
+        self, microbatches: Sequence[Any], arguments: Sequence[Any], shortage: Shortage
+    ) -> str:
+        """Say how long the sequences of such a batch may be; nothing where that is not known."""
+
+        def job(microbatch: Any) -> TrainingJob:
+            return self._job(self._tried(microbatch, arguments), len(microbatches))
+
+        return length_advice(microbatches[0], job=job, shortage=shortage)
+
+    def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:
+        """What could be changed about a batch."""
+        count = len(microbatches)
+
+        def smaller(num_microbatches: int) -> TrainingJob | None:
+            try:
+                part = split_batch(microbatches[0], -(-num_microbatches // count))[0]
+            except BatchError:
+                return None
+            return self._job(self._try(part, arguments), num_microbatches)
+
+        try:
+            most = count * batch_size_of(microbatches[0])
+        except BatchError:
+            most = 1
+        wide = facts.widest_dtype(self._module) is torch.float32 and self._precision == "32-true"
+        return Alternatives(
+            most_microbatches=most,
+            with_microbatches=smaller,
+            narrower_precision="bf16-true" if wide else None,
+        )

@@ -1,0 +1,248 @@
+"""Skipping batches by their indices: nothing of what was trained on already is loaded again.
+
+```
+saved     constructed ─► iterated ─► first index ─► 0 1 2 3 4 │ 5 6 ...     5 batches handed out
+resumed   the same draws from the same random states ──► ─────► 5 6 ...     loaded from here on
+```
+
+An epoch's order is drawn by the loader's own sampler, from generators whose states were noted when
+it did so. A resumed run puts these states back, lets the sampler draw the same order, drops the
+indices of the batches that were trained on, and goes on with the random states of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
+
+from roundpipe_lightning.strategy.resume.own_generators import OwnGenerators
+from roundpipe_lightning.strategy.resume.random_state import HostRandomness
+
+
+@dataclass(frozen=True, kw_only=True)
+class Randomness:
+    """Where everything stands that an order of batches may be drawn from.
+
+    Attributes:
+        host: The host's generators.
+        own: The generators of the loader's parts.
+        samplers: The state dicts of samplers that have one.
+    """
+
+    host: HostRandomness
+    own: Mapping[str, Any]
+    samplers: Mapping[str, Any]
+
+    def packed(self) -> dict[str, Any]:
+        """Tensors and numbers."""
+        return {"host": self.host.packed(), "own": dict(self.own), "samplers": dict(self.samplers)}
+
+    @classmethod
+    def unpacked(cls, state: Mapping[str, Any]) -> Randomness:
+        """The reverse of `packed`."""
+        host = HostRandomness.unpacked(state["host"])
+        return cls(host=host, own=state["own"], samplers=state["samplers"])
+
+
+class LoaderRandomness:
+    """Reads and sets the randomness of one loader.
+
+    Args:
+        loader: Any loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._own = OwnGenerators(loader)
+
+    def now(self) -> Randomness:
+        """Where everything stands."""
+        samplers = {name: part.state_dict() for name, part in self._stateful()}
+        return Randomness(host=HostRandomness.now(), own=self._own.now(), samplers=samplers)
+
+    def restore(self, randomness: Randomness) -> None:
+        """Put the generators back, but no sampler's state."""
+        randomness.host.restore()
+        self.restore_own(randomness.own)
+
+    def restore_own(self, states: Mapping[str, Any]) -> None:
+        """Put the generators of the loader's parts back."""
+        self._own.restore(states)
+
+    def restore_samplers(self, states: Mapping[str, Any]) -> None:
+        """Give the samplers their states."""
+        for name, part in self._stateful():
+            if name in states:
+                part.load_state_dict(states[name])
+
+    def _stateful(self) -> Iterator[tuple[str, Any]]:
+        for name in ("sampler", "batch_sampler"):
+            part = getattr(self._loader, name, None)
+            if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+                yield name, part
+
+
+@dataclass(kw_only=True)
+class DrawnOrder:
+    """What was noted when an order was drawn, or what is to be drawn again.
+
+    Attributes:
+        constructed: After the loader's iterator was made.
+        iterated: Before its sampler was asked for an iterator.
+        first: Before the first index was drawn.
+        workers: Where the worker processes stood after the last batch that each handed out.
+        num_skipped: Batches that are not loaded.
+    """
+
+    constructed: Randomness | None = None
+    iterated: Randomness | None = None
+    first: Randomness | None = None
+    workers: dict[int, HostRandomness] = field(default_factory=dict)
+    num_skipped: int = 0
+
+
+class RecordedSampler:
+    """Stands in for a loader's sampler: notes the randomness of an order, or draws one again.
+
+    Args:
+        sampler: What the loader takes its indices from.
+        randomness: The loader's.
+        num_workers: Processes that load; 0: indices are drawn one at a time, as they are needed.
+        marks: Whether skipped batches may be announced to the processes, so that every batch is
+            loaded by the process that would have loaded it.
+    """
+
+    def __init__(
+        self, sampler: Any, *, randomness: LoaderRandomness, num_workers: int, marks: bool
+    ) -> None:
+        self._sampler = sampler
+        self._randomness = randomness
+        self._num_workers = num_workers
+        self.marks = marks
+        self.drawn = DrawnOrder()
+        self.replayed: DrawnOrder | None = None
+        self.is_empty = False
+        """Whether there are no indices for now: processes are started, and load nothing yet."""
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_sampler"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_empty:
+            return iter(())
+        # Replayed draws leave the generators as they were: what is drawn next is not theirs.
+        replayed, kept = self.replayed, self._randomness.now()
+        if replayed is not None and replayed.iterated is not None:
+            self._randomness.restore(replayed.iterated)
+            self._randomness.restore_samplers(replayed.iterated.samplers)
+            indices = iter(self._sampler)
+            self._randomness.restore(kept)
+        else:
+            indices = iter(self._sampler)
+        self.drawn = replayed or DrawnOrder(
+            constructed=self.drawn.constructed or self._randomness.now(), iterated=kept
+        )
+        return self._indices(indices, replayed)
+
+    def _indices(self, indices: Iterator[Any], replayed: DrawnOrder | None) -> Iterator[Any]:
+        kept = self._randomness.now()
+        self.replayed = None
+        if replayed is None or replayed.first is None:
+            self.drawn.first = kept
+            yield from indices
+            return
+        self._randomness.restore(replayed.first)
+        next(islice(indices, replayed.num_skipped, replayed.num_skipped), None)
+        if self._num_workers == 0:
+            self._randomness.restore(kept)
+        elif self.marks:
+            yield from ([] for _ in range(replayed.num_skipped % self._num_workers))
+        yield from indices
+
+
+def skips_indices(loader: Any) -> bool:
+    """Whether batches of a loader can be skipped without loading them."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def takes_marks(loader: DataLoader[Any]) -> bool:
+    """Whether its processes can be given an empty list of indices."""
+    dataset = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return loader.batch_sampler is not None and not hasattr(dataset, "__getitems__")
+
+
+# In worker processes -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStamp:
+    """Where a process's generators stand after it has loaded a batch.
+
+    Attributes:
+        worker: The process's number.
+        torch: Torch's state as a numpy array, which travels without shared memory.
+        rest: The others.
+    """
+
+    worker: int
+    torch: Any
+    rest: HostRandomness
+
+    def randomness(self) -> HostRandomness:
+        """The generators' states."""
+        state = torch.from_numpy(self.torch.copy())
+        return HostRandomness(torch=state, python=self.rest.python, numpy=self.rest.numpy)
+
+
+class StampingCollate:
+    """Makes batches in a process and sends along where its generators stand then.
+
+    Args:
+        collate: The loader's own function.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> tuple[Any, WorkerStamp | None]:
+        if isinstance(samples, list) and not samples:
+            return None, None  # the place of a batch that is skipped
+        batch, worker, now = self._collate(samples), get_worker_info(), HostRandomness.now()
+        assert worker is not None
+        rest = HostRandomness(torch=torch.empty(0), python=now.python, numpy=now.numpy)
+        return batch, WorkerStamp(worker=worker.id, torch=now.torch.numpy(), rest=rest)
+
+
+class RestoringInit:
+    """Starts a process with its generators where another one's stood.
+
+    Args:
+        init: The loader's own function, or None.
+        states: By number of the process.
+    """
+
+    def __init__(
+        self, init: Callable[[int], Any] | None, states: Mapping[int, HostRandomness]
+    ) -> None:
+        self._init = init
+        self._states = dict(states)
+
+    def __call__(self, worker: int) -> None:
+        if self._init is not None:
+            self._init(worker)
+        if worker in self._states:
+            self._states[worker].restore()

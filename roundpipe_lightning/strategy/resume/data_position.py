@@ -1,0 +1,384 @@
+"""Where in an epoch the training data stands, for loaders that do not say so themselves."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch.utils.data import DataLoader
+
+from roundpipe_lightning.strategy.resume.data_indices import (
+    DrawnOrder,
+    LoaderRandomness,
+    Randomness,
+    RecordedSampler,
+    RestoringInit,
+    StampingCollate,
+    skips_indices,
+    takes_marks,
+)
+from roundpipe_lightning.strategy.resume.random_state import HostRandomness
+
+_MOST_AHEAD = 2
+
+
+class SlowResumeWarning(UserWarning):
+    """Batches that were trained on are loaded again and dropped: their loader has no state."""
+
+
+class PositionedLoader:
+    """A loader of training batches that can go on in the middle of an epoch.
+
+    It stands in for the user's loader, whose attributes it has. The loader is changed only while
+    an iterator is made.
+
+    Args:
+        loader: Any iterable without a `state_dict`.
+        waits: Whether the first iteration waits for `resume` or its first batch, because a
+            checkpoint has been loaded.
+    """
+
+    def __init__(self, loader: Any, *, waits: bool) -> None:
+        vars(self)["position"] = LoaderPosition(loader, waits=waits)
+        vars(self)["loader"] = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if "loader" not in vars(self):  # being copied
+            raise AttributeError(name)
+        return getattr(vars(self)["loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["loader"], name, value)
+
+    @property  # type: ignore[misc]  # isinstance() is to find the user's class
+    def __class__(self) -> type:
+        return type(vars(self)["loader"])
+
+    def __len__(self) -> int:
+        return len(vars(self)["loader"])
+
+    def __iter__(self) -> Iterator[Any]:
+        iteration: Iterator[Any] = vars(self)["position"].iterate()
+        return iteration
+
+
+def position_of(loader: Any) -> LoaderPosition | None:
+    """The position of a loader that has one here."""
+    return vars(loader)["position"] if type(loader) is PositionedLoader else None
+
+
+class LoaderPosition:
+    """Where the iteration over a loader stands.
+
+    Args:
+        loader: The user's loader.
+        waits: Whether the first iteration waits for `resume`.
+    """
+
+    def __init__(self, loader: Any, *, waits: bool) -> None:
+        self.loader = loader
+        self.randomness = LoaderRandomness(loader)
+        self.sampler = self._recorded_sampler() if skips_indices(loader) else None
+        self.workers: dict[int, HostRandomness] = {}
+        self._waits = waits
+        self._pending: _Place | None = None
+        self._last: ReferenceType[_Iteration] | None = None
+        self.siblings: Sequence[LoaderPosition] = (self,)
+        """All loaders of a batch: those that wait begin together, in order, as they always do."""
+
+    def _recorded_sampler(self) -> RecordedSampler:
+        loader = self.loader
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        return RecordedSampler(
+            sampler,
+            randomness=self.randomness,
+            num_workers=loader.num_workers,
+            marks=takes_marks(loader),
+        )
+
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether its processes outlive an epoch."""
+        return self.sampler is not None and bool(self.loader.persistent_workers)
+
+    def iterate(self) -> Iterator[Any]:
+        """Begin a new iteration."""
+        if not self.keeps_workers:
+            self.workers = {}
+        place, before = self._pending, self._iteration
+        if place is None and before is not None and not before.is_open:
+            place = before.place  # of an iteration that was never begun
+        if place is not None and not place.is_particular:
+            place = None
+        iteration = _Iteration(self, place=place)
+        self._last = ref(iteration)
+        if place is None and not self._waits:
+            iteration.open()
+        self._waits, self._pending = False, None
+        return iteration
+
+    @property
+    def _iteration(self) -> _Iteration | None:
+        """The present iteration; the reader owns it, so that its processes end with it."""
+        return None if self._last is None else self._last()
+
+    def open(self) -> None:
+        """Begin the present iteration if that was put off."""
+        iteration = self._iteration
+        if iteration is not None and not iteration.is_open:
+            iteration.open()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the present iteration has begun."""
+        iteration = self._iteration
+        return iteration is not None and iteration.is_open
+
+    def state(self, *, num_ahead: int, is_over: bool) -> dict[str, Any]:
+        """What `resume` needs, as tensors and numbers.
+
+        Args:
+            num_ahead: Batches that were asked for and not trained on.
+            is_over: Whether the epoch is done with its data, so that a new iteration comes next.
+        """
+        now, iteration = self.randomness.now(), self._iteration
+        state: dict[str, Any] = {"own": dict(now.own), "samplers": {}}
+        if iteration is None or iteration.has_not_begun:
+            return {**state, "samplers": dict(now.samplers)}
+        if not is_over:
+            return {**state, **iteration.state(num_ahead)}
+        if self.keeps_workers:
+            return {**state, "samplers": dict(now.samplers), **iteration.processes(0)}
+        return {**state, "samplers": dict(now.samplers)}
+
+    def before_fetch(self, num_fetched: int) -> HostRandomness | None:
+        """Where the host's generators stood before the last fetches; None if there were none."""
+        iteration = self._iteration
+        return None if iteration is None else iteration.before_fetch(num_fetched)
+
+    def resume(self, state: Mapping[str, Any], *, epoch: int) -> None:
+        """Let the present iteration, or if it has begun the next one, go on from `state`.
+
+        Args:
+            state: What `state` returned.
+            epoch: Which epoch samplers with `set_epoch` are to draw.
+        """
+        self.randomness.restore_own(state["own"])
+        self.randomness.restore_samplers(state["samplers"])
+        place, iteration = _Place(state=state, epoch=epoch), self._iteration
+        if iteration is not None and not iteration.is_open:
+            iteration.place = place
+        else:
+            self._pending = place
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where an iteration begins.
+
+    Attributes:
+        state: What `LoaderPosition.state` returned.
+        epoch: Which epoch samplers with `set_epoch` are to draw.
+    """
+
+    state: Mapping[str, Any]
+    epoch: int
+
+    @property
+    def is_particular(self) -> bool:
+        """Whether it is another place than the beginning of an epoch like any other."""
+        return "constructed" in self.state
+
+
+class _Iteration(Iterator[Any]):
+    """One pass over a loader."""
+
+    def __init__(self, position: LoaderPosition, *, place: _Place | None) -> None:
+        self._position = position
+        self._loader = position.loader
+        self._inner: Iterator[Any] | None = None
+        self._constructed: Randomness | None = None
+        self._num_asked = 0
+        self._num_before_processes = 0
+        self._history: deque[HostRandomness] = deque(maxlen=_MOST_AHEAD)
+        self._stamps: deque[tuple[int, HostRandomness | None]] = deque(maxlen=_MOST_AHEAD)
+        self.place = place
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the loader's own iterator was made."""
+        return self._inner is not None
+
+    @property
+    def has_not_begun(self) -> bool:
+        """Whether it stands at no particular place yet."""
+        return self._inner is None and self.place is None
+
+    def before_fetch(self, num_fetched: int) -> HostRandomness | None:
+        """See `LoaderPosition.before_fetch`."""
+        return self._history[-num_fetched] if len(self._history) >= num_fetched else None
+
+    def __next__(self) -> Any:
+        if self._inner is None:
+            for position in self._position.siblings:
+                position.open()
+        assert self._inner is not None
+        self._history.append(HostRandomness.now())
+        self._num_asked += 1
+        if not self._is_stamped:
+            return next(self._inner)
+        stamp = None
+        while stamp is None:
+            batch, stamp = next(self._inner)
+        workers = self._position.workers
+        self._stamps.append((stamp.worker, workers.get(stamp.worker)))
+        workers[stamp.worker] = stamp.randomness()
+        return batch
+
+    @property
+    def _is_stamped(self) -> bool:
+        return self._position.sampler is not None and bool(self._loader.num_workers)
+
+    # At a place ----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make the loader's own iterator, at the place to go on from if there is one."""
+        place, self.place = self.place, None
+        sampler = self._position.sampler
+        if sampler is not None and getattr(self._loader, "_iterator", None) is None:
+            sampler.drawn = DrawnOrder()
+        if place is None or not place.is_particular:
+            if sampler is None:
+                self._constructed = self._position.randomness.now()
+            self._inner = self._iterator()
+            return
+        kept = self._position.randomness.now()
+        _set_sampler_epoch(self._loader, place.epoch)
+        self._constructed = Randomness.unpacked(place.state["constructed"])
+        self._position.randomness.restore(self._constructed)
+        packed = place.state["workers"]
+        self._position.workers = {
+            worker: HostRandomness.unpacked(state) for worker, state in packed.items()
+        }
+        if "num_batches" in place.state:
+            self._open_inside(place.state)
+            self._position.randomness.restore(kept)
+        else:
+            self._start_processes(kept)
+            self._inner = self._iterator()
+        if place.state.get("before_fetch") is not None:
+            HostRandomness.unpacked(place.state["before_fetch"]).restore()
+
+    def _open_inside(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of an epoch."""
+        self._num_asked = state["num_batches"]
+        sampler = self._position.sampler
+        if sampler is None:
+            self._inner = self._iterator()
+            self._skip(self._num_asked)
+            return
+        if not sampler.marks and self._is_stamped:  # the first process loads the next batch
+            self._num_before_processes, count = self._num_asked, self._loader.num_workers
+            workers, turn = self._position.workers, state["turn"]
+            self._position.workers = {(old - turn) % count: workers[old] for old in workers}
+        sampler.replayed = DrawnOrder(
+            constructed=self._constructed,
+            iterated=_unpacked(state["iterated"]),
+            first=_unpacked(state["first"]),
+            num_skipped=self._num_asked,
+        )
+        self._inner = self._iterator()
+
+    def _start_processes(self, kept: Randomness) -> None:
+        """Start processes that outlive an epoch where they stood at its end."""
+        sampler = self._position.sampler
+        assert sampler is not None
+        sampler.is_empty = True
+        self._iterator()
+        sampler.is_empty = False
+        sampler.drawn = DrawnOrder(constructed=self._constructed)
+        self._position.randomness.restore(kept)
+
+    def _skip(self, num_batches: int) -> None:
+        if num_batches:
+            warnings.warn(
+                f"The training batches come from {type(self._loader).__name__}, which has no state "
+                f"and no indices: the {num_batches} batches of this epoch that were trained on are "
+                "loaded again and dropped. Give it state_dict() and load_state_dict() to go on at "
+                "once.",
+                category=SlowResumeWarning,
+                stacklevel=2,
+            )
+        assert self._inner is not None
+        for _ in range(num_batches):
+            next(self._inner, None)
+
+    def _iterator(self) -> Iterator[Any]:
+        sampler, loader = self._position.sampler, self._loader
+        if sampler is None:
+            return iter(loader)
+        parts: dict[str, Any] = {
+            "sampler" if loader.batch_sampler is None else "batch_sampler": sampler
+        }
+        if self._is_stamped:
+            parts["collate_fn"] = StampingCollate(loader.collate_fn)
+            parts["worker_init_fn"] = RestoringInit(loader.worker_init_fn, self._position.workers)
+        with _replaced(loader, parts):
+            return iter(loader)
+
+    # In a checkpoint -----------------------------------------------------------------------------
+
+    def state(self, num_ahead: int) -> dict[str, Any]:
+        """See `LoaderPosition.state`."""
+        if self.place is not None:  # resumed, and not gone on yet
+            return dict(self.place.state)
+        sampler = self._position.sampler
+        drawn = DrawnOrder() if sampler is None else sampler.drawn
+        before = self.before_fetch(num_ahead) if sampler is None and num_ahead else None
+        return {
+            **self.processes(num_ahead),
+            "num_batches": max(0, self._num_asked - num_ahead),
+            "turn": self._num_asked - num_ahead - self._num_before_processes,
+            "iterated": _packed(drawn.iterated),
+            "first": _packed(drawn.first),
+            "before_fetch": None if before is None else before.packed(),
+        }
+
+    def processes(self, num_ahead: int) -> dict[str, Any]:
+        """Where the loader's processes began, and where they stand now."""
+        sampler, workers = self._position.sampler, dict(self._position.workers)
+        constructed = self._constructed if sampler is None else sampler.drawn.constructed
+        assert constructed is not None
+        undone = list(self._stamps)[len(self._stamps) - num_ahead :] if num_ahead else []
+        for worker, before in reversed(undone):
+            workers.pop(worker)
+            if before is not None:
+                workers[worker] = before
+        packed = {worker: state.packed() for worker, state in workers.items()}
+        return {"constructed": constructed.packed(), "workers": packed}
+
+
+def _unpacked(state: Mapping[str, Any] | None) -> Randomness | None:
+    return None if state is None else Randomness.unpacked(state)
+
+
+def _packed(randomness: Randomness | None) -> dict[str, Any] | None:
+    return None if randomness is None else randomness.packed()
+
+
+@contextmanager
+def _replaced(loader: DataLoader[Any], parts: Mapping[str, Any]) -> Iterator[None]:
+    """Give a loader other parts for a while; it refuses to be given them the ordinary way."""
+    attributes = vars(loader)
+    kept = {name: attributes[name] for name in parts}
+    attributes.update(parts)
+    try:
+        yield
+    finally:
+        attributes.update(kept)

@@ -1,0 +1,276 @@
+"""What a checkpoint needs beyond Lightning's own parts, so that a resumed run is the same run.
+
+| part | saved | restored |
+|---|---|---|
+| random generators | as they stand between two batches | before the first batch |
+| position in the data | batches trained on, and how the order was drawn | at the first batch |
+| a partly filled accumulation window | its gradients | before the first batch |
+| what was logged | unfinished means, the latest values, metrics' states | before the first batch |
+| the place in the loop | which hook was running | what followed it is done first |
+| the end | whether the training was asked to stop, its limits | what was due at the end is done |
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from roundpipe_lightning.engine.store.block_layout import gradient_dtype
+from roundpipe_lightning.strategy.resume.data_position import PositionedLoader, position_of
+from roundpipe_lightning.strategy.resume.log_state import (
+    LogSnapshot,
+    log_state,
+    metrics_of,
+    set_latest,
+    set_log_state,
+)
+from roundpipe_lightning.strategy.resume.loop_end import (
+    Limits,
+    finish_training,
+    restore_stop,
+    stop_state,
+)
+from roundpipe_lightning.strategy.resume.loop_place import (
+    Place,
+    go_on,
+    is_epoch_over,
+    is_inside_window,
+    place_of,
+    settle_progress,
+)
+from roundpipe_lightning.strategy.resume.random_state import (
+    HostRandomness,
+    random_state,
+    set_random_state,
+)
+
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class InexactResumeWarning(UserWarning):
+    """A checkpoint was written at a moment that cannot be gone on from exactly."""
+
+
+class ResumePoint:
+    """Collects and restores the state of a training beyond what Lightning saves.
+
+    One belongs to a strategy; every training begins with `begin`.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] | None = None
+        self._stateful: list[Any] = []
+        self._has_gradients = False
+        self._logged_before: LogSnapshot | None = None
+        self._metrics: dict[str, Any] = {}
+        self._before_validation: HostRandomness | None = None
+        self._at_validation: HostRandomness | None = None
+        self._quiet: Any = None
+        self._limits: Limits | None = None
+        self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
+
+    def begin(self) -> None:
+        """Forget an earlier training."""
+        self._loaded, self._stateful, self._logged_before = None, [], None
+        self._has_gradients, self._latest = False, None
+
+    def end(self) -> None:
+        """Put back what was changed in this process, and in the Trainer."""
+        self._put_limits_back()
+        if self._latest is not None:  # no batch was left; a sanity check forgets what is logged
+            set_latest(*self._latest)
+            self._latest = None
+        if self._quiet is not None and self._quiet in warnings.filters:
+            warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]  # a list in CPython
+        self._quiet = None
+
+    # Told by the strategy ------------------------------------------------------------------------
+
+    def train_loader(self, loader: Any) -> Any:
+        """Return what stands in for a loader of training batches; itself if it has a state."""
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            return loader
+        return PositionedLoader(loader, waits=self._loaded is not None)
+
+    def batch_begins(self, trainer: Trainer) -> None:
+        """A training batch was fetched, and nothing has been logged for it."""
+        self._has_gradients = False
+        self._logged_before = LogSnapshot(trainer, self._metrics)
+
+    def gradients_were_added(self) -> None:
+        """The gradients of the present batch are in the parameters' `.grad`."""
+        self._has_gradients = True
+
+    def sanity_check_begins(self) -> None:
+        """The check before the training is about to be set up; it leaves no trace."""
+        self._before_validation = HostRandomness.now()
+
+    def validation_begins(self) -> None:
+        """A validation inside a training begins; its loaders have been asked for iterators."""
+        if self._at_validation is not None:  # one that is run again
+            self._at_validation.restore()
+            self._at_validation = None
+        self._before_validation = HostRandomness.now()
+
+    # In a checkpoint -----------------------------------------------------------------------------
+
+    def state(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what `load` needs, as tensors, numbers and names."""
+        place = place_of(trainer)
+        combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+        num_undone = self._num_undone(trainer, place)
+        positions = (
+            [position_of(loader) for loader in combined.flattened] if combined is not None else []
+        )
+        host = self._host_before(positions, place)
+        if trainer.sanity_checking:
+            host = self._before_validation
+        state: dict[str, Any] = random_state()
+        if host is not None:
+            state.update(host.packed())
+        is_over = is_epoch_over(trainer) and place is not Place.INSIDE_BATCH
+        return {
+            "place": place.value,
+            "random_state": state,
+            "data": [
+                None if position is None else position.state(num_ahead=num_undone, is_over=is_over)
+                for position in positions
+            ],
+            "consumed": list(getattr(getattr(combined, "_iterator", None), "_consumed", ())),
+            "epoch": trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradients": self._gradients(trainer, place),
+            "is_exact": not (place is Place.INSIDE_BATCH and self._has_gradients),
+            "logged": self._logged(trainer, place),
+            "stop": stop_state(trainer),
+        }
+
+    def _num_undone(self, trainer: Trainer, place: Place) -> int:
+        """Batches that were fetched and not trained on."""
+        ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
+        return ahead + (place is Place.INSIDE_BATCH)
+
+    def _host_before(self, positions: list[Any], place: Place) -> HostRandomness | None:
+        """Where the host's generators stood before what will be done again; None if nothing is."""
+        if place is Place.VALIDATION:
+            return self._before_validation
+        if place is not Place.INSIDE_BATCH:
+            return None
+        found = (position.before_fetch(1) for position in positions if position is not None)
+        return next((randomness for randomness in found if randomness is not None), None)
+
+    def _logged(self, trainer: Trainer, place: Place) -> dict[str, Any]:
+        before = self._logged_before if place is Place.INSIDE_BATCH else None
+        metrics = metrics_of(trainer.lightning_module)
+        return log_state(trainer, metrics) if before is None else before.state()
+
+    def _gradients(self, trainer: Trainer, place: Place) -> dict[str, Tensor]:
+        module = trainer.lightning_module
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        inside = is_inside_window(trainer)
+        if place is Place.INSIDE_BATCH:  # those of the batches before it
+            inside = progress.processed % trainer.accumulate_grad_batches != 0
+        if module.automatic_optimization and (not inside or not progress.ready):
+            return {}
+        named = module.named_parameters()
+        return {name: value.grad for name, value in named if value.grad is not None}
+
+    def load(self, trainer: Trainer, state: Mapping[str, Any], loops: Mapping[str, Any]) -> None:
+        """Restore what can be before the data is set up.
+
+        Args:
+            trainer: The trainer, with its loops restored.
+            state: What `state` returned, or what an earlier version did.
+            loops: The checkpoint's entry of that name.
+        """
+        set_random_state(state["random_state"])
+        if "place" not in state:
+            return
+        self._loaded, self._latest = state, (trainer, state["logged"])
+        fit_loop = loops.get("fit_loop", {}).get("state_dict", {})
+        self._stateful = list(fit_loop.get("combined_loader", ()))
+        settle_progress(trainer, Place(state["place"]))
+        is_asked = restore_stop(trainer, state.get("stop", {}))
+        self._limits = Limits.put_off(trainer, Place(state["place"]), is_asked=is_asked)
+        if not state["is_exact"]:
+            warnings.warn(
+                "The checkpoint was written inside a batch, after its gradients had been added: "
+                "the resumed run trains on that batch again and may differ from one that was not "
+                "stopped. Save in on_train_batch_end, on_validation_end or on_train_epoch_end.",
+                category=InexactResumeWarning,
+                stacklevel=2,
+            )
+
+    def training_begins(self, trainer: Trainer) -> None:
+        """Restore the rest, when the data is set up and before the first batch."""
+        state, self._loaded, self._latest = self._loaded, None, None
+        self._metrics = metrics_of(trainer.lightning_module)
+        combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+        assert combined is not None
+        ends, is_over, validates = self._put_limits_back(), True, False
+        if state is not None:
+            place = Place(state["place"])
+            is_over = place is Place.EPOCH_END
+            _set_gradients(trainer, state["gradients"])
+            self._place_data(trainer, state)
+            if place in (Place.BATCH_END, Place.VALIDATION, Place.VALIDATION_END):
+                trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+            set_log_state(trainer, state["logged"])
+            validates = go_on(trainer, place)
+            set_random_state(state["random_state"])
+            if place is Place.VALIDATION:
+                self._at_validation = HostRandomness.now()
+        # The user sees the loaders that were given.
+        own = [loader.loader if position_of(loader) else loader for loader in combined.flattened]
+        combined._iterables = tree_unflatten(own, combined._spec)  # noqa: SLF001
+        if ends and not is_over:
+            finish_training(trainer, validates=validates)
+
+    def _put_limits_back(self) -> bool:
+        """Return whether the training ends with what is still due."""
+        limits, self._limits = self._limits, None
+        return limits is not None and limits.put_back()
+
+    def _place_data(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+        assert combined is not None
+        positions = [position_of(loader) for loader in combined.flattened]
+        found = [position for position in positions if position is not None]
+        for member in found:
+            member.siblings = found
+        begun = any(member.is_open for member in found)
+        for position, place in zip(positions, state["data"], strict=False):
+            if position is not None and place is not None:
+                position.resume(place, epoch=state["epoch"])
+        # Lightning loads the states of loaders inside an epoch only, and not of early ones.
+        pending = trainer.fit_loop._combined_loader_states_to_load  # noqa: SLF001
+        if begun or pending:  # set up before the checkpoint was loaded, or read ahead
+            combined.reset()
+            combined._load_state_dicts(self._stateful)  # noqa: SLF001
+            pending.clear()
+            fetcher: Any = trainer.fit_loop._data_fetcher  # noqa: SLF001
+            iter(fetcher)
+        iterator: Any = combined._iterator  # noqa: SLF001
+        if len(getattr(iterator, "_consumed", ())) == len(state["consumed"]) > 0:
+            iterator._consumed = list(state["consumed"])  # noqa: SLF001
+        if all(position is not None for position in positions):
+            self._silence_lightning()
+
+    def _silence_lightning(self) -> None:
+        """Keep Lightning from saying that plain loaders cannot go on inside an epoch."""
+        before = list(warnings.filters)
+        warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+        self._quiet = next((entry for entry in warnings.filters if entry not in before), None)
+
+
+def _set_gradients(trainer: Trainer, gradients: Mapping[str, Tensor]) -> None:
+    named = dict(trainer.lightning_module.named_parameters())
+    for name, gradient in gradients.items():
+        if name in named:
+            parameter = named[name]
+            parameter.grad = gradient.to(parameter.device, gradient_dtype(parameter))
