@@ -7,7 +7,7 @@ import hydra
 import pytest
 
 from roundpipe_lightning.cli.configs import find_config_folder
-from tests.programs import run_program
+from tests.kit.programs import run_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

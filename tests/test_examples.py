@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs import run_program
+from tests.kit.programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = {"chat_lora": 8, "classification": 75, "dpo": 5, "vision": 16}

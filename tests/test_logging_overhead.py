@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import logging_overhead
-from tests.programs import run_program
+from tests.kit.programs import run_program
 
 _SIZES = ["--pairs=3", "--width=16", "--tokens=8", "--blocks=4", "--samples=1", "--output=json"]
 

@@ -10,7 +10,7 @@ from roundpipe_lightning.cli.build import build, build_run, choose_devices
 from roundpipe_lightning.cli.pipeline import uncrowded_threads
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.modules import CausalLanguageModule
-from tests.cli.small import compose_small
+from tests.kit.runs import compose_small
 
 ROUNDPIPE = {"_target_": "roundpipe_lightning.RoundPipeStrategy"}
 

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from roundpipe_lightning import Plan
-from tests.cli.small import (
+from tests.kit.runs import (
     RUN_FILES,
     SUMMARY_KEYS,
     command,

@@ -18,9 +18,9 @@ from roundpipe_lightning.cli.export import export, main
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.export_folder import MARKER
 from roundpipe_lightning.modules import ModelSource
-from tests.cli.small import train_small
+from tests.kit.programs import run_program
+from tests.kit.runs import train_small
 from tests.models.test_load import EXPERTS, save
-from tests.programs import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 

@@ -13,7 +13,7 @@ from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.export import export
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from tests.cli.small import REPOSITORY, summary
+from tests.kit.runs import REPOSITORY, summary
 
 SMALL = (
     "model.architecture.num_hidden_layers=3",

@@ -15,7 +15,7 @@ from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.peft import read_adapters, trained_row
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
-from tests.cli.small import compose_small, files, train_small
+from tests.kit.runs import compose_small, files, train_small
 
 FIXED = "scheduler.total_steps=4"
 STEPS = ("trainer.max_steps=4", FIXED)

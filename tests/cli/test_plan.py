@@ -25,7 +25,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.hardware_files import load_hardware
-from tests.cli.small import SMALL, compose_small, train_small
+from tests.kit.runs import SMALL, compose_small, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
 TIGHT = (*GPU, "hardware.device.device_bytes=430000000", "model.architecture.num_hidden_layers=4")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from roundpipe_lightning.cli.plan import main
-from tests.cli.small import environment, files
-from tests.programs import run_program
+from tests.kit.programs import run_program
+from tests.kit.runs import environment, files
 
 
 def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:

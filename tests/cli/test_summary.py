@@ -10,7 +10,7 @@ from rich.console import Console
 
 from roundpipe_lightning.cli.summary import RunSummary
 from roundpipe_lightning.strategy.host_memory import peak_host_bytes
-from tests.cli.small import SUMMARY_KEYS
+from tests.kit.runs import SUMMARY_KEYS
 
 WHOLE = RunSummary(
     tokens_per_second=12345.6,

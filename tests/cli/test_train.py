@@ -12,7 +12,7 @@ from roundpipe_lightning.errors import (
     ConfigurationError,
     ModelSourceError,
 )
-from tests.cli.small import SUMMARY_KEYS, compose_small, files, train_small
+from tests.kit.runs import SUMMARY_KEYS, compose_small, files, train_small
 
 
 def test_the_same_seed_gives_the_same_run_on_any_number_of_workers(tmp_path: Path) -> None:

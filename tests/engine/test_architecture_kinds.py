@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Regressor,
     cpu_workers,

@@ -25,7 +25,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.test_turns import random_plans
-from tests.engine.tiny import (
+from tests.kit.engine import (
     TIMEOUT_SECONDS,
     Regressor,
     engine_of,

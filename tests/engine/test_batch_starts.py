@@ -20,7 +20,7 @@ from roundpipe_lightning.planning.schedule.rotation import rotated, turns_of_bat
 from roundpipe_lightning.planning.schedule.schedule import Action
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Regressor,
     engine_of,
     layers_of,

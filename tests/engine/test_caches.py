@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 from roundpipe_lightning.engine.capture.placeholder import Phantom
-from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
+from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,

@@ -17,7 +17,7 @@ from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
-from tests.engine.tiny import (
+from tests.kit.engine import (
     TIMEOUT_SECONDS,
     WIDTH,
     Block,

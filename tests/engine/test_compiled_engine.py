@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.errors import ConfigurationError
-from tests.engine.architectures import CausalLM, decoder_stack, tiny_causal_lm, token_batches
 from tests.engine.test_compiled import Backend
-from tests.engine.tiny import (
+from tests.kit.architectures import CausalLM, decoder_stack, tiny_causal_lm, token_batches
+from tests.kit.engine import (
     differences,
     emulated_workers,
     engine_of,

@@ -19,7 +19,7 @@ from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
-from tests.engine.tiny import Regressor, layers_of, plain_step, plan_of, regression_batches
+from tests.kit.engine import Regressor, layers_of, plain_step, plan_of, regression_batches
 
 NUM_MICROBATCHES = 2
 

@@ -20,7 +20,7 @@ from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import HostEvent
 from roundpipe_lightning.engine.device.threads import Countdown
 from roundpipe_lightning.errors import ConfigurationError
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Regressor,
     engine_of,
     layers_of,

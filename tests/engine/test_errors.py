@@ -20,7 +20,7 @@ from roundpipe_lightning.errors import (
     GlueError,
     PlanError,
 )
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Block,
     Regressor,
     differences,

@@ -16,7 +16,9 @@ from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_stacks
-from tests.engine.architectures import (
+from tests.engine.test_chain import one_block_each
+from tests.engine.test_placement import NormBlock
+from tests.kit.architectures import (
     CausalLM,
     build_model,
     decoder_stack,
@@ -24,10 +26,7 @@ from tests.engine.architectures import (
     tiny_causal_lm,
     token_batches,
 )
-from tests.engine.kinds import KINDS, batches_of
-from tests.engine.test_chain import one_block_each
-from tests.engine.test_placement import NormBlock
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Regressor,
     cpu_workers,
@@ -40,6 +39,7 @@ from tests.engine.tiny import (
     plan_of,
     regression_batches,
 )
+from tests.kit.kinds import KINDS, batches_of
 
 SERVERS: dict[str, Callable[[int], list[Device]]] = {
     "processor": cpu_workers,

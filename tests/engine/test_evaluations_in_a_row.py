@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.engine.test_under_way import module_and_plan, opened
-from tests.engine.tiny import regression_batches
+from tests.kit.engine import regression_batches
 
 
 def test_slots_are_overwritten_when_they_were_read() -> None:

@@ -14,7 +14,7 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Block,
     Regressor,
     differences,

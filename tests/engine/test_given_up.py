@@ -14,7 +14,7 @@ from torch.nn import functional
 from roundpipe_lightning.engine import steps as under_way
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import WatchdogError
-from tests.engine.tiny import (
+from tests.kit.engine import (
     TIMEOUT_SECONDS,
     Regressor,
     cpu_workers,
@@ -27,7 +27,7 @@ from tests.engine.tiny import (
     plan_of,
     regression_batches,
 )
-from tests.watching import PATIENCE_SECONDS, GivenUp, WatchClock
+from tests.kit.moments import PATIENCE_SECONDS, GivenUp, WatchClock
 
 # ------------------------------------------------------------------------------------------ Ctrl-C
 

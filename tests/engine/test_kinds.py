@@ -13,9 +13,8 @@ from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_stacks
-from tests.engine.kinds import KINDS, batches_of
 from tests.engine.test_chain import one_block_each
-from tests.engine.tiny import (
+from tests.kit.engine import (
     TIMEOUT_SECONDS,
     Regressor,
     cpu_workers,
@@ -27,6 +26,7 @@ from tests.engine.tiny import (
     plain_step,
     regression_batches,
 )
+from tests.kit.kinds import KINDS, batches_of
 
 NUM_MICROBATCHES = 3
 

@@ -10,7 +10,7 @@ import pytest
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.errors import DeviceMemoryError
 from tests.engine.test_out_of_memory import SmallDevice
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Regressor,
     differences,
     engine_of,

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.device.base import Device
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Regressor,
     cpu_workers,

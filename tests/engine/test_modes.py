@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.engine.capture.torch_functions import ModeStack
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Regressor,
     emulated_workers,
     engine_of,

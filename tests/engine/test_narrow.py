@@ -22,7 +22,7 @@ from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
 from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.optim import HostAdamW
-from tests.engine.tiny import WIDTH, Block, Regressor, layers_of, plan_of, regression_batches
+from tests.kit.engine import WIDTH, Block, Regressor, layers_of, plan_of, regression_batches
 
 NUM_MICROBATCHES = 4
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)

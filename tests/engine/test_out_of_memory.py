@@ -27,7 +27,7 @@ from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 from tests.engine.test_errors import PLACES, Failing, _run
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Regressor,
     differences,
     emulated_workers,

@@ -23,7 +23,7 @@ from roundpipe_lightning.engine.transfer.outside_parameters import (
     OutsideWeights,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Regressor,
     differences,
     engine_of,

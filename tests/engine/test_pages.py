@@ -11,7 +11,7 @@ from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.pinned_pool import HostArena
-from tests.engine.tiny import Regressor
+from tests.kit.engine import Regressor
 
 
 def _pages(buffer: torch.Tensor) -> set[int]:

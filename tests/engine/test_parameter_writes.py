@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Block,
     Regressor,

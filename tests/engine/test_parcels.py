@@ -17,7 +17,7 @@ from roundpipe_lightning.engine.transfer.boundary import Parcel
 from roundpipe_lightning.engine.transfer.pinned_pool import Lane
 from roundpipe_lightning.engine.transfer.transfers import Logistics
 from roundpipe_lightning.engine.transfer.worker_transfers import WorkerTransfers
-from tests.engine.tiny import stack_of
+from tests.kit.engine import stack_of
 
 
 class LockingDevice(EmulatedDevice):

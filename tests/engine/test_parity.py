@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.engine.architectures import (
+from tests.kit.architectures import (
     ARCHITECTURES,
     decoder_stack,
     tiny_causal_lm,
     token_batches,
 )
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Block,
     Regressor,

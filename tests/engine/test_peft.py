@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
-from tests.engine.architectures import build_model, token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import build_model, token_batches
+from tests.kit.engine import (
     Regressor,
     cpu_workers,
     differences,

@@ -14,13 +14,13 @@ from roundpipe_lightning.emulation.placement import DeviceMismatchError
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.device.base import Device
-from tests.engine.architectures import (
+from tests.kit.architectures import (
     ARCHITECTURES,
     decoder_stack,
     tiny_causal_lm,
     token_batches,
 )
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Block,
     Regressor,

@@ -27,8 +27,8 @@ from roundpipe_lightning.engine.capture.randomness import (
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.errors import RandomnessError
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.engine.architectures import CausalLM, build_model, decoder_stack, token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_batches
+from tests.kit.engine import (
     WIDTH,
     Block,
     Regressor,

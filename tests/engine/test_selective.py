@@ -12,8 +12,8 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.recompute import ATTENTION_OPERATIONS, RecomputePolicy
-from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
+from tests.kit.engine import (
     differences,
     engine_of,
     engine_step,

@@ -16,8 +16,8 @@ from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.weight_versions import Serving
 from tests.engine.test_under_way import begin, module_and_plan, opened
-from tests.engine.tiny import Regressor
-from tests.waiting import ToldOfWaits
+from tests.kit.engine import Regressor
+from tests.kit.moments import ObservedCondition
 
 PATIENCE_SECONDS = 60.0
 
@@ -75,7 +75,7 @@ def test_a_block_without_a_plan_is_read_until_its_copy_has_been_made() -> None:
     module, device = Regressor(2), _LateDevice()
     block = next(iter(module.layers))
     store = HostStore(module, list(module.layers))
-    serving, told = store.serving, ToldOfWaits()
+    serving, told = store.serving, ObservedCondition()
     serving._changed = told
     values = store.upload_block(block, device)
     [copied] = device.marks

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import CaptureError
-from tests.engine.architectures import CausalLM, build_model, decoder_stack, token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_batches
+from tests.kit.engine import (
     WIDTH,
     Regressor,
     cpu_workers,

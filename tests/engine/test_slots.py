@@ -26,7 +26,7 @@ from roundpipe_lightning.engine.transfer.worker_transfers import (
     WorkerTransfers,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, Stage, StageKind
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Block,
     Regressor,
     differences,

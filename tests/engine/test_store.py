@@ -14,7 +14,7 @@ from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import ConfigurationError
-from tests.engine.tiny import WIDTH, Regressor
+from tests.kit.engine import WIDTH, Regressor
 
 
 class CountingDevice(EmulatedDevice):

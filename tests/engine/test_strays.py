@@ -13,7 +13,7 @@ from torch.nn import functional
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Regressor,
     cpu_workers,

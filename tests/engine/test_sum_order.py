@@ -7,7 +7,7 @@ import torch
 
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
-from tests.engine.tiny import Regressor, engine_step, layers_of, plan_of, regression_batches
+from tests.kit.engine import Regressor, engine_step, layers_of, plan_of, regression_batches
 
 
 @pytest.mark.parametrize(("round_size", "team_size"), [(4, 2), (2, 2), (4, 4)])

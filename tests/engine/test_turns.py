@@ -17,7 +17,7 @@ from roundpipe_lightning.planning.schedule.dependencies import dependencies
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
-from tests.engine.tiny import Regressor, layers_of, plan_of
+from tests.kit.engine import Regressor, layers_of, plan_of
 
 
 def _cuts(draw: st.DrawFn, total: int) -> tuple[int, ...]:

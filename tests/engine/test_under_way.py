@@ -19,7 +19,7 @@ from roundpipe_lightning.engine.steps import PendingStep, RunningStep, StepResul
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.engine.tiny import (
+from tests.kit.engine import (
     TIMEOUT_SECONDS,
     Block,
     Regressor,
@@ -27,21 +27,21 @@ from tests.engine.tiny import (
     plan_of,
     regression_batches,
 )
-from tests.heard import heard
+from tests.kit.moments import call_in_backward
 
 NUM_WORKERS = 3
 NUM_MICROBATCHES = 2
 
 
 class Heard(Block):
-    """A block whose backward pass can be heard of."""
+    """A block whose backward pass a test is told of."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
         self.hear: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        return heard(super().forward(x), self.hear)
+        return call_in_backward(super().forward(x), self.hear)
 
 
 def let_first_block(module: Regressor, hear: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from roundpipe_lightning.engine.update.updater import (
     UpdateUnit,
     update_units,
 )
-from tests.waiting import ToldOfWaits
+from tests.kit.moments import ObservedCondition
 
 PATIENCE_SECONDS = 60.0
 """For what comes at once, however busy the machine is."""
@@ -82,7 +82,7 @@ def sgd_with_gradients(model: nn.Module, *, lr: float = 1.0) -> torch.optim.SGD:
 
 def told_of_waits(updater: Updater) -> threading.Semaphore:
     """Let the test hear of every thread that waits; nothing may have been submitted before."""
-    told = ToldOfWaits()
+    told = ObservedCondition()
     updater._changed = told
     return told.waits
 

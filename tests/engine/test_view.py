@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from roundpipe_lightning.engine.capture.view import LazyTable, View, ViewClasses, ViewMaker
-from tests.engine.tiny import (
+from tests.kit.engine import (
     Regressor,
     engine_of,
     layers_of,

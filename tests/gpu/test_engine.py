@@ -9,8 +9,8 @@ import torch
 
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import Device
-from tests.engine.architectures import decoder_stack, tiny_causal_lm, token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
+from tests.kit.engine import (
     Regressor,
     cpu_workers,
     differences,

@@ -11,7 +11,7 @@ from torch.nn import functional
 from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.models.deferred_logits import LossFusion
 from roundpipe_lightning.planning.loss_memory import chunked_loss_bytes
-from tests.engine.architectures import tiny_causal_lm, token_batches
+from tests.kit.architectures import tiny_causal_lm, token_batches
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU; none is visible to torch"

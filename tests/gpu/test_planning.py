@@ -15,8 +15,7 @@ from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.strategy import machine as machines
 from roundpipe_lightning.strategy import planner as planning
-from tests.lightning.test_planning import _AnotherPlanEveryStep
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     LanguageModel,
     PaddedSequences,
@@ -25,6 +24,7 @@ from tests.lightning.tiny_training import (
     parameter_error,
     regression_data,
 )
+from tests.lightning.test_planning import _AnotherPlanEveryStep
 
 pytestmark = [
     pytest.mark.skipif(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import RoundPipeError
-from tests.lightning.tiny_training import QUIET, make_trainer, parameter_error, same_bits
+from tests.kit.training import QUIET, make_trainer, parameter_error, same_bits
 
 pytestmark = [
     pytest.mark.skipif(

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import make_trainer
+from tests.kit.training import make_trainer
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ from roundpipe_lightning.checkpoint.writer import WriteQueue
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.resumption import RESUME_QUIET, MemoryLogger, plain
+from tests.kit.moments import ObservedCondition
+from tests.kit.resumption import RESUME_QUIET, MemoryLogger, plain
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 from tests.lightning.test_checkpoint import full_disk
 from tests.lightning.test_updates import Emulated
-from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
-from tests.waiting import ToldOfWaits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
@@ -104,7 +104,7 @@ def test_without_room_the_change_waits_for_the_writer() -> None:
         snapshots.release()
         released.set()
 
-    snapshots._changed = told = ToldOfWaits()
+    snapshots._changed = told = ObservedCondition()
     thread = threading.Thread(target=change)
     thread.start()
     assert told.waits.acquire(timeout=60)

@@ -16,8 +16,8 @@ from torch import Tensor
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.heard import heard
-from tests.lightning.tiny_training import (
+from tests.kit.moments import call_in_backward
+from tests.kit.training import (
     QUIET,
     Block,
     Regressor,
@@ -42,14 +42,14 @@ class Emulated(RoundPipeStrategy):
 
 
 class HeardBlock(Block):
-    """A block whose backward pass can be heard of."""
+    """A block whose backward pass a test is told of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hear: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        return heard(super().forward(x), self.hear)
+        return call_in_backward(super().forward(x), self.hear)
 
 
 def fit(

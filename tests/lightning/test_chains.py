@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.test_chain import EncoderDecoder
-from tests.engine.tiny import WIDTH, Regressor
+from tests.kit.engine import WIDTH, Regressor
 
 NUM_STEPS = 3
 

@@ -20,7 +20,7 @@ from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

@@ -21,8 +21,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.resumption import RESUME_QUIET, plain
-from tests.lightning.tiny_training import (
+from tests.kit.resumption import RESUME_QUIET, plain
+from tests.kit.training import (
     QUIET,
     WIDTH,
     Regressor,
@@ -89,7 +89,7 @@ def test_fsdp_goes_on_from_ours_and_we_from_its(tmp_path: Path) -> None:
         "WORLD_SIZE": "2",
     }
     places = [{**group, "RANK": f"{i}", "LOCAL_RANK": f"{i}", "GROUP_RANK": "0"} for i in (0, 1)]
-    command = [sys.executable, "-m", "tests.lightning.sharded_training"]
+    command = [sys.executable, "-m", "tests.kit.sharded_training"]
     processes = [
         subprocess.Popen(
             [*command, str(tmp_path), str(tmp_path / "x.ckpt")],

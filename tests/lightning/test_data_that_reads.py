@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.strategy import runtime as session
+from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, same_bits
 from tests.lightning.test_updates import Overlapping
-from tests.lightning.tiny_training import QUIET, WIDTH, Regressor, make_trainer, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

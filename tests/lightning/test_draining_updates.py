@@ -24,8 +24,8 @@ from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.strategy import runtime as session
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.heard import heard
-from tests.lightning.tiny_training import (
+from tests.kit.moments import call_in_backward
+from tests.kit.training import (
     QUIET,
     WIDTH,
     Block,
@@ -57,12 +57,12 @@ class Emulated(RoundPipeStrategy):
 
 
 class HeardBlock(Block):
-    """A block whose backward pass can be heard of."""
+    """A block whose backward pass a test is told of."""
 
     hear: Callable[[], None]
 
     def forward(self, x: Tensor) -> Tensor:
-        return heard(super().forward(x), self.hear)
+        return call_in_backward(super().forward(x), self.hear)
 
 
 class Scheduled(Regressor):

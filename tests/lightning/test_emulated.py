@@ -16,14 +16,14 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.test_logging import _Logging, _Outputs
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
     parameter_error,
     regression_data,
 )
+from tests.lightning.test_logging import _Logging, _Outputs
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -29,7 +29,7 @@ from roundpipe_lightning.strategy.resume.data_position import SlowResumeWarning
 from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
 from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.resumption import (
+from tests.kit.resumption import (
     RESUME_QUIET,
     Moment,
     Restless,
@@ -38,7 +38,7 @@ from tests.lightning.resumption import (
     resumed_everywhere,
     train,
 )
-from tests.lightning.tiny_training import QUIET, Regressor, regression_data
+from tests.kit.training import QUIET, Regressor, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 

@@ -17,8 +17,8 @@ from roundpipe_lightning import ExportPretrained
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.export_folder import MARKER
 from roundpipe_lightning.modules import ModelSource
-from tests.lightning.tiny_training import QUIET, Regressor, make_trainer
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
+from tests.kit.training import QUIET, Regressor, make_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

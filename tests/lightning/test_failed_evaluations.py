@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import QUIET, Block, Regressor, make_trainer, regression_data
+from tests.kit.training import QUIET, Block, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import WatchdogError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.moments import GivenUp, WatchClock
+from tests.kit.training import (
     QUIET,
     Block,
     Regressor,
@@ -26,7 +27,6 @@ from tests.lightning.tiny_training import (
     regression_data,
     same_bits,
 )
-from tests.watching import GivenUp, WatchClock
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

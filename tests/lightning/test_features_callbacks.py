@@ -42,14 +42,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
     parameter_error,
     regression_data,
 )
+from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

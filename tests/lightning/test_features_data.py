@@ -17,14 +17,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
     parameter_error,
     regression_data,
 )
+from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

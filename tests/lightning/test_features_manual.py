@@ -18,8 +18,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     VOCABULARY,
     WIDTH,
@@ -30,6 +29,7 @@ from tests.lightning.tiny_training import (
     regression_data,
     same_bits,
 )
+from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.resumption import MemoryLogger
-from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.resumption import MemoryLogger
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
     parameter_error,
     regression_data,
 )
+from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -20,8 +20,7 @@ from torch import nn
 
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     WIDTH,
     Regressor,
@@ -30,6 +29,7 @@ from tests.lightning.tiny_training import (
     regression_data,
     same_bits,
 )
+from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -20,8 +20,8 @@ from roundpipe_lightning.models.frozen_base import (
     load_without_base,
 )
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.engine.architectures import build_model, token_batches
-from tests.lightning.tiny_training import QUIET, make_trainer, same_bits
+from tests.kit.architectures import build_model, token_batches
+from tests.kit.training import QUIET, make_trainer, same_bits
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from tests.kit.training import QUIET, make_trainer, regression_data, same_bits
 from tests.lightning.test_updates import Emulated, Grouped, Overlapping, PlainLoop
-from tests.lightning.tiny_training import QUIET, make_trainer, regression_data, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -19,7 +19,7 @@ from roundpipe_lightning.planning.model.hardware_files import load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy import machine as machines
 from roundpipe_lightning.strategy import runtime as session
-from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

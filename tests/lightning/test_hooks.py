@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.strategy.precomputed_gradients import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

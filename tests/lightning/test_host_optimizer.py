@@ -18,7 +18,7 @@ from roundpipe_lightning.errors import OffloadError
 from roundpipe_lightning.optim import disk
 from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

@@ -21,7 +21,7 @@ from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.hardware_files import load_hardware
 from roundpipe_lightning.strategy import runtime as session
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     LanguageModel,
     Regressor,

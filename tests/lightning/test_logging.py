@@ -22,7 +22,7 @@ from torchmetrics.aggregation import CatMetric
 
 from roundpipe_lightning.strategy.logging import LogRecorder, replay_logs, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

@@ -15,10 +15,10 @@ from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.deferred_logits import LossMode
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.engine.architectures import build_model
-from tests.engine.tiny import VOCABULARY
+from tests.kit.architectures import build_model
+from tests.kit.engine import VOCABULARY
+from tests.kit.training import QUIET, make_trainer
 from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import QUIET, make_trainer
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

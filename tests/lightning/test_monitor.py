@@ -28,9 +28,8 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.hardware_files import load_hardware
 from roundpipe_lightning.planning.report.idle import IdleCause
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.resumption import MemoryLogger
-from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.resumption import MemoryLogger
+from tests.kit.training import (
     QUIET,
     LanguageModel,
     PaddedSequences,
@@ -38,6 +37,7 @@ from tests.lightning.tiny_training import (
     make_trainer,
     regression_data,
 )
+from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

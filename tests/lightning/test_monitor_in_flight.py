@@ -13,8 +13,8 @@ from roundpipe_lightning import ExportPretrained, PipelineMonitor, PipelineTimel
 from roundpipe_lightning.planning.report.idle import IdleCause
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.strategy import sync_hooks as readers
+from tests.kit.training import QUIET, same_bits
 from tests.lightning.test_batches_in_flight import NUM_MICROBATCHES, TIMEOUT_SECONDS, fit
-from tests.lightning.tiny_training import QUIET, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import DeviceMemoryError, RoundPipeError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

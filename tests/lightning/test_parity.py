@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.strategy.strategy import NoBlocksWarning, RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Block,
     LanguageModel,

@@ -27,7 +27,7 @@ from roundpipe_lightning.planning.search.improve import Improvement, improved_pl
 from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy import runtime as session
 from roundpipe_lightning.strategy.resume.random_state import random_state
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     WIDTH,
     Block,

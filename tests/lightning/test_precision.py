@@ -15,7 +15,7 @@ from torch.nn import functional
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

@@ -17,7 +17,7 @@ from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import QUIET, make_trainer, parameter_error, same_bits
+from tests.kit.training import QUIET, make_trainer, parameter_error, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -19,7 +19,7 @@ from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
 from roundpipe_lightning.strategy import checks
 from roundpipe_lightning.strategy.registry import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

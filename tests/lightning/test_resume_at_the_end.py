@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from roundpipe_lightning.strategy.checkpointing import CHECKPOINT_KEY
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.updating import PREVIOUS_KEY
-from tests.lightning.resumption import (
+from tests.kit.resumption import (
     RESUME_QUIET,
     MemoryLogger,
     Moment,
@@ -26,13 +26,13 @@ from tests.lightning.resumption import (
     plain,
     train,
 )
-from tests.lightning.test_updates import RATES, Sum, by_hand, vectors
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     make_trainer,
     regression_data,
     same_bits,
 )
+from tests.lightning.test_updates import RATES, Sum, by_hand, vectors
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 

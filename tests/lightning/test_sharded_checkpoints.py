@@ -21,15 +21,15 @@ from roundpipe_lightning.checkpoint.io import (
 from roundpipe_lightning.cli.merge import main
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.resumption import RESUME_QUIET, plain
-from tests.lightning.test_checkpoint import full_disk
-from tests.lightning.tiny_training import (
+from tests.kit.resumption import RESUME_QUIET, plain
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
     regression_data,
     same_bits,
 )
+from tests.lightning.test_checkpoint import full_disk
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 

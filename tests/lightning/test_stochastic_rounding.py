@@ -16,14 +16,14 @@ from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.test_emulated import EmulatedStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
     regression_data,
     same_bits,
 )
+from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

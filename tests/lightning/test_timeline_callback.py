@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from roundpipe_lightning import PipelineTimeline
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

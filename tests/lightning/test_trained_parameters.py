@@ -12,7 +12,7 @@ from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.trained_parameters import TrainedParameters
-from tests.lightning.tiny_training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

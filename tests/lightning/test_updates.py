@@ -33,7 +33,7 @@ from roundpipe_lightning.strategy import sync_hooks as readers
 from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.precomputed_gradients import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     WIDTH,
     Regressor,

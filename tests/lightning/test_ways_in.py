@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.registry import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import (
+from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,

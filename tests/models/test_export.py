@@ -24,8 +24,8 @@ from roundpipe_lightning.models.export import export_pretrained, find_pretrained
 from roundpipe_lightning.models.export_folder import MARKER
 from roundpipe_lightning.models.export_options import DTYPES, ExportOptions
 from roundpipe_lightning.modules import ModelSource, byte_level_tokenizer
+from tests.kit.architectures import TINY
 from tests.models.test_load import EXPERTS, same_tensors, save, source
-from tests.modules.architectures import TINY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),

@@ -17,7 +17,7 @@ from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.source import Head
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 EXPERTS: dict[str, Any] = {
     **TINY,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.load_module import draw_weights, load_module
 from roundpipe_lightning.modules import ModelSource
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 
 class Small(nn.Module):

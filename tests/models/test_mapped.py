@@ -22,8 +22,8 @@ from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models import mapped
 from roundpipe_lightning.models.mapped import UnmappedWeightsWarning, mapped_parameters
 from roundpipe_lightning.modules import ModelSource
-from tests.engine.architectures import token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import TINY, Adapted, token_batches
+from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
@@ -33,9 +33,7 @@ from tests.engine.tiny import (
     plan_of,
     stack_of,
 )
-from tests.models.adapted import Adapted
 from tests.models.test_load import EXPERTS, change, save, source
-from tests.modules.architectures import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
@@ -214,8 +212,8 @@ def test_training_takes_no_memory_for_the_base(tmp_path: Path) -> None:
         import torch
         from benchmarks.checkpoint_loading import resident_bytes
         from tests.models.test_mapped import adapted
-        from tests.engine.tiny import emulated_workers, engine_of, mean_step, plan_of, stack_of
-        from tests.engine.architectures import token_batches
+        from tests.kit.engine import emulated_workers, engine_of, mean_step, plan_of, stack_of
+        from tests.kit.architectures import token_batches
 
         torch.set_num_threads(1)
         before = resident_bytes("RssAnon")

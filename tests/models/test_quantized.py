@@ -21,8 +21,8 @@ from roundpipe_lightning.models.export_options import ExportOptions
 from roundpipe_lightning.models.mapped import mapped_parameters
 from roundpipe_lightning.models.quantized import dequantized, is_quantized, quantize_frozen
 from roundpipe_lightning.modules import ModelSource
-from tests.engine.architectures import token_batches
-from tests.engine.tiny import (
+from tests.kit.architectures import TINY, Adapted, token_batches
+from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
@@ -32,9 +32,7 @@ from tests.engine.tiny import (
     plan_of,
     stack_of,
 )
-from tests.models.adapted import Adapted
 from tests.models.test_load import save, source
-from tests.modules.architectures import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 EXPERTS = {
     **TINY,

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource, WarmupCosine
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 
 def make_module(**options: Any) -> CausalLanguageModule:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters, ModelSource, SequenceClassificationModule
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 DEEP = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.1}
 ENCODER = {

@@ -15,7 +15,7 @@ from roundpipe_lightning.data.samples import Padding, Sample, as_row, packed_row
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules.packing import as_one_row, check_documents_apart
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 SLIDING = {
     **TINY,

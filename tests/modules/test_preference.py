@@ -15,7 +15,7 @@ from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters, DirectPreferenceModule, ModelSource
 from roundpipe_lightning.modules.preference import log_likelihoods, preference_loss
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 DEEP = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.1}
 LORA = Adapters(method="lora", settings={"rank": 2, "target_modules": ["q_proj", "v_proj"]}, seed=1)

@@ -9,7 +9,7 @@ import torch
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.source import Head
-from tests.modules.architectures import TINY
+from tests.kit.architectures import TINY
 
 
 def test_random_weights_follow_the_seed_alone() -> None:

@@ -21,7 +21,7 @@ from roundpipe_lightning.planning.schedule.layout import PipelineLayout
 from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.planning.machines import machine
+from tests.kit.profiles import machine
 
 HOST, GRADIENTS, DIRECT = BoundaryRoute
 PARTITION = Partition(forward=(1, 1), backward=(0, 1, 1))

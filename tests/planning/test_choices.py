@@ -28,8 +28,7 @@ from roundpipe_lightning.planning.search.planner import (
     plan_of_one_batch,
     plan_training,
 )
-from tests.planning.machines import machine
-from tests.planning.profiles import uniform_profile
+from tests.kit.profiles import machine, uniform_profile
 
 QUICK = Effort(num_actions=20_000, num_children=16, num_parents=6)
 FULL, SELECTIVE, NONE = RecomputePolicy

@@ -29,8 +29,7 @@ from roundpipe_lightning.planning.search.hints import PartitionHints
 from roundpipe_lightning.planning.search.makespan_table import Evaluator
 from roundpipe_lightning.planning.search.partition import balanced_cuts, balanced_partition
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
-from tests.planning.machines import machine
-from tests.planning.profiles import random_profiles, uniform_profile
+from tests.kit.profiles import machine, random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=30_000, num_children=24, num_parents=8)
 

@@ -14,7 +14,7 @@ from roundpipe_lightning.planning.search.partition import (
     balanced_partition,
     greedy_cuts,
 )
-from tests.planning.profiles import uniform_profile
+from tests.kit.profiles import uniform_profile
 
 _weights = st.lists(
     st.floats(0, 100, allow_nan=False, allow_subnormal=False), min_size=1, max_size=7

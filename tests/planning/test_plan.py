@@ -16,7 +16,7 @@ from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import ModelProfile, fingerprint
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from tests.planning.profiles import random_profiles, uniform_profile
+from tests.kit.profiles import random_profiles, uniform_profile
 
 
 @pytest.fixture

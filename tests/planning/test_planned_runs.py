@@ -12,7 +12,7 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
-from tests.engine.tiny import (
+from tests.kit.engine import (
     WIDTH,
     Regressor,
     differences,
@@ -22,7 +22,7 @@ from tests.engine.tiny import (
     plain_step,
     regression_batches,
 )
-from tests.planning.machines import machine
+from tests.kit.profiles import machine
 
 NUM_BLOCKS = 6
 

@@ -17,8 +17,7 @@ from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.evolve import Effort, StageLimits
 from roundpipe_lightning.planning.search.limits import RESERVED_BYTES, Travel, stage_limits
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
-from tests.planning.machines import machine
-from tests.planning.profiles import random_profiles, uniform_profile
+from tests.kit.profiles import machine, random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=50_000, num_children=24, num_parents=8)
 

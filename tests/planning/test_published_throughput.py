@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import published_throughput
-from tests.programs import run_program
+from tests.kit.programs import run_program
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 from roundpipe_lightning.planning.schedule.layout import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.residency import resident_blocks
-from tests.planning.machines import machine
+from tests.kit.profiles import machine
 
 ONES = Partition(forward=(1,) * 4, backward=(0,) + (1,) * 4)
 LAYOUT = PipelineLayout(partition=ONES, num_microbatches=2, round_size=2)

@@ -20,7 +20,7 @@ from roundpipe_lightning.planning.search.evolve import (
 )
 from roundpipe_lightning.planning.search.makespan_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.search.partition import balanced_partition
-from tests.planning.profiles import random_profiles, uniform_profile
+from tests.kit.profiles import random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
 

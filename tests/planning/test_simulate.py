@@ -21,7 +21,7 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
-from tests.planning.profiles import random_profiles, uniform_profile
+from tests.kit.profiles import random_profiles, uniform_profile
 
 PARTITION = Partition(forward=(1,), backward=(0, 1))
 SCHEDULE = Schedule.from_text("worker 0: F0.0 B1.0\nworker 1: X0.0\n")

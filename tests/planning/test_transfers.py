@@ -18,8 +18,7 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from tests.planning.machines import machine
-from tests.planning.profiles import random_profiles
+from tests.kit.profiles import machine, random_profiles
 
 PARTITION = Partition(forward=(1, 1), backward=(0, 1, 1))
 ONE_WORKER = Schedule.from_text("worker 0: F0.0 F1.0 X0.0 B1.0 B2.0")

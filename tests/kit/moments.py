@@ -1,11 +1,15 @@
-"""How a test makes time pass for the thread that watches a step, and hears that it gives one up."""
+"""Moments inside other threads: a test is told of them, or brings them about."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from roundpipe_lightning.engine import steps as running
 from roundpipe_lightning.engine.worker.turns import Turns
@@ -73,3 +77,40 @@ class GivenUp:
     def wait(self) -> None:
         """Wait for it: what user code does that does not come back by itself."""
         assert self._event.wait(PATIENCE_SECONDS)
+
+
+class ObservedCondition(threading.Condition):
+    """A condition that tells when a thread other than the test's waits for it.
+
+    Attributes:
+        waits: Released once for every wait. Nothing that the condition guards changes between that
+            and the wait: the thread holds the lock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Tell, and wait."""
+        if threading.current_thread() is not threading.main_thread():
+            self.waits.release()
+        return super().wait(timeout)
+
+
+class _CallInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
+def call_in_backward(tensor: Tensor, call: Callable[[], None]) -> Tensor:
+    """Return the same tensor; `call` is called when its gradient comes, before that goes on."""
+    same: Tensor = _CallInBackward.apply(tensor, call)  # type: ignore[no-untyped-call]
+    return same

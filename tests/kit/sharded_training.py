@@ -1,6 +1,6 @@
 """A process of a training with torch's FSDP2, on the CPU; its arguments are folder and checkpoint.
 
-    MASTER_ADDR=... MASTER_PORT=... RANK=... python -m tests.lightning.sharded_training FOLDER FILE
+    MASTER_ADDR=... MASTER_PORT=... RANK=... python -m tests.kit.sharded_training FOLDER FILE
 
 It goes on from the checkpoint for one epoch more and writes `fsdp.ckpt`, the gathered full state.
 Every process has the same batches, so it trains as one device would.
@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from tests.lightning.tiny_training import Regressor, make_trainer, regression_data
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 
 class Sharded(Regressor):

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.lightning.tiny_training import Regressor, make_trainer
+from tests.kit.training import Regressor, make_trainer
 
 RESUME_QUIET = [
     "ignore:Be aware that when using `ckpt_path`, callbacks",

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.train import main, train
-from tests.programs import Ended, run_program
+from tests.kit.programs import Ended, run_program
 
 REPOSITORY = Path(__file__).parents[2]
 

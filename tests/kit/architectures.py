@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundpipe_lightning.engine.chain.chain import BlockStack
-from tests.engine.tiny import VOCABULARY, stack_of
+from tests.kit.engine import VOCABULARY, stack_of
 
 ARCHITECTURES = ("qwen3", "llama", "gpt_oss", "qwen3_moe", "gemma2", "gpt2")
 
@@ -31,6 +32,20 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 _GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": 64}
 _GPT2_DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+"""The smallest causal language model, as arguments of `AutoConfig.for_model`."""
 
 
 class CausalLM(nn.Module):
@@ -107,3 +122,25 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train()
+
+
+class Adapted(nn.Module):
+    """The user's module: adapters, none of them zero, on a causal language model."""
+
+    def __init__(self, base: Any, config: LoraConfig) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.model = get_peft_model(base, config)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        base: Any = self.model.get_base_model()
+        return tuple(base.model.layers)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        return loss
