@@ -287,7 +287,7 @@ def _train_stale(case: Case, engine: Engine, model: RaceModel, plain: PlainModel
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE)
     results: list[StepResult] = []
-    draining: PendingStep | None = None
+    in_flight: PendingStep | None = None
 
     def update(step: PendingStep, *, is_read: bool) -> None:
         results.append(step.result())
@@ -300,18 +300,18 @@ def _train_stale(case: Case, engine: Engine, model: RaceModel, plain: PlainModel
         for number in range(_NUM_STALE_STEPS):
             can_defer = updater.can_defer(optimizer)
             step = _begun(case, engine, case.seed + number)
-            if draining is not None:
-                update(draining, is_read=True)
-                draining = None
+            if in_flight is not None:
+                update(in_flight, is_read=True)
+                in_flight = None
             step.outputs()
             updater.join()
             if step.is_over or not can_defer:
                 update(step, is_read=False)
             else:
                 updater.defer(optimizer)
-                draining = step
-        if draining is not None:
-            update(draining, is_read=False)
+                in_flight = step
+        if in_flight is not None:
+            update(in_flight, is_read=False)
         updater.join()
     older = present = [its.detach().clone() for its in plain.parameters]
     for number, result in enumerate(results):

@@ -87,7 +87,7 @@ class PipelineMonitor(Callback):
         self._optimizer_began: float | None = None
         self._record: StepRecord | None = None  # the last one
         self._arrived = _NOTHING  # that of the present batch, and the one before it
-        self._draining: deque[MeasuredBatch | None] = deque()  # batches whose records are to come
+        self._in_flight: deque[MeasuredBatch | None] = deque()  # batches whose records are to come
         self._plans: list[Plan] = []
         self._steps_seen = 0
         self._steps_left = 0
@@ -166,8 +166,8 @@ class PipelineMonitor(Callback):
         measured = self._measure(batch, now)
         self._batch_ended = now
         strategy = trainer.strategy
-        if isinstance(strategy, RoundPipeStrategy) and strategy.is_draining:
-            self._draining.append(measured)
+        if isinstance(strategy, RoundPipeStrategy) and strategy.is_in_flight:
+            self._in_flight.append(measured)
         elif measured is not None:
             self._window.add(measured)
         if trainer.global_step != self._steps_seen:
@@ -197,16 +197,16 @@ class PipelineMonitor(Callback):
     # --- measuring --------------------------------------------------------------------------------
 
     def _take(self, record: StepRecord) -> None:
-        """Take what the pipeline did: for the batch that drained, else for the present one."""
+        """Take what was measured the batch in flight, else of the present one."""
         before, self._record = self._record, record
         if not any(plan is record.plan for plan in self._plans):
             self._plans.append(record.plan)
-        if not self._draining:
+        if not self._in_flight:
             self._arrived = (record, before)
             return
-        measured = self._draining.popleft()
+        measured = self._in_flight.popleft()
         if measured is not None:
-            # The optimizer was not waited for: the batch drained meanwhile.
+            # The optimizer was not waited for: the batch was in flight.
             self._window.add(replace(measured, record=record, before=before, optimizer_seconds=0.0))
 
     def _measure(self, batch: Any, now: float) -> MeasuredBatch | None:

@@ -333,7 +333,7 @@ class Engine:
                 f"of {plan.num_microbatches} microbatches."
             )
         self._open_store.check_blocks()
-        plan, visits = self._make_way(plan, backward=backward)
+        plan, visits = self._run_plan(plan, backward=backward)
         told = Countdown(plan.num_microbatches)
         context = self._context(
             plan,
@@ -363,7 +363,7 @@ class Engine:
         pending.begin(visits)
         return pending
 
-    def _make_way(self, plan: Plan, *, backward: bool) -> tuple[Plan, tuple[StepVisits, ...]]:
+    def _run_plan(self, plan: Plan, *, backward: bool) -> tuple[Plan, tuple[StepVisits, ...]]:
         """End steps until another can begin; return what is run of its plan, and by which workers.
 
         A step that follows one under way begins with the worker after the one that ends that.
@@ -372,7 +372,7 @@ class Engine:
         if not steps.are_none:
             following = self._starts.following(plan)
             visits = self._visits_of(following, backward=backward)
-            steps.make_way(visits, lanes=self._graph_of(following).lanes)
+            steps.wait_for_capacity(visits, lanes=self._graph_of(following).lanes)
             if not steps.are_none:
                 self._starts.began(plan, follows=True)
                 return following, visits

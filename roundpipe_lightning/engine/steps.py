@@ -190,7 +190,7 @@ class StepsUnderWay:
 
     # ------------------------------------------------------------------------------- the beginning
 
-    def make_way(self, visits: Sequence[StepVisits], *, lanes: Sequence[int]) -> None:
+    def wait_for_capacity(self, visits: Sequence[StepVisits], *, lanes: Sequence[int]) -> None:
         """End steps until another one can begin.
 
         Args:
@@ -235,7 +235,7 @@ class StepsUnderWay:
         self._ended[step] = ended
         with self._guarded():
             if follows:
-                self._logistics.follow(visits)
+                self._logistics.begin_overlapped(visits)
             else:
                 self._logistics.begin(
                     visits, on_failure=self._abort_turns, making_room=step.making_room
@@ -494,7 +494,7 @@ class PendingStep:
             WatchdogError: If it makes no progress.
             Exception: What the user's code or a copy has raised, with a note that says where.
         """
-        self._logistics.want_to_follow()
+        self._logistics.reserve_second_set()
         if self._is_watched:
             self._steps.finish(self._running)
         else:

@@ -129,13 +129,13 @@ class Batches(Protocol):
         """Steps the optimizer; None before the first batch, and where nothing is overlapped."""
 
     @property
-    def is_draining(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether the gradients of the last batch are still to come."""
 
     def before_gradients(self, step: WaitingStep) -> None:
         """Have a step made when they are there."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for them."""
 
 
@@ -172,7 +172,7 @@ class Updates:
         self._stale = stale
         self._overlaps = overlaps
         self._check = check
-        self._clips: list[Callable[[], None]] = []  # of the batch that drains
+        self._clips: list[Callable[[], None]] = []  # of the batch in flight
         self._begins_early = begins_early and overlaps
         self._are_written = are_written
         self._whole = {optimizer: why_whole(optimizer) for optimizer in optimizers if overlaps}
@@ -229,7 +229,7 @@ class Updates:
             result = closure()
             self._check(optimizer)
             updater = self._updater()
-            if updater is not None and self._stale and not self._batches.is_draining:
+            if updater is not None and self._stale and not self._batches.is_in_flight:
                 updater.keep([optimizer])
                 if not divisible:
                     updater.join()
@@ -319,7 +319,7 @@ class Updates:
         Returns:
             Whether it is put off.
         """
-        is_late = self._batches.is_draining
+        is_late = self._batches.is_in_flight
         if is_late:
             self._clips.append(clip)
         return is_late
@@ -343,7 +343,7 @@ class Updates:
             attributes["_opt_called"] = True  # what a scheduler's wrapper of `step` notes
             releases = not readers.may_read_gradients(self._trainer)
             clips, self._clips = self._clips, []
-            if self._batches.is_draining:
+            if self._batches.is_in_flight:
                 step = _DeferredStep(updater, optimizer, clips=clips, release_gradients=releases)
                 self._batches.before_gradients(step)
             else:
@@ -374,7 +374,7 @@ class Updates:
         Raises:
             Exception: What the optimizer has raised, once; or the batch that it waited for.
         """
-        self._batches.settle()
+        self._batches.synchronize()
         updater = self._updater()
         if updater is not None:
             updater.join()

@@ -41,7 +41,7 @@ from roundpipe_lightning.strategy.planner import StepPlanner
 from roundpipe_lightning.strategy.step import MicrobatchedStep, WaitingStep
 from roundpipe_lightning.strategy.transfer_dtypes import upload_dtype_of
 
-_MOST_DRAINED = 16
+_MOST_OVERLAPPED = 16
 """Windows in a row whose last batch is not waited for: between batches memory is made anew."""
 
 
@@ -155,8 +155,8 @@ class Session:
         self._previous: dict[nn.Parameter, Tensor] = {}  # from a checkpoint
         self._left = ServedLast({})
         self._running: tuple[Planned, int] | None = None  # with the number of the batch's values
-        self._draining: tuple[Planned, int] | None = None
-        self._num_drained = 0  # windows in a row
+        self._in_flight: tuple[Planned, int] | None = None
+        self._num_overlapped = 0  # windows in a row
         self._trained_last = False  # since then there was no evaluation
         #: Whether the optimizer's step that comes after the present batch may wait for its end.
         self.defers_update = False
@@ -175,8 +175,8 @@ class Session:
             shrinks=options.num_microbatches == "auto",
             weight=options.microbatch_weight,
             loss=options.loss,
-            may_drain=self._may_drain,
-            ended=self._drained,
+            may_overlap=self._may_overlap,
+            ended=self._batch_ended,
         )
 
     def _open_engine(self) -> Engine:
@@ -233,7 +233,7 @@ class Session:
     @property
     def last_step(self) -> StepRecord | None:
         """The last training step, when all of it is known; None before the first."""
-        self.settle()
+        self.synchronize()
         return self._record()
 
     def _record(self) -> StepRecord | None:
@@ -272,8 +272,8 @@ class Session:
         if not self._module.automatic_optimization:
             return self._step.run_manual(*arguments)
         output = self._run_updated(*arguments)
-        if self._step.is_draining:
-            self._draining = self._running
+        if self._step.is_in_flight:
+            self._in_flight = self._running
             return output
         self._ran = self._running
         self._note_ended()
@@ -281,43 +281,43 @@ class Session:
             self._learn()
         return output
 
-    def _may_drain(self) -> bool:
+    def _may_overlap(self) -> bool:
         """Say whether nobody looks at the present batch's gradients before the next batch's."""
         trainer = self._module.trainer
         accumulates = trainer.fit_loop._should_accumulate()  # noqa: SLF001
-        defers = self.defers_update and self._moves and self._num_drained < _MOST_DRAINED
-        drains = accumulates or defers
-        if not drains or readers.sees_every_gradient(trainer):
-            self._num_drained = 0
+        defers = self.defers_update and self._moves and self._num_overlapped < _MOST_OVERLAPPED
+        overlaps = accumulates or defers
+        if not overlaps or readers.sees_every_gradient(trainer):
+            self._num_overlapped = 0
             return False
-        self._num_drained += not accumulates
+        self._num_overlapped += not accumulates
         return True
 
     @property
-    def is_draining(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether the gradients of the last batch are still to come."""
-        return self._step.is_draining
+        return self._step.is_in_flight
 
     def before_gradients(self, step: WaitingStep) -> None:
-        """Have an optimizer's step made when the gradients of the batch that drains are there."""
+        """Have an optimizer's step made when the gradients of the batch in flight are there."""
         self._step.before_gradients(step)
 
-    def settle(self) -> None:
-        """Wait for the gradients of a batch that drains, if one does, and hand them out.
+    def synchronize(self) -> None:
+        """Wait for the gradients of a batch in flight, if there is one, and hand them out.
 
         Raises:
             Exception: Whatever its backward pass has raised.
         """
-        self._step.settle()
+        self._step.synchronize()
 
-    def settled(self) -> Session:
+    def synchronized(self) -> Session:
         """Return itself, when the last batch has ended."""
-        self.settle()
+        self.synchronize()
         return self
 
-    def _drained(self) -> None:
+    def _batch_ended(self) -> None:
         """Note the batch whose gradients have come after the next batch had begun."""
-        self._ran, self._draining = self._draining, None
+        self._ran, self._in_flight = self._in_flight, None
         self._note_ended()
         self._learn()
 

@@ -65,7 +65,7 @@ class WaitingStep(Protocol):
 
 
 @dataclass(kw_only=True)
-class _Draining:
+class _InFlight:
     """A batch whose gradients are to come.
 
     Attributes:
@@ -94,7 +94,7 @@ class MicrobatchedStep:
         shrinks: Whether a small batch is run with fewer microbatches instead of being refused.
         weight: How much a microbatch counts in the loss.
         loss: Which losses are computed without whole logits.
-        may_drain: Says whether the gradients of the present batch may come when the next batch has
+        may_overlap: Returns whether the gradients of the present batch may come when the next has
             begun.
         ended: Called when all of a batch is known, its gradients included.
 
@@ -118,7 +118,7 @@ class MicrobatchedStep:
         shrinks: bool,
         weight: MicrobatchWeight,
         loss: LossMode,
-        may_drain: Callable[[], bool],
+        may_overlap: Callable[[], bool],
         ended: Callable[[], None],
     ) -> None:
         self._module = module
@@ -129,9 +129,9 @@ class MicrobatchedStep:
         self._num_microbatches = num_microbatches
         self._shrinks = shrinks
         self._weight = weight
-        self._may_drain = may_drain
+        self._may_overlap = may_overlap
         self._ended = ended
-        self._draining: _Draining | None = None
+        self._in_flight: _InFlight | None = None
         self._fusion = None if loss == "own" else LossFusion(loss)
         self._metrics = MetricStandIns(module, in_place=on_host)
         self._own_log = OwnLog(module)
@@ -163,7 +163,7 @@ class MicrobatchedStep:
         recorders, logged = [LogRecorder() for _ in microbatches], LoggedBatch(batch)
         plan = self._plan_for(microbatches, arguments)
         engine = self._engine()
-        drains = backward and self._may_drain()
+        overlaps = backward and self._may_overlap()
         with (
             self._metrics.for_microbatches(shares) as stand_ins,
             _host_generator_seeded(self._batch_number),
@@ -186,8 +186,8 @@ class MicrobatchedStep:
                 stand_ins=stand_ins,
                 outside=self._fusion,
             )
-            self._settle_before(step)
-            known = step.outputs() if drains else step.result()
+            self._synchronize_before(step)
+            known = step.outputs() if overlaps else step.result()
         logged.use(self._module)
         replay_logs(
             recorders,
@@ -206,31 +206,31 @@ class MicrobatchedStep:
                 )
         else:
             later = LaterGradients(loss, backward_scale=backward_scale)
-            self._draining = _Draining(step=step, plan=plan, gradients=later)
+            self._in_flight = _InFlight(step=step, plan=plan, gradients=later)
             loss = later.loss
         return _output(loss, known.outputs, microbatches=microbatches, shares=shares)
 
-    def _settle_before(self, step: PendingStep) -> None:
-        """Settle the batch before one that has begun; let that end if it fails."""
+    def _synchronize_before(self, step: PendingStep) -> None:
+        """Synchronize the batch before one that has begun; let that end if it fails."""
         try:
-            self.settle(has_next=True)
+            self.synchronize(has_next=True)
         except BaseException:
             with suppress(Exception):
                 step.result()
             raise
 
     @property
-    def is_draining(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether the gradients of the last batch are still to come."""
-        return self._draining is not None
+        return self._in_flight is not None
 
     def before_gradients(self, step: WaitingStep) -> None:
-        """Have an optimizer's step made when the gradients of the batch that drains are there."""
-        assert self._draining is not None, "a batch drains"
-        self._draining.waiting = step
+        """Have an optimizer's step made when the gradients of the batch in flight are there."""
+        assert self._in_flight is not None, "a batch is in flight"
+        self._in_flight.waiting = step
 
-    def settle(self, *, has_next: bool = False) -> None:
-        """Wait for the end of the batch that drains, if one does, and hand its gradients out.
+    def synchronize(self, *, has_next: bool = False) -> None:
+        """Wait for the end of the batch in flight, if there is one, and hand its gradients out.
 
         Args:
             has_next: Whether the next batch has begun.
@@ -238,16 +238,16 @@ class MicrobatchedStep:
         Raises:
             Exception: Whatever its backward pass has raised.
         """
-        draining, self._draining = self._draining, None
-        if draining is None or draining.step.was_given_up:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None or in_flight.step.was_given_up:
             return
-        result = draining.step.result()
-        if draining.waiting is not None:
-            draining.waiting.expect()
-        draining.gradients.hand_out(result.gradients)
-        if draining.waiting is not None:
-            draining.waiting.submit(has_next=has_next)
-        self._note(result, draining.plan)
+        result = in_flight.step.result()
+        if in_flight.waiting is not None:
+            in_flight.waiting.expect()
+        in_flight.gradients.hand_out(result.gradients)
+        if in_flight.waiting is not None:
+            in_flight.waiting.submit(has_next=has_next)
+        self._note(result, in_flight.plan)
         self._ended()
 
     def _note(self, result: StepResult, plan: Plan) -> None:
@@ -325,7 +325,7 @@ class MicrobatchedStep:
             batch: What it is called with, on the host.
             *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
         """
-        self.settle()
+        self.synchronize()
         recorder, engine, logged = LogRecorder(), self._engine(), LoggedBatch(batch)
         with self._metrics.lent() as stand_ins:
             output = engine.evaluate(

@@ -217,12 +217,12 @@ class RoundPipeStrategy(CheckpointingStrategy):
     @property
     def last_plan(self) -> Plan | None:
         """The plan of the last training step, whose end is waited for; None before the first."""
-        return self._seen.settled().last_plan if self._seen else None
+        return self._seen.synchronized().last_plan if self._seen else None
 
     @property
     def last_timeline(self) -> Timeline | None:
         """When every action of the last training step ran, whose end is waited for; None before."""
-        return self._seen.settled().last_timeline if self._seen else None
+        return self._seen.synchronized().last_timeline if self._seen else None
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -230,9 +230,9 @@ class RoundPipeStrategy(CheckpointingStrategy):
         return self._seen.last_step if self._seen else None
 
     @property
-    def is_draining(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether the backward pass of the last batch still runs; asking does not wait for it."""
-        return self._seen is not None and self._seen.is_draining
+        return self._seen is not None and self._seen.is_in_flight
 
     @property
     def peak_device_bytes(self) -> int | None:
@@ -392,15 +392,15 @@ class RoundPipeStrategy(CheckpointingStrategy):
             checks.check_optimizers(self.optimizers)
 
     def join_updates(self) -> None:
-        """Wait for the gradients of the last batch, too, where its backward pass still drains."""
+        """Wait for the gradients of the last batch, too, where its backward pass is in flight."""
         if self._session is not None:
-            self._session.settle()
+            self._session.synchronize()
         super().join_updates()
 
     def on_train_end(self) -> None:
         """Leave the gradients of a window that was not filled, as on one device."""
         if self._session is not None:
-            self._session.settle()
+            self._session.synchronize()
         super().on_train_end()
 
     def teardown(self) -> None:

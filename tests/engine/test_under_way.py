@@ -247,7 +247,7 @@ def test_numbers_drawn_while_a_batch_drains_are_those_of_the_main_thread() -> No
     assert torch.equal(found, wanted)
 
 
-def test_an_error_of_a_draining_batch_is_raised_by_who_waits_next() -> None:
+def test_an_error_of_a_batch_in_flight_is_raised_by_who_waits_next() -> None:
     module, plan = module_and_plan()
     returned = threading.Event()
 
@@ -337,7 +337,7 @@ def test_an_engine_closes_while_a_batch_drains() -> None:
         assert left <= {"clock of the emulated server"}
 
 
-def test_an_evaluation_waits_for_a_draining_batch() -> None:
+def test_an_evaluation_waits_for_a_batch_in_flight() -> None:
     module, plan = module_and_plan()
     with opened(module, plan) as engine:
         begin(engine, 0).result()

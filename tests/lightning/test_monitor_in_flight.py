@@ -74,4 +74,4 @@ def test_steps_are_told_of_in_their_order(tmp_path: Path) -> None:
     assert follows == [False, False, True, False, True, True]
     assert watching.strategy.last_step is not None
     assert watching.strategy.last_step.timeline is watching.told[-1][1].timeline
-    assert not watching.strategy.is_draining
+    assert not watching.strategy.is_in_flight

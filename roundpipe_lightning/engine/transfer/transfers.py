@@ -134,7 +134,7 @@ class Logistics:
             and all(one is None or one.can_follow(step) for step, one in pairs)
         )
 
-    def follow(self, steps: Sequence[StepVisits]) -> None:
+    def begin_overlapped(self, steps: Sequence[StepVisits]) -> None:
         """Begin the transfers of a step that can follow the one that runs."""
         self._serving, self._last = self._store.serving, steps
         self._uses.follow_step()
@@ -156,7 +156,7 @@ class Logistics:
         """Return the lanes of a step that begins, by microbatch; None if no worker needs any."""
         return None if self._arena is None else self._arena.begin_step(numbers)
 
-    def want_to_follow(self) -> None:
+    def reserve_second_set(self) -> None:
         """Have lanes for two steps as soon as none is under way."""
         if self._arena is not None:
             self._arena.want_two()
