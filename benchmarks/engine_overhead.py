@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.profile import profile_module
+from roundpipe_lightning.models.work.parameters import profile_module
 from roundpipe_lightning.planning.default import default_plan
 
 ARCHITECTURE = {

@@ -26,8 +26,8 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.deferred_logits import LossFusion
-from roundpipe_lightning.models.profile import profile_module
+from roundpipe_lightning.models.losses.lazy_logits import LossFusion
+from roundpipe_lightning.models.work.parameters import profile_module
 from roundpipe_lightning.planning.default import default_plan
 
 KIND = "causal"  # as benchmarks/architectures.py calls it

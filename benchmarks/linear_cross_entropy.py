@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from roundpipe_lightning.models.linear_cross_entropy import linear_cross_entropy
-from roundpipe_lightning.models.meter import Meter
-from roundpipe_lightning.planning.loss_memory import chunked_loss_bytes, plain_loss_bytes
+from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
+from roundpipe_lightning.models.losses.loss_memory import chunked_loss_bytes, plain_loss_bytes
+from roundpipe_lightning.models.work.meter import Meter
 
 LIMIT_PERCENT = 5
 FAR_TOKENS = 32_768

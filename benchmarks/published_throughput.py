@@ -23,7 +23,7 @@ import yaml
 from torch import nn
 
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.work_profile import work_profile
+from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.planning.cost.memory import MemoryModel
 from roundpipe_lightning.planning.cost.predict import PipelineLayout, UpdateTiming, predict_step

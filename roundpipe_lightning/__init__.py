@@ -12,7 +12,7 @@ from roundpipe_lightning.callbacks import (
     PlanReport,
 )
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
-from roundpipe_lightning.models.linear_cross_entropy import linear_cross_entropy
+from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile

@@ -19,7 +19,7 @@ from roundpipe_lightning.cli.peft import read_adapters
 from roundpipe_lightning.engine.device.probe import probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.work_profile import causal_lm_call, work_profile
+from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
 from roundpipe_lightning.optim.state import StatePlace
 from roundpipe_lightning.planning.model.hardware import HardwareSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.deferred_logits import LossMode
+from roundpipe_lightning.models.losses.lazy_logits import LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.hardware_files import load_hardware

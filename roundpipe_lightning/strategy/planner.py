@@ -24,7 +24,7 @@ from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
-from roundpipe_lightning.models.profile import parameter_work, profile_module
+from roundpipe_lightning.models.work.parameters import parameter_work, profile_module
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.report.description import count_text

@@ -20,7 +20,7 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.engine.update.updater import UpdateAborted, Updater, update_units
 from roundpipe_lightning.models.blocks import find_stacks
-from roundpipe_lightning.models.deferred_logits import FusedLosses
+from roundpipe_lightning.models.losses.lazy_logits import FusedLosses
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan

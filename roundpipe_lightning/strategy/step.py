@@ -37,7 +37,7 @@ from roundpipe_lightning.models.batches import (
     split_batch,
     split_parts,
 )
-from roundpipe_lightning.models.deferred_logits import FusedLosses, LossFusion, LossMode
+from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight, microbatch_weights
 from roundpipe_lightning.planning.report.step_record import EngineCounters
 from roundpipe_lightning.planning.schedule.plan import Plan

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
-from roundpipe_lightning.models.deferred_logits import FusedLosses, LossMode
+from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord

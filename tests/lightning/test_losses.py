@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.deferred_logits import LossMode
+from roundpipe_lightning.models.losses.lazy_logits import LossMode
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.architectures import build_model
 from tests.kit.engine import VOCABULARY

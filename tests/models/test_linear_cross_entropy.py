@@ -14,9 +14,9 @@ from torch.nn import functional
 from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.emulation.tagged_tensor import TaggedTensor, tag, untag
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from roundpipe_lightning.models import loss_sweep
-from roundpipe_lightning.models.meter import Meter
-from roundpipe_lightning.planning.loss_memory import chunked_loss_bytes, plain_loss_bytes
+from roundpipe_lightning.models.losses import loss_sweep
+from roundpipe_lightning.models.losses.loss_memory import chunked_loss_bytes, plain_loss_bytes
+from roundpipe_lightning.models.work.meter import Meter
 
 WIDTH, VOCABULARY = 5, 11
 IGNORED = -100

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.models.meter import Count, Meter
+from roundpipe_lightning.models.work.meter import Count, Meter
 
 ROWS, COLUMNS = 256, 128
 NUMBERS = ROWS * COLUMNS

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.profile import (
+from roundpipe_lightning.models.work.parameters import (
     module_fingerprint,
     parameter_work,
     profile_module,

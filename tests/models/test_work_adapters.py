@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.work_profile import work_profile
+from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.work import MicrobatchShape, Work, WorkProfile
 

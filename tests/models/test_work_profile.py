@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_blocks
-from roundpipe_lightning.models.profile import module_fingerprint
-from roundpipe_lightning.models.work_profile import work_profile
+from roundpipe_lightning.models.work.parameters import module_fingerprint
+from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
 
 SIZES = {

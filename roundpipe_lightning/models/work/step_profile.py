@@ -21,11 +21,11 @@ from roundpipe_lightning.engine.capture.trees import map_tensors
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.deferred_logits import LossFusion
-from roundpipe_lightning.models.meta_copy import MetaCopy
-from roundpipe_lightning.models.meta_run import Part, measure_run, num_bytes, num_parameters
-from roundpipe_lightning.models.meter import Count
-from roundpipe_lightning.models.profile import module_fingerprint
+from roundpipe_lightning.models.losses.lazy_logits import LossFusion
+from roundpipe_lightning.models.work.meta_copy import MetaCopy
+from roundpipe_lightning.models.work.meta_run import Part, measure_run, num_bytes, num_parameters
+from roundpipe_lightning.models.work.meter import Count
+from roundpipe_lightning.models.work.parameters import module_fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
 __all__ = ["StepProfile", "step_profile"]

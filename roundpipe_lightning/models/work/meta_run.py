@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.meta_attention import FusedAttention
-from roundpipe_lightning.models.meta_values import held_tensors, map_held_tensors
-from roundpipe_lightning.models.meter import Count, Meter
+from roundpipe_lightning.models.work.meta_attention import FusedAttention
+from roundpipe_lightning.models.work.meta_values import held_tensors, map_held_tensors
+from roundpipe_lightning.models.work.meter import Count, Meter
 
 __all__ = ["Call", "Part", "Run", "kinds_of", "measure_run", "num_bytes"]
 

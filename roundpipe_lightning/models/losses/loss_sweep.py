@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.loss_rows import kept_rows
-from roundpipe_lightning.planning.loss_memory import ChunkSizes, chunk_sizes, logit_bytes
+from roundpipe_lightning.models.losses.loss_memory import ChunkSizes, chunk_sizes, logit_bytes
+from roundpipe_lightning.models.losses.loss_rows import kept_rows
 
 __all__ = ["Gradients", "Job", "LossOptions", "Sweep"]
 

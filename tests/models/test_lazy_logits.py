@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_lightning.errors import CaptureError
-from roundpipe_lightning.models.deferred_logits import DeferredLogits, LossFusion
-from roundpipe_lightning.models.meter import Meter
+from roundpipe_lightning.models.losses.lazy_logits import LazyLogits, LossFusion
+from roundpipe_lightning.models.work.meter import Meter
 
 WIDTH, VOCABULARY = 6, 13
 SEQUENCES, TOKENS = 3, 8
@@ -261,7 +261,7 @@ def test_logits_are_made_once_and_then_used() -> None:
     fusion = LossFusion("fused")
     with fusion.everywhere(), Meter() as meter:
         logits = head(hidden)
-        assert isinstance(logits, DeferredLogits)
+        assert isinstance(logits, LazyLogits)
         assert meter.count.matrix_operations == 0
         largest = logits.amax()
         again = logits.float().flatten(0, 1)
@@ -426,7 +426,7 @@ class _Quantised(Tensor):
 )
 def test_other_products_are_left_alone(hidden: Tensor, weight: Tensor) -> None:
     with LossFusion("fused").everywhere():
-        assert not isinstance(functional.linear(hidden, weight), DeferredLogits)
+        assert not isinstance(functional.linear(hidden, weight), LazyLogits)
 
 
 def test_a_projection_that_cannot_work_fails_as_ever() -> None:

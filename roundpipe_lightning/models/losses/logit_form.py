@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from roundpipe_lightning.models.linear_cross_entropy import linear_cross_entropy
+from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["Autocast", "Form", "changed", "consumed"]
 

@@ -2,12 +2,12 @@
 
 Models that compute their own loss project the hidden states onto the vocabulary, scale, shift and
 reshape the logits, and hand them to `cross_entropy`. `LossFusion` answers the projection with a
-`DeferredLogits` in place of the logits. It takes part in all that without being computed, and
+`LazyLogits` in place of the logits. It takes part in all that without being computed, and
 `cross_entropy` becomes `linear_cross_entropy`:
 
 ```
 user code      logits = F.linear(h, w)    logits[:, :-1].float()    F.cross_entropy(…, labels)
-here           DeferredLogits(Form)  ───▶ DeferredLogits(Form')  ─▶ linear_cross_entropy(h', w, …)
+here           LazyLogits(Form)  ───▶ LazyLogits(Form')  ─▶ linear_cross_entropy(h', w, …)
                     │ any other function
                     └─▶ what was put off is run, once: the plain logits, with a graph
 ```
@@ -33,9 +33,9 @@ from torch.overrides import TorchFunctionMode
 from roundpipe_lightning.engine.capture.torch_functions import METADATA, attribute_or_name
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.errors import CaptureError
-from roundpipe_lightning.models.logit_form import Autocast, Form, changed, consumed
+from roundpipe_lightning.models.losses.logit_form import Autocast, Form, changed, consumed
 
-__all__ = ["DeferredLogits", "FusedLosses", "LossFusion", "LossMode"]
+__all__ = ["FusedLosses", "LazyLogits", "LossFusion", "LossMode"]
 
 LossMode: TypeAlias = Literal["auto", "fused", "own"]
 """Which losses are computed without whole logits: large ones, all that can be, or none."""
@@ -97,7 +97,7 @@ class Recipe:
         self.circumstances = Circumstances.now(form.hidden.device.type)
         self._real: Tensor | None = None
         parent = inputs[0]
-        if isinstance(parent, DeferredLogits):
+        if isinstance(parent, LazyLogits):
             self.versions: list[tuple[Tensor, int]] = parent.recipe.versions
         else:
             tensors = (x for x in inputs if x is not None and not x.is_inference())
@@ -124,15 +124,15 @@ class Recipe:
     def logits(self) -> Tensor:
         """Return the logits, made once."""
         if self._real is None:
-            if not isinstance(self.inputs[0], DeferredLogits):
+            if not isinstance(self.inputs[0], LazyLogits):
                 self.check_unchanged()
-            inputs = [x.logits() if isinstance(x, DeferredLogits) else x for x in self.inputs]
+            inputs = [x.logits() if isinstance(x, LazyLogits) else x for x in self.inputs]
             with self.fusion.aside(), self.circumstances.again():
                 self._real = self.function(*inputs)
         return self._real
 
 
-class DeferredLogits(Tensor):
+class LazyLogits(Tensor):
     """Logits that are made when they are looked at. `LossFusion` makes it."""
 
     recipe: Recipe
@@ -175,7 +175,7 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, DeferredLogits) and len(_deferred_in((args, kwargs))) == 1:
+        if isinstance(first, LazyLogits) and len(_deferred_in((args, kwargs))) == 1:
             answer = _answered(first, func, name, args[1:], kwargs)
             if answer is not None:
                 return answer
@@ -191,7 +191,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         """Run an operation that came past PyTorch's functions; autograd is above it."""
         args, kwargs = map_tensors(
-            lambda x: x.logits().detach() if isinstance(x, DeferredLogits) else x,
+            lambda x: x.logits().detach() if isinstance(x, LazyLogits) else x,
             (args, dict(kwargs or {})),
         )
         return func(*args, **kwargs)
@@ -202,7 +202,7 @@ class DeferredLogits(Tensor):
 
 
 def _answered(
-    stand_in: DeferredLogits,
+    stand_in: LazyLogits,
     func: Callable[..., Any],
     name: str,
     args: tuple[Any, ...],
@@ -220,7 +220,7 @@ def _answered(
     form = changed(recipe.form, name, args, kwargs)
     if form is None or form is recipe.form:
         return None if form is None else stand_in
-    return DeferredLogits.of(
+    return LazyLogits.of(
         Recipe(
             form,
             lambda logits: func(logits, *args, **kwargs),
@@ -245,18 +245,18 @@ def _run_on_real(
     return func(*args, **kwargs)
 
 
-def _deferred_in(node: Any) -> list[DeferredLogits]:
-    return [x for x in tensors_in(node) if isinstance(x, DeferredLogits)]
+def _deferred_in(node: Any) -> list[LazyLogits]:
+    return [x for x in tensors_in(node) if isinstance(x, LazyLogits)]
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return tensor.logits() if isinstance(tensor, DeferredLogits) else tensor
+    return tensor.logits() if isinstance(tensor, LazyLogits) else tensor
 
 
-def _wrapper(recipe: Recipe) -> DeferredLogits:
+def _wrapper(recipe: Recipe) -> LazyLogits:
     form = recipe.form
-    wrapper: DeferredLogits = torch.Tensor._make_wrapper_subclass(
-        DeferredLogits, form.shape, dtype=form.dtype, device=form.hidden.device
+    wrapper: LazyLogits = torch.Tensor._make_wrapper_subclass(
+        LazyLogits, form.shape, dtype=form.dtype, device=form.hidden.device
     )
     wrapper.recipe = recipe
     return wrapper
@@ -289,7 +289,7 @@ class _Values(torch.autograd.Function):
     """The logits, in the graph that their stand-in has got from somebody else."""
 
     @staticmethod
-    def forward(ctx: Any, stand_in: DeferredLogits) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, stand_in: LazyLogits) -> Tensor:  # noqa: ARG004
         return stand_in.recipe.logits().detach()
 
     @staticmethod
@@ -354,7 +354,7 @@ class LossFusion:
         if func is not functional.linear or self._thread.is_aside:
             return NotImplemented
         recipe = self._recipe(*args, **kwargs)
-        return NotImplemented if recipe is None else DeferredLogits.of(recipe)
+        return NotImplemented if recipe is None else LazyLogits.of(recipe)
 
     def _recipe(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Recipe | None:  # noqa: A002 - PyTorch's signature
         sources = [input, weight] if bias is None else [input, weight, bias]
@@ -423,7 +423,7 @@ class LossFusion:
         pending, self._thread.pending = self._thread.pending, []
         for reference in pending:
             stand_in = reference()
-            if isinstance(stand_in, DeferredLogits) and not stand_in.recipe.is_made:
+            if isinstance(stand_in, LazyLogits) and not stand_in.recipe.is_made:
                 self.report.add_made("kept")
                 stand_in.logits()
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.planning.loss_memory import (
+from roundpipe_lightning.models.losses.loss_memory import (
     DEFAULT_CHUNK_BYTES,
     chunk_sizes,
     chunked_loss_bytes,

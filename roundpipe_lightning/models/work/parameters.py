@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.models.meta_run import num_parameters
+from roundpipe_lightning.models.work.meta_run import num_parameters
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Work, WorkProfile
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.meta_attention import transformers_attention
-from roundpipe_lightning.models.meta_run import (
+from roundpipe_lightning.models.work.meta_attention import transformers_attention
+from roundpipe_lightning.models.work.meta_run import (
     Call,
     Part,
     Run,
@@ -34,8 +34,8 @@ from roundpipe_lightning.models.meta_run import (
     num_bytes,
     num_parameters,
 )
-from roundpipe_lightning.models.meter import Count
-from roundpipe_lightning.models.profile import module_fingerprint
+from roundpipe_lightning.models.work.meter import Count
+from roundpipe_lightning.models.work.parameters import module_fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
 __all__ = ["Call", "causal_lm_call", "work_profile"]

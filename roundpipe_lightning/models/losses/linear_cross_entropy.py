@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from roundpipe_lightning.models.loss_rows import autocasts, kept_rows
-from roundpipe_lightning.models.loss_sweep import Job, LossOptions, Sweep
-from roundpipe_lightning.planning.loss_memory import DEFAULT_CHUNK_BYTES
+from roundpipe_lightning.models.losses.loss_memory import DEFAULT_CHUNK_BYTES
+from roundpipe_lightning.models.losses.loss_rows import autocasts, kept_rows
+from roundpipe_lightning.models.losses.loss_sweep import Job, LossOptions, Sweep
 
 __all__ = ["linear_cross_entropy"]
 
