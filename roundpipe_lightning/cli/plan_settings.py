@@ -92,7 +92,7 @@ class PlanSettings:
         hints: What is settled about the stages.
         frozen_bits: Of a parameter that is not trained.
         weights: Where the weights lie that are uploaded.
-        own_loss: Whether the model's own loss is measured instead of a fused one.
+        eager_loss: Whether the model's own loss is measured instead of a fused one.
         given_plan: The saved plan that the hints are those of; None: there is none.
 
     Raises:
@@ -112,7 +112,7 @@ class PlanSettings:
     hints: PartitionHints
     frozen_bits: int = 16
     weights: WeightStorage = WeightStorage.PAGE_LOCKED
-    own_loss: bool = False
+    eager_loss: bool = False
     given_plan: Plan | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class JobMaker:
         Raises:
             RoundPipeError: The model cannot be built or measured, or is not the given plan's.
         """
-        key = (settings.adapters, settings.precision.dtype, settings.own_loss, settings.blocks)
+        key = (settings.adapters, settings.precision.dtype, settings.eager_loss, settings.blocks)
         if key not in self._measured:
             self._measured[key] = _measure(settings)
         work = self._measured[key]
@@ -223,7 +223,7 @@ def _measure(settings: PlanSettings) -> WorkProfile:
         torch.set_default_dtype(before)
     names = list(settings.blocks) if settings.blocks is not None else None
     stack = find_blocks(module, names)
-    return work_profile(module, stack, call=_own_loss if settings.own_loss else _fused_loss)
+    return work_profile(module, stack, call=_eager_loss if settings.eager_loss else _fused_loss)
 
 
 def _adapted(model: Any, adapters: Adapters) -> nn.Module:
@@ -246,7 +246,7 @@ def _fused_loss(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
     return causal_lm_call(model, sequences, seq_len)
 
 
-def _own_loss(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
+def _eager_loss(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
     tokens = torch.zeros((sequences, seq_len), dtype=torch.long, device="meta")
     loss: Tensor = module({"input_ids": tokens, "labels": tokens}).loss
     return loss
@@ -280,7 +280,7 @@ def read_settings(config: DictConfig) -> PlanSettings:
     """
     hints, num_microbatches = config.partition, config.partition.num_microbatches
     adapters = read_adapters(config.peft)
-    _check_word("loss", config.loss, ("fused", "own"))
+    _check_word("loss", config.loss, ("fused", "eager"))
     _check_word("weights", config.weights, [storage.value for storage in WeightStorage])
     _check_word("trainer.precision", config.trainer.precision, PRECISIONS)
     blocks = hints.blocks
@@ -304,7 +304,7 @@ def read_settings(config: DictConfig) -> PlanSettings:
         hints=_hints(hints),
         frozen_bits=16 if adapters is None else int(config.peft.frozen_bits),
         weights=WeightStorage(config.weights),
-        own_loss=config.loss == "own",
+        eager_loss=config.loss == "eager",
     )
     return settings if hints.plan == "auto" else _with_plan(settings, Plan.load(hints.plan))
 

@@ -60,7 +60,7 @@ def try_step(
             microbatch=microbatch,
             call=lambda root, batch: root.training_step(batch, *arguments),
             compute_dtype=dtype,
-            fusion=None if loss == "own" else LossFusion(loss),
+            fusion=None if loss == "eager" else LossFusion(loss),
             settings=_settings(module),
             replaced=list(_replaced(module)),
         )

@@ -121,8 +121,10 @@ class Options:
             )
         if self.hardware != "auto" and not isinstance(self.hardware, HardwareSpec):
             load_hardware(self.hardware)
-        if self.loss not in ("auto", "fused", "own"):
-            raise ConfigurationError(f"loss={self.loss!r}: set 'auto', 'fused' or 'own'.")
+        if self.loss not in ("auto", "fused", "eager"):
+            raise ConfigurationError(
+                f"loss={self.loss!r}: set 'auto', 'fused' or 'eager' (was 'own')."
+            )
         rule = self.microbatch_weight
         if not callable(rule) and rule not in ("auto", "tokens", "samples"):
             raise ConfigurationError(

@@ -132,7 +132,7 @@ class MicrobatchedStep:
         self._may_overlap = may_overlap
         self._ended = ended
         self._in_flight: _InFlight | None = None
-        self._fusion = None if loss == "own" else LossFusion(loss)
+        self._fusion = None if loss == "eager" else LossFusion(loss)
         self._metrics = MetricStandIns(module, in_place=on_host)
         self._own_log = OwnLog(module)
         self.plan: Plan | None = None

@@ -65,7 +65,7 @@ class RoundPipeStrategy(CheckpointingStrategy):
         microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
             `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.
         loss: `"auto"`: a microbatch's cross-entropy is computed without whole logits where these
-            would be larger than 256 MiB in float32; then the result differs in rounding. `"own"`
+            would be larger than 256 MiB in float32; then the result differs in rounding. `"eager"`
             never does that, `"fused"` wherever it can.
         hardware: The machine: a `HardwareSpec`, the name of one (`"rtx4090x8"`) or the path of a
             file. `"auto"`: the one at hand; its accelerators are measured once, of a processor only
@@ -241,7 +241,7 @@ class RoundPipeStrategy(CheckpointingStrategy):
 
     @property
     def fused_losses(self) -> FusedLosses | None:
-        """What became of logits that were put off; None with `loss="own"` and before a set-up."""
+        """What became of logits that were put off; None with `loss="eager"` and before a set-up."""
         return self._seen.fused_losses if self._seen else None
 
     @property

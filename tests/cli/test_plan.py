@@ -76,7 +76,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def look_up(settings: PlanSettings) -> Any:
         model = (settings.source, settings.adapters, settings.blocks)
-        key = repr((*model, settings.precision.dtype, settings.own_loss))
+        key = repr((*model, settings.precision.dtype, settings.eager_loss))
         if key not in _measured:
             _measured[key] = measure(settings)
         return _measured[key]

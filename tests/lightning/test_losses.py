@@ -124,7 +124,10 @@ def test_fused_losses_train_as_the_model_s_own(
     tmp_path: Path, kind: type[RoundPipeStrategy], name: str
 ) -> None:
     own, metrics = _trained(
-        tmp_path, RoundPipeStrategy(num_microbatches=1, loss="own"), _LanguageModel(name), devices=1
+        tmp_path,
+        RoundPipeStrategy(num_microbatches=1, loss="eager"),
+        _LanguageModel(name),
+        devices=1,
     )
     strategy = kind(num_microbatches=4, loss="fused")
     fused, fused_metrics = _trained(tmp_path, strategy, _LanguageModel(name))
@@ -139,7 +142,7 @@ def test_fused_losses_train_as_the_model_s_own(
 
 def test_a_module_may_call_it(tmp_path: Path) -> None:
     own = _trained(
-        tmp_path, RoundPipeStrategy(num_microbatches=1, loss="own"), _LanguageModel(), devices=1
+        tmp_path, RoundPipeStrategy(num_microbatches=1, loss="eager"), _LanguageModel(), devices=1
     )[0]
     strategy = EmulatedStrategy(num_microbatches=4)
     called = _trained(tmp_path, strategy, _CallsIt())[0]
@@ -149,7 +152,7 @@ def test_a_module_may_call_it(tmp_path: Path) -> None:
 def test_small_logits_are_left_alone_by_default(tmp_path: Path) -> None:
     strategy = RoundPipeStrategy(num_microbatches=4)
     auto, metrics = _trained(tmp_path, strategy)
-    own, own_metrics = _trained(tmp_path, RoundPipeStrategy(num_microbatches=4, loss="own"))
+    own, own_metrics = _trained(tmp_path, RoundPipeStrategy(num_microbatches=4, loss="eager"))
     assert strategy.fused_losses is not None
     assert strategy.fused_losses.num_fused == 0
     assert _distance(auto, own) == 0
@@ -158,18 +161,18 @@ def test_small_logits_are_left_alone_by_default(tmp_path: Path) -> None:
 
 def test_mixed_precision(tmp_path: Path) -> None:
     runs = {}
-    modes: list[LossMode] = ["own", "fused"]
+    modes: list[LossMode] = ["eager", "fused"]
     for mode in modes:
         strategy = RoundPipeStrategy(num_microbatches=4, loss=mode)
         runs[mode] = _trained(tmp_path, strategy, precision="bf16-mixed")
-    (own, metrics), (fused, fused_metrics) = runs["own"], runs["fused"]
+    (own, metrics), (fused, fused_metrics) = runs["eager"], runs["fused"]
     assert _distance(fused, own) < 0.02
     assert fused_metrics == pytest.approx(metrics, rel=1e-2)
 
 
 def test_logits_that_are_returned_are_the_plain_ones(tmp_path: Path) -> None:
     modules = []
-    modes: list[LossMode] = ["own", "fused"]
+    modes: list[LossMode] = ["eager", "fused"]
     for mode in modes:
         strategy = EmulatedStrategy(num_microbatches=2, loss=mode)
         module = _LanguageModel(returns_logits=True)
@@ -182,7 +185,7 @@ def test_logits_that_are_returned_are_the_plain_ones(tmp_path: Path) -> None:
 
 def test_predictions_are_the_plain_ones(tmp_path: Path) -> None:
     outputs = []
-    modes: list[LossMode] = ["own", "fused"]
+    modes: list[LossMode] = ["eager", "fused"]
     for mode in modes:
         strategy = EmulatedStrategy(num_microbatches=4, loss=mode)
         trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
@@ -194,5 +197,5 @@ def test_predictions_are_the_plain_ones(tmp_path: Path) -> None:
 
 
 def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="loss='chunked': set 'auto', 'fused' or 'own'"):
+    with pytest.raises(ConfigurationError, match="loss='chunked': set 'auto', 'fused' or 'eager'"):
         RoundPipeStrategy(loss="chunked")  # type: ignore[arg-type]

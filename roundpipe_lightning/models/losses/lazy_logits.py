@@ -37,7 +37,7 @@ from roundpipe_lightning.models.losses.logit_form import Autocast, Form, changed
 
 __all__ = ["FusedLosses", "LazyLogits", "LossFusion", "LossMode"]
 
-LossMode: TypeAlias = Literal["auto", "fused", "own"]
+LossMode: TypeAlias = Literal["auto", "fused", "eager"]
 """Which losses are computed without whole logits: large ones, all that can be, or none."""
 
 LARGE_LOGITS_BYTES = 256 * 2**20
@@ -118,7 +118,7 @@ class Recipe:
             raise CaptureError(
                 "The hidden states or the output projection were written into after the logits "
                 "were asked for and before they were used, so they cannot be made any more. Use "
-                "the logits first, or have them made at once: RoundPipeStrategy(loss='own')."
+                "the logits first, or have them made at once: RoundPipeStrategy(loss='eager')."
             )
 
     def logits(self) -> Tensor:

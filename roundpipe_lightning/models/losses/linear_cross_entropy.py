@@ -236,5 +236,5 @@ def _refuse_second_derivative() -> None:
         raise ConfigurationError(
             "linear_cross_entropy has no second derivative, but its backward pass runs with "
             "create_graph=True. Use torch.nn.functional.cross_entropy on the logits; under the "
-            "strategy, RoundPipeStrategy(loss='own')."
+            "strategy, RoundPipeStrategy(loss='eager')."
         )
