@@ -52,8 +52,8 @@ from torch.nn import functional
 from roundpipe_lightning import PipelineMonitor, PipelineTimeline, PlanReport, RoundPipeStrategy
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.testing import EmulatedStrategy
 
 _WARMUP = 4  # batches, all of them with the callbacks
 
@@ -151,15 +151,6 @@ class Decoder(LightningModule):
         num_values = sum(parameter.numel() for parameter in self.parameters())
         optimizer.seconds_per_value = self.update_seconds / num_values
         return optimizer
-
-
-class EmulatedStrategy(RoundPipeStrategy):
-    """The strategy on an emulated server's devices."""
-
-    server: EmulatedServer
-
-    def _devices(self) -> list[Device]:
-        return list(self.server.devices)
 
 
 class HookClock(Profiler):
@@ -286,9 +277,11 @@ def make_training(
     server = resources.enter_context(EmulatedServer(options.workers, timing=timing, tags=False))
     machine = replace(load_hardware("rtx4090x4"), name="emulated", num_devices=options.workers)
     on_server = EmulatedStrategy(
-        num_microbatches=options.microbatches, hardware=machine, replan=False
+        devices=server.devices,
+        num_microbatches=options.microbatches,
+        hardware=machine,
+        replan=False,
     )
-    on_server.server = server
     blocks = [TimedBlock(width, server=server, seconds=seconds) for _ in range(num_blocks)]
     forward_seconds = seconds * num_blocks * options.microbatches / options.workers
     return Decoder(blocks, width=width, update_seconds=forward_seconds / 2), on_server

@@ -20,24 +20,15 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from roundpipe_lightning import PipelineTimeline, RoundPipeStrategy
+from roundpipe_lightning import PipelineTimeline
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.testing import EmulatedStrategy
 
 _NUM_DEVICES, _NUM_BLOCKS, _WIDTH = 4, 10, 64
 _FORWARD_SECONDS, _BACKWARD_SECONDS = 0.012, 0.024
 _TAIL = 1.5  # the tail segment, in blocks
-
-
-class EmulatedStrategy(RoundPipeStrategy):
-    """The strategy on an emulated server's devices."""
-
-    server: EmulatedServer
-
-    def _devices(self) -> list[Device]:
-        return list(self.server.devices)
 
 
 class TimedBlock(nn.Module):
@@ -94,8 +85,9 @@ def train(folder: Path, *, num_steps: int) -> PipelineTimeline:
     machine = dataclasses.replace(load_hardware("rtx4090x4"), name="emulated")
     timeline = PipelineTimeline(folder)
     with EmulatedServer(_NUM_DEVICES, timing=timing, tags=False) as server:
-        strategy = EmulatedStrategy(num_microbatches=2 * _NUM_DEVICES, hardware=machine)
-        strategy.server = server
+        strategy = EmulatedStrategy(
+            devices=server.devices, num_microbatches=2 * _NUM_DEVICES, hardware=machine
+        )
         trainer = Trainer(
             accelerator="cpu",
             devices=_NUM_DEVICES,

@@ -23,11 +23,11 @@ from roundpipe_lightning.checkpoint.writer import WriteQueue
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import ObservedCondition
 from tests.kit.resumption import RESUME_QUIET, MemoryLogger, plain
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 from tests.lightning.test_checkpoint import full_disk
-from tests.lightning.test_updates import Emulated
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
@@ -296,7 +296,9 @@ def test_blocks_are_not_stepped_early_while_they_are_written(
     io = RoundPipeAsyncCheckpointIO()
     trainer = make_trainer(
         tmp_path,
-        strategy=Emulated(num_microbatches=2, checkpoint_io=io, trial_run=False, update=update),
+        strategy=EmulatedStrategy(
+            num_microbatches=2, checkpoint_io=io, trial_run=False, update=update
+        ),
         devices=2,
         callbacks=[Save()],
         enable_checkpointing=True,

@@ -13,9 +13,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import call_in_backward
 from tests.kit.training import (
     QUIET,
@@ -32,13 +31,6 @@ TIMEOUT_SECONDS = 60.0
 NUM_WORKERS, NUM_MICROBATCHES = 3, 2
 PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1}
 """The last stage is on another worker than the others."""
-
-
-class Emulated(RoundPipeStrategy):
-    """As many emulated devices as the Trainer has CPU workers."""
-
-    def _devices(self) -> list[Device]:
-        return [EmulatedDevice(index) for index in range(self.num_workers)]
 
 
 class HeardBlock(Block):
@@ -70,7 +62,7 @@ def fit(
     options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 3} | flags
     trainer = make_trainer(
         folder,
-        strategy=Emulated(
+        strategy=EmulatedStrategy(
             num_microbatches=NUM_MICROBATCHES, hints=PARTITION, timeout_seconds=TIMEOUT_SECONDS
         ),
         devices=NUM_WORKERS,

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.strategy import runtime as session
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import call_in_backward
 from tests.kit.training import (
     QUIET,
@@ -45,15 +45,6 @@ PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1
 
 LOOKS = LambdaCallback(on_after_backward=lambda *_: None)
 """Looks at gradients: every batch is waited for."""
-
-
-class Emulated(RoundPipeStrategy):
-    """The devices of a server."""
-
-    server: EmulatedServer
-
-    def _devices(self) -> list[Device]:
-        return [*self.server.devices]
 
 
 class HeardBlock(Block):
@@ -148,16 +139,16 @@ def fit(
     """Train on emulated devices, whose every access is checked."""
     torch.manual_seed(0)
     module = Scheduled(dropout=dropout) if module is None else module
-    strategy = Emulated(
-        num_microbatches=NUM_MICROBATCHES,
-        hints=PARTITION,
-        update="async",
-        timeout_seconds=TIMEOUT_SECONDS,
-        trial_run=False,
-        upload_dtype=upload_dtype,
-    )
     with EmulatedServer(NUM_WORKERS, checker=watched.checker, poison=True) as server:
-        strategy.server = server
+        strategy = EmulatedStrategy(
+            devices=server.devices,
+            num_microbatches=NUM_MICROBATCHES,
+            hints=PARTITION,
+            update="async",
+            timeout_seconds=TIMEOUT_SECONDS,
+            trial_run=False,
+            upload_dtype=upload_dtype,
+        )
         trainer = make_trainer(
             folder,
             strategy=strategy,

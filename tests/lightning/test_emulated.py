@@ -14,8 +14,9 @@ from torchmetrics.wrappers import MinMaxMetric
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy, assert_trains_as_one_device
 from tests.kit.training import (
     QUIET,
     Regressor,
@@ -26,13 +27,6 @@ from tests.kit.training import (
 from tests.lightning.test_logging import _Logging, _Outputs
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-
-
-class EmulatedStrategy(RoundPipeStrategy):
-    """The strategy on as many emulated devices as the Trainer has CPU workers."""
-
-    def _devices(self) -> list[Device]:
-        return [EmulatedDevice(index) for index in range(self.num_workers)]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -151,3 +145,21 @@ def test_metrics_of_every_kind_where_nothing_is_split(tmp_path: Path) -> None:
             for key, value in expected.items():
                 assert tag_of(values[key]) is None
                 torch.testing.assert_close(values[key], value, msg=key)
+
+
+def test_a_user_s_comparison_with_one_device() -> None:
+    assert_trains_as_one_device(Regressor, regression_data, devices=3)
+
+    class LooksAtTheBatchSize(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * len(batch[0])
+
+    with pytest.raises(AssertionError, match=r"item .*head\.bias"):
+        assert_trains_as_one_device(LooksAtTheBatchSize, regression_data, max_epochs=1)
+
+
+def test_devices_are_as_many_as_workers(tmp_path: Path) -> None:
+    strategy = EmulatedStrategy(devices=[EmulatedDevice(0)])
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    with pytest.raises(ConfigurationError, match=r"1 devices .* 2 workers: give .*devices=1"):
+        trainer.fit(Regressor(), regression_data())

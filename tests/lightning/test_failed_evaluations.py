@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Block, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -59,16 +59,6 @@ class _FailingDevice(EmulatedDevice):
         return super().copy(*args, **kwargs)
 
 
-class _Emulated(RoundPipeStrategy):
-    """Emulated devices in place of the Trainer's CPU workers."""
-
-    made: list[Any]
-
-    def _devices(self) -> list[Device]:
-        self.made = [_FailingDevice(index) for index in range(self.num_workers)]
-        return self.made
-
-
 def _validate(trainer: Trainer, module: Any) -> Any:
     return trainer.validate(module, regression_data(8), verbose=False)
 
@@ -85,7 +75,7 @@ WAYS = {"validate": _validate, "predict": _predict, "fit": _fit}
 Way = Callable[[Trainer, Any], Any]
 
 
-@pytest.mark.parametrize("kind", [RoundPipeStrategy, _Emulated])
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
 def test_a_block_that_raises(tmp_path: Path, way: str, kind: type[RoundPipeStrategy]) -> None:
@@ -119,6 +109,10 @@ def test_code_outside_the_blocks_that_raises(tmp_path: Path) -> None:
 class _FailsLater(_Failing):
     """Its devices fail when an evaluation has begun."""
 
+    def __init__(self, devices: list[_FailingDevice]) -> None:
+        super().__init__()
+        self.devices = devices
+
     def on_validation_start(self) -> None:
         self._break()
 
@@ -126,19 +120,22 @@ class _FailsLater(_Failing):
         self._break()
 
     def _break(self) -> None:
-        strategy: Any = self.trainer.strategy
-        for device in strategy.made:
+        for device in self.devices:
             device.fails = True
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_that_fails(tmp_path: Path, way: str) -> None:
-    strategy = _Emulated()
+    devices = [_FailingDevice(index) for index in range(2)]
     trainer = make_trainer(
-        tmp_path, strategy=strategy, devices=2, max_epochs=1, num_sanity_val_steps=0
+        tmp_path,
+        strategy=EmulatedStrategy(devices=devices),
+        devices=2,
+        max_epochs=1,
+        num_sanity_val_steps=0,
     )
     with pytest.raises(RuntimeError, match="fell off the bus") as error:
-        WAYS[way](trainer, _FailsLater())
+        WAYS[way](trainer, _FailsLater(devices))
     text = "".join(traceback.format_exception(error.value))
     assert "StepAborted" not in text
     assert "upload queue of worker" in " ".join(getattr(error.value, "__notes__", []))

@@ -42,6 +42,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     Regressor,
@@ -49,7 +50,6 @@ from tests.kit.training import (
     parameter_error,
     regression_data,
 )
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     Regressor,
@@ -24,7 +25,6 @@ from tests.kit.training import (
     parameter_error,
     regression_data,
 )
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -18,6 +18,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     VOCABULARY,
@@ -29,7 +30,6 @@ from tests.kit.training import (
     regression_data,
     same_bits,
 )
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

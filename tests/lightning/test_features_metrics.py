@@ -28,8 +28,8 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

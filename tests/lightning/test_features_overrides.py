@@ -14,6 +14,7 @@ from torch import Tensor
 
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.resumption import MemoryLogger
 from tests.kit.training import (
     QUIET,
@@ -22,7 +23,6 @@ from tests.kit.training import (
     parameter_error,
     regression_data,
 )
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

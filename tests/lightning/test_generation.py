@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.architectures import build_model
 from tests.kit.training import QUIET, make_trainer
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

@@ -12,8 +12,9 @@ from lightning.pytorch import LightningModule
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, make_trainer, regression_data, same_bits
-from tests.lightning.test_updates import Emulated, Grouped, Overlapping, PlainLoop
+from tests.lightning.test_updates import Grouped, Overlapping, PlainLoop
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -30,7 +31,8 @@ def test_clipping_is_that_of_one_device(
     tmp_path: Path, algorithm: str, limit: float, window: int
 ) -> None:
     modules = []
-    for strategy in (PlainLoop(2), Overlapping(num_microbatches=2), Emulated(num_microbatches=2)):
+    kinds = (PlainLoop(2), Overlapping(num_microbatches=2), EmulatedStrategy(num_microbatches=2))
+    for strategy in kinds:
         torch.manual_seed(3)
         modules.append(
             fit(
@@ -61,7 +63,7 @@ class Scales(Grouped):
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first is skipped
 @pytest.mark.parametrize("update", ["exact", "async"])
-@pytest.mark.parametrize("strategy", [Overlapping, Emulated])
+@pytest.mark.parametrize("strategy", [Overlapping, EmulatedStrategy])
 def test_steps_whose_gradients_overflow_are_skipped(
     tmp_path: Path, strategy: Any, update: str
 ) -> None:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, default_collate
 
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

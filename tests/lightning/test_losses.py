@@ -15,10 +15,10 @@ from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossMode
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.architectures import build_model
 from tests.kit.engine import VOCABULARY
 from tests.kit.training import QUIET, make_trainer
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

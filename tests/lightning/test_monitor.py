@@ -23,11 +23,11 @@ from roundpipe_lightning import PipelineMonitor
 from roundpipe_lightning.callbacks import monitor as monitor_module
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.hardware_files import load_hardware
 from roundpipe_lightning.planning.report.idle import IdleCause
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.resumption import MemoryLogger
 from tests.kit.training import (
     QUIET,
@@ -37,7 +37,6 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
 )
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -323,13 +322,10 @@ def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
     timing = EmulatedTiming(upload_bytes_per_second=block_bytes / 0.1)
     monitor = PipelineMonitor(every_n_steps=1)
     with EmulatedServer(2, timing=timing) as server:
-
-        class Strategy(RoundPipeStrategy):
-            def _devices(self) -> list[Device]:
-                return list(server.devices)
-
         hints = {"forward": [2], "backward": [2, 2], "team_size": 1, "round_size": 4}
-        strategy = Strategy(num_microbatches=4, replan=False, hints=hints)
+        strategy = EmulatedStrategy(
+            devices=server.devices, num_microbatches=4, replan=False, hints=hints
+        )
         seen, _ = _fit(
             tmp_path,
             Regressor(),

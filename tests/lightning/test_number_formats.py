@@ -27,6 +27,7 @@ from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.transfer_dtypes import TravelSizes
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     WIDTH,
@@ -35,7 +36,6 @@ from tests.kit.training import (
     regression_data,
     same_bits,
 )
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

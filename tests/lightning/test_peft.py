@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.engine.test_peft import EXPERTS, Q_V, SOFT, adapted, base
 from tests.kit.architectures import token_batches
 from tests.kit.training import QUIET, make_trainer, parameter_error
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

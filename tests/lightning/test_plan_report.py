@@ -14,8 +14,8 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.hardware_files import load_hardware
 from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-from tests.lightning.test_emulated import EmulatedStrategy
 from tests.lightning.test_planning import _AnotherPlanEveryStep
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

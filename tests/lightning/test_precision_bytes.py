@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Block, Regressor, make_trainer, regression_data
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -16,6 +16,7 @@ from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     Regressor,
@@ -23,7 +24,6 @@ from tests.kit.training import (
     regression_data,
     same_bits,
 )
-from tests.lightning.test_emulated import EmulatedStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

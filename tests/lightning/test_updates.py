@@ -19,8 +19,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.separable import why_whole
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
@@ -33,6 +31,7 @@ from roundpipe_lightning.strategy import sync_hooks as readers
 from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.precomputed_gradients import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     WIDTH,
@@ -49,13 +48,6 @@ class Overlapping(RoundPipeStrategy):
     """Overlaps steps on CPU workers, too."""
 
     _overlaps_on_host = True
-
-
-class Emulated(RoundPipeStrategy):
-    """As many emulated devices as the Trainer has CPU workers."""
-
-    def _devices(self) -> list[Device]:
-        return [EmulatedDevice(index) for index in range(self.num_workers)]
 
 
 class PlainLoop(SingleDeviceStrategy):
@@ -153,7 +145,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[LightningModul
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [(RoundPipeStrategy, 2), (Overlapping, 2), (Emulated, 2)]
+    ("strategy", "devices"), [(RoundPipeStrategy, 2), (Overlapping, 2), (EmulatedStrategy, 2)]
 )
 def test_50_steps_with_everything_on_are_those_of_one_device(
     tmp_path: Path, one_device: tuple[LightningModule, Trainer], strategy: Any, devices: int
@@ -186,7 +178,7 @@ class _Early:
         monkeypatch.setattr(Updater, "submit", told)
 
 
-@pytest.mark.parametrize("strategy", [Overlapping, Emulated])
+@pytest.mark.parametrize("strategy", [Overlapping, EmulatedStrategy])
 def test_blocks_stepped_during_the_backward_pass(
     tmp_path: Path, strategy: Any, slow_updates: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +225,7 @@ def test_who_looks_at_all_gradients_gets_them(
     tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = _Early(monkeypatch)
-    fit(tmp_path, Emulated(num_microbatches=1, trial_run=False), max_steps=2, **flags)
+    fit(tmp_path, EmulatedStrategy(num_microbatches=1, trial_run=False), max_steps=2, **flags)
     assert not early.num_begun
 
 
@@ -244,7 +236,7 @@ def test_hooks_of_parameters_get_their_gradients(
     module: Any = Grouped()
     seen: list[Any] = []
     module.layers[1].inner.weight.register_hook(lambda gradient: seen.append(gradient.shape))
-    fit(tmp_path, Emulated(num_microbatches=1, trial_run=False), module, max_steps=3)
+    fit(tmp_path, EmulatedStrategy(num_microbatches=1, trial_run=False), module, max_steps=3)
     assert len(seen) == 3
     assert not early.num_begun
 
@@ -292,7 +284,7 @@ def test_a_step_that_fails_half_way_says_so(
     monkeypatch.setattr(Updater, "_take", told)
     module = _Broken(taken)
     with pytest.raises(ValueError, match="late in the backward pass") as caught:
-        fit(tmp_path, Emulated(num_microbatches=1, trial_run=False), module)
+        fit(tmp_path, EmulatedStrategy(num_microbatches=1, trial_run=False), module)
     notes = " ".join(vars(caught.value)["__notes__"])
     assert re.search(r"\d+ parameters had been updated already when the step failed", notes)
     assert not [t for t in threading.enumerate() if t.name == "roundpipe-updates"]
@@ -331,7 +323,7 @@ def test_optimizers_of_bitsandbytes(tmp_path: Path, name: str) -> None:
     Chosen.kind = staticmethod(partial(kind, min_8bit_size=64))
     assert "keeps tensors" in str(why_whole(kind(Regressor().parameters(), lr=0.01)))
     modules = []
-    for strategy, devices in ((PlainLoop(2), 1), (Emulated(num_microbatches=2), 2)):
+    for strategy, devices in ((PlainLoop(2), 1), (EmulatedStrategy(num_microbatches=2), 2)):
         torch.manual_seed(3)
         modules.append(fit(tmp_path, strategy, Chosen(), devices=devices)[0])
     assert same_bits(*modules)
@@ -668,7 +660,7 @@ def by_hand(staleness: int, *, window: int = 1, num_batches: int = 8) -> list[fl
 def test_staleness_by_hand(
     tmp_path: Path, emulated: bool, window: int, update: str, staleness: int, slow_updates: None
 ) -> None:
-    kind = Emulated if emulated else Overlapping
+    kind = EmulatedStrategy if emulated else Overlapping
     module = Sum(RATES)
     trainer = make_trainer(
         tmp_path,
@@ -828,7 +820,11 @@ class _Starts(Grouped):
 
 def test_parameters_added_to_the_optimizer_later(tmp_path: Path, slow_updates: None) -> None:
     modules = []
-    for strategy in (PlainLoop(4), Overlapping(num_microbatches=4), Emulated(num_microbatches=4)):
+    for strategy in (
+        PlainLoop(4),
+        Overlapping(num_microbatches=4),
+        EmulatedStrategy(num_microbatches=4),
+    ):
         torch.manual_seed(3)
         module = _Starts()
         before = module.head.bias.detach().clone()
