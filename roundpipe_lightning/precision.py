@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -188,13 +187,11 @@ class RoundPipePrecision(Precision):
         """Cast the floating point tensors of a batch for the precisions that cast the masters."""
         if not self._casts_masters:
             return data
-        return apply_to_collection(
-            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.master_dtype
-        )
+        return apply_to_collection(data, function=_cast, dtype=Tensor, dst_type=self.master_dtype)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Default dtype of tensors made in `configure_model`."""
-        return _DtypeContextManager(self.master_dtype) if self._casts_masters else nullcontext()
+        return _default_dtype(self.master_dtype) if self._casts_masters else nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Default dtype of modules made in `configure_model`."""
@@ -310,6 +307,20 @@ class RoundPipePrecision(Precision):
         """Restore the loss scaler's state, whichever strategy wrote it."""
         if self.scaler is not None and checkpoint.get(_LIGHTNINGS_MIXED_KEY):
             self.scaler.load_state_dict(checkpoint[_LIGHTNINGS_MIXED_KEY])
+
+
+def _cast(tensor: Tensor, *, dst_type: torch.dtype) -> Tensor:
+    return tensor.to(dst_type) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _unscales_by_itself(optimizer: Any) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
+
+from roundpipe_lightning.strategy import compat
 
 
 class FetchClock:
@@ -22,7 +21,7 @@ class FetchClock:
         self._seconds = 0.0
         self._began: float | None = None
         self._epoch_began: float | None = None
-        self._listening_to: tuple[Any, Any] | None = None
+        self._listens: object = None
 
     def epoch_started(self) -> None:
         """Begin to wait for the first batch of an epoch."""
@@ -33,22 +32,14 @@ class FetchClock:
         if self._epoch_began is not None:
             self._seconds += time.perf_counter() - self._epoch_began
             self._epoch_began = None
-        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - the only one who knows
-        if isinstance(fetcher, _DataFetcher) and not self._listens(fetcher):
-            fetcher._start_profiler = _both(self._begin, fetcher._start_profiler)  # noqa: SLF001
-            fetcher._stop_profiler = _both(self._end, fetcher._stop_profiler)  # noqa: SLF001
-            self._listening_to = (fetcher, fetcher._start_profiler)  # noqa: SLF001
+        self._listens = compat.listen_to_fetches(
+            trainer, self._begin, self._end, known=self._listens
+        )
 
     def take_seconds(self) -> float:
         """Return what has been added up since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
-
-    def _listens(self, fetcher: _DataFetcher) -> bool:
-        if self._listening_to is None:
-            return False
-        known, listener = self._listening_to
-        return known is fetcher and fetcher._start_profiler is listener  # noqa: SLF001
 
     def _begin(self) -> None:
         self._began = time.perf_counter()
@@ -57,11 +48,3 @@ class FetchClock:
         if self._began is not None:
             self._seconds += time.perf_counter() - self._began
             self._began = None
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call

@@ -18,6 +18,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.batch_counts import count_batch
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.host_memory import peak_host_bytes
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
@@ -181,7 +182,7 @@ class PipelineMonitor(Callback):
                 self._rests_until = now + min(spent / _MOST_SHARE, _LONGEST_REST_SECONDS)
                 interval = self._every_n_steps or flags.log_every_n_steps or _OFTEN_ENOUGH
                 self._steps_left = interval - 1
-            if self._logged and trainer._logger_connector.should_update_logs:  # noqa: SLF001
+            if self._logged and compat.should_update_logs(trainer):
                 self._have_reached_loggers = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
@@ -248,7 +249,7 @@ class PipelineMonitor(Callback):
 
         What reads metrics (progress bars, `trainer.callback_metrics`) keeps the last ones.
         """
-        results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
+        results = compat.epoch_results(trainer)
         for result in [results[name] for name in self._logged if name in results]:
             result.reset()
         self._logged, self._have_reached_loggers = [], False

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +28,7 @@ from roundpipe_lightning.models.frozen_base import (
     load_without_base,
     split_frozen,
 )
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.resume import ResumePoint
 from roundpipe_lightning.strategy.runtime import Session
 from roundpipe_lightning.strategy.updating import PREVIOUS_KEY, UpdatingStrategy
@@ -63,7 +63,7 @@ class CheckpointingStrategy(UpdatingStrategy):
         io = self._checkpoint_io
         if io is None:
             io = self._checkpoint_io = RoundPipeCheckpointIO()
-        elif isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+        elif isinstance(io, compat.WrappingCheckpointIO) and io.checkpoint_io is None:
             io.checkpoint_io = RoundPipeCheckpointIO()
         return io
 

@@ -16,6 +16,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from roundpipe_lightning.strategy import compat
+
 _STEPS = 3
 """Over how many objects a data set may know the module: its agent, the agent's policy."""
 
@@ -29,7 +31,7 @@ def data_that_reads(trainer: Trainer) -> Iterator[Any]:
     Args:
         trainer: A trainer that fits a module.
     """
-    combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - Lightning has no other name for it
+    combined = compat.combined_loader(trainer)
     for loader in () if combined is None else combined.flattened:
         if getattr(loader, "num_workers", 0):
             continue  # processes of their own, with a copy of the module

@@ -12,6 +12,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from roundpipe_lightning.strategy import compat
+
 
 class LoggedBatch:
     """Follows what a step takes out of its batch.
@@ -34,7 +36,7 @@ class LoggedBatch:
 
     def use(self, module: LightningModule) -> None:
         """Let Lightning look for the number of samples in what is left, until the next batch."""
-        results = module.trainer._results  # noqa: SLF001 - Lightning has no other name for it
+        results = compat.step_results(module.trainer)
         if results is not None and results.batch is self._batch:
             results.batch = self._left
 

@@ -32,6 +32,7 @@ from roundpipe_lightning.engine.device.notes import add_note
 from roundpipe_lightning.engine.update.separable import has_hooks, why_whole
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy import sync_hooks as readers
 from roundpipe_lightning.strategy.data_readers import data_that_reads
 from roundpipe_lightning.strategy.step import WaitingStep
@@ -253,7 +254,7 @@ class Updates:
 
     def _data_reads(self) -> bool:
         """Say whether the next batch may be made of parameters."""
-        loader = self._trainer.fit_loop._combined_loader  # noqa: SLF001
+        loader = compat.combined_loader(self._trainer)
         if loader is not self._loader:
             self._loader, self._reading_data = loader, [*data_that_reads(self._trainer)]
             for owner in self._reading_data:
@@ -306,7 +307,7 @@ class Updates:
             and (self._stale or trainer.accumulate_grad_batches == 1)
             and (self._stale or not trainer.gradient_clip_val)
             and (self._stale or not self._are_written())
-            and not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
+            and not compat.skips_backward(trainer)
             and not readers.sees_every_gradient(trainer)
         )
 

@@ -26,6 +26,7 @@ from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy import model_utils as facts
 from roundpipe_lightning.strategy import sync_hooks as readers
 from roundpipe_lightning.strategy.options import Options
@@ -277,14 +278,14 @@ class Session:
             return output
         self._ran = self._running
         self._note_ended()
-        if output is not None and not self._module.trainer.fit_loop._skip_backward:  # noqa: SLF001
+        if output is not None and not compat.skips_backward(self._module.trainer):
             self._learn()
         return output
 
     def _may_overlap(self) -> bool:
         """Say whether nobody looks at the present batch's gradients before the next batch's."""
         trainer = self._module.trainer
-        accumulates = trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        accumulates = compat.is_accumulating(trainer)
         defers = self.defers_update and self._moves and self._num_overlapped < _MOST_OVERLAPPED
         overlaps = accumulates or defers
         if not overlaps or readers.sees_every_gradient(trainer):
@@ -331,7 +332,7 @@ class Session:
 
     def _run_updated(self, *arguments: Any) -> STEP_OUTPUT:
         """Run a training batch while the optimizer still steps, and wait for it to end."""
-        trains = not self._module.trainer.fit_loop._skip_backward  # noqa: SLF001
+        trains = not compat.skips_backward(self._module.trainer)
         output: STEP_OUTPUT = None
         self._cast_again(between_batches=self._trained_last)
         self._trained_last = True

@@ -43,6 +43,7 @@ from roundpipe_lightning.planning.report.step_record import EngineCounters
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.logged_batch import LoggedBatch
 from roundpipe_lightning.strategy.logging import LogRecorder, OwnLog, replay_logs, weighted_mean
 from roundpipe_lightning.strategy.metrics import MetricStandIns
@@ -158,7 +159,7 @@ class MicrobatchedStep:
         trainer = self._module.trainer
         microbatches = self._split(batch)
         shares = self._shares(batch, microbatches)
-        backward = not trainer.fit_loop._skip_backward  # noqa: SLF001 - SWA's pass for BatchNorm
+        backward = not compat.skips_backward(trainer)
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
         recorders, logged = [LogRecorder() for _ in microbatches], LoggedBatch(batch)
         plan = self._plan_for(microbatches, arguments)
@@ -358,7 +359,7 @@ class MicrobatchedStep:
 
     def _has_uneven_parts(self, batch: Any) -> bool:
         """Whether several loaders have given a part each, with rows of different numbers."""
-        loader = self._module.trainer.fit_loop._combined_loader  # noqa: SLF001
+        loader = compat.combined_loader(self._module.trainer)
         num_loaders = 1 if loader is None else len(loader.flattened)
         if num_loaders < 2 or len(list(children_of(batch))) != num_loaders:
             return False

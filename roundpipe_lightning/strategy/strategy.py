@@ -24,7 +24,7 @@ from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import checks
+from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.accelerator import with_workers
 from roundpipe_lightning.strategy.checkpointing import CheckpointingStrategy
 from roundpipe_lightning.strategy.options import (
@@ -340,7 +340,7 @@ class RoundPipeStrategy(CheckpointingStrategy):
         """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
         checks.check_trainer_flags(
             num_nodes=self.num_nodes,
-            syncs_batchnorm=self._layer_sync is not None,
+            syncs_batchnorm=compat.syncs_batchnorm(self),
             environment=self.cluster_environment,
             devices=self.parallel_devices or (),
         )

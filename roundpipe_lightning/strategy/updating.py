@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.gradient_check import check_gradients
 from roundpipe_lightning.strategy.optimizer_sync import Updates, check_flags, check_owners
 from roundpipe_lightning.strategy.options import Options
@@ -65,7 +65,7 @@ class UpdatingStrategy(ParallelStrategy):
                 "steps its optimizers itself, so nothing can be stepped later. Leave update out, "
                 "or use automatic optimization."
             )
-        anomalies = module.trainer._detect_anomaly  # noqa: SLF001 - no public name
+        anomalies = compat.detects_anomalies(module.trainer)
         checks_gradients = options.check_gradients or anomalies
         trained = TrainedParameters(module, self.optimizers)
 
@@ -135,7 +135,7 @@ class UpdatingStrategy(ParallelStrategy):
 
     def load_checkpoint(
         self,
-        checkpoint_path: _PATH,
+        checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
     ) -> dict[str, Any]:
         """Read a checkpoint; what is trained is about to be replaced."""

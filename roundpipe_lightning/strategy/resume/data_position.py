@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
+from roundpipe_lightning.strategy.compat import set_sampler_epoch
 from roundpipe_lightning.strategy.resume.data_indices import (
     DrawnOrder,
     LoaderRandomness,
@@ -259,7 +259,7 @@ class _Iteration(Iterator[Any]):
             self._inner = self._iterator()
             return
         kept = self._position.randomness.now()
-        _set_sampler_epoch(self._loader, place.epoch)
+        set_sampler_epoch(self._loader, place.epoch)
         self._constructed = Randomness.unpacked(place.state["constructed"])
         self._position.randomness.restore(self._constructed)
         packed = place.state["workers"]

@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor
 from torchmetrics import Metric
 
-_LATEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+from roundpipe_lightning.strategy import compat
+from roundpipe_lightning.strategy.compat import ResultMetadata, ResultMetric, ResultSync
+
 _PLAIN = (
     "fx",
     "name",
@@ -45,13 +42,11 @@ def log_state(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]
     Returns:
         Tensors, numbers and names.
     """
-    connector = trainer._logger_connector  # noqa: SLF001 - Lightning has no other name for it
-    results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
-    if trainer.training and results:  # these properties merge what was logged just now
-        _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
-    latest = {name: _clone(dict(getattr(connector, name))) for name in _LATEST}
+    results = compat.epoch_results(trainer)
+    if trainer.training and results:
+        compat.merge_logged(trainer)
     return {
-        "latest": latest,
+        "latest": _clone(compat.latest_metrics(trainer)),
         "results": {
             key: _result_state(result, _changing(result)) for key, result in results.items()
         },
@@ -71,12 +66,10 @@ class LogSnapshot:
     """
 
     def __init__(self, trainer: Trainer, metrics: Mapping[str, Metric]) -> None:
-        connector = trainer._logger_connector  # noqa: SLF001
-        loop = trainer.fit_loop.epoch_loop
-        results = loop._results  # noqa: SLF001
-        held = [*results.values(), *loop.val_loop._results.values()]  # noqa: SLF001
-        copy = dict if all(result.is_tensor for result in held) else _clone
-        self._latest = {name: copy(getattr(connector, name)) for name in _LATEST}
+        results = compat.epoch_results(trainer)
+        held = [*results.values(), *compat.validation_results(trainer).values()]
+        latest = compat.latest_metrics(trainer)
+        self._latest = latest if all(result.is_tensor for result in held) else _clone(latest)
         self._results = [(key, result, _changing(result)) for key, result in results.items()]
         self._metrics = _metric_states(trainer, metrics)
 
@@ -88,17 +81,15 @@ class LogSnapshot:
 
 def set_latest(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Restore the latest values alone of what `log_state` returned."""
-    for name in _LATEST:
-        setattr(trainer._logger_connector, name, _clone(state["latest"][name]))  # noqa: SLF001
+    compat.set_latest_metrics(trainer, _clone(state["latest"]))
 
 
 def set_log_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Restore what `log_state` returned."""
-    connector = trainer._logger_connector  # noqa: SLF001
     set_latest(trainer, state)
-    connector._first_loop_iter = _first_loop_iter(trainer)  # noqa: SLF001
+    compat.set_first_loop_iter(trainer, _first_loop_iter(trainer))
     metrics = metrics_of(trainer.lightning_module)
-    results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
+    results = compat.epoch_results(trainer)
     for key, saved in state["results"].items():
         result = _result(saved, trainer, metrics)
         if result is not None:
@@ -112,7 +103,7 @@ def _first_loop_iter(trainer: Trainer) -> bool | None:
     return num_batches == 1 if num_batches and trainer.fit_loop.restarting else None
 
 
-def _changing(result: _ResultMetric) -> dict[str, Any]:
+def _changing(result: ResultMetric) -> dict[str, Any]:
     """Return what a batch changes of a result."""
     cache = result._forward_cache  # noqa: SLF001
     names = result._defaults if result.is_tensor else ()  # noqa: SLF001
@@ -124,7 +115,7 @@ def _changing(result: _ResultMetric) -> dict[str, Any]:
     }
 
 
-def _result_state(result: _ResultMetric, changing: Mapping[str, Any]) -> dict[str, Any]:
+def _result_state(result: ResultMetric, changing: Mapping[str, Any]) -> dict[str, Any]:
     meta = result.meta
     module = (
         "torch" if getattr(torch, meta.reduce_fx.__name__, None) is meta.reduce_fx else "python"
@@ -142,18 +133,18 @@ def _result_state(result: _ResultMetric, changing: Mapping[str, Any]) -> dict[st
 
 def _result(
     state: Mapping[str, Any], trainer: Trainer, metrics: Mapping[str, Metric]
-) -> _ResultMetric | None:
+) -> ResultMetric | None:
     """Make a result as `self.log` would; None where its metric is gone from the module."""
     kind, name = state["reduce_fx"]
-    meta = _Metadata(
+    meta = ResultMetadata(
         **state["meta"], reduce_fx=getattr(torch if kind == "torch" else builtins, name)
     )
-    meta.sync = _Sync(
+    meta.sync = ResultSync(
         fn=trainer.strategy.reduce,
         _should=state["sync"]["should"],
         rank_zero_only=state["sync"]["rank_zero_only"],
     )
-    result = _ResultMetric(meta, state["is_tensor"])
+    result = ResultMetric(meta, state["is_tensor"])
     for attribute, value in state["values"].items():
         setattr(result, attribute, value.clone())
     if not result.is_tensor:
@@ -178,7 +169,7 @@ def metrics_of(module: LightningModule) -> dict[str, Metric]:
 
 def _metric_states(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
     """States of the module's metrics, but not of those of a validation that is under way."""
-    results = trainer.fit_loop.epoch_loop.val_loop._results  # noqa: SLF001
+    results = compat.validation_results(trainer)
     under_way = {id(result.value) for result in results.values() if not result.is_tensor}
     return {
         name: {"states": _clone(metric.metric_state), "update_count": metric._update_count}  # noqa: SLF001

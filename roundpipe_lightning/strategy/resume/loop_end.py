@@ -19,6 +19,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.loop_place import Place
 
 _BEFORE_THE_END = (Place.BATCH_END, Place.VALIDATION, Place.VALIDATION_END, Place.EPOCH_END)
@@ -34,7 +35,7 @@ def stop_state(trainer: Trainer) -> dict[str, Any]:
         "min_epochs": fit_loop.min_epochs,
         "max_steps": fit_loop.max_steps,
         "min_steps": fit_loop.min_steps,
-        "durations": [one._duration for one in callbacks if isinstance(one, Timer)],  # noqa: SLF001
+        "durations": [compat.timer_seconds(one) for one in callbacks if isinstance(one, Timer)],
         "early": [one.state_key for one in callbacks if isinstance(one, EarlyStopping)],
     }
 
@@ -105,7 +106,7 @@ class Limits:
         fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
         fit_loop.max_epochs = self.max_epochs
         loop.max_steps, loop.min_steps = self.max_steps, self.min_steps
-        asked = self.trainer.should_stop and fit_loop._can_stop_early  # noqa: SLF001
+        asked = self.trainer.should_stop and compat.can_stop_early(self.trainer)
         return self.are_reached or asked
 
 
@@ -117,7 +118,7 @@ def finish_training(trainer: Trainer, *, validates: bool) -> None:
         validates: Whether a validation is due, or what follows one.
     """
     fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    fetcher = fit_loop._data_fetcher  # noqa: SLF001
+    fetcher = compat.data_fetcher(trainer)
     assert fetcher is not None
     fit_loop.on_advance_start()
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]

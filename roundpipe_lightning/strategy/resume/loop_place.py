@@ -19,8 +19,8 @@ from enum import Enum
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.evaluation_loop import RestartStage as ValidationStage
-from lightning.pytorch.loops.training_epoch_loop import RestartStage
+
+from roundpipe_lightning.strategy import compat
 
 
 class Place(str, Enum):
@@ -42,7 +42,7 @@ class Place(str, Enum):
 
 def place_of(trainer: Trainer) -> Place:
     """Return where in the loops `trainer` is."""
-    hook = trainer.lightning_module._current_fx_name  # noqa: SLF001 - Lightning's name of the hook
+    hook = compat.current_hook(trainer)
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if trainer.validating:
         return Place.VALIDATION_END if hook == "on_validation_end" else Place.VALIDATION
@@ -55,13 +55,13 @@ def place_of(trainer: Trainer) -> Place:
 
 def is_epoch_over(trainer: Trainer) -> bool:
     """Whether the epoch has no more batches; before the first batch it has."""
-    loop = trainer.fit_loop.epoch_loop
-    return bool(loop.batch_progress.current.ready) and loop._num_ready_batches_reached()  # noqa: SLF001
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.ready) and compat.has_last_batch(trainer)
 
 
 def is_inside_window(trainer: Trainer) -> bool:
     """Whether gradients are being accumulated that the next optimizer step needs."""
-    return bool(trainer.fit_loop._should_accumulate())  # noqa: SLF001
+    return compat.is_accumulating(trainer)
 
 
 def settle_progress(trainer: Trainer, place: Place) -> None:
@@ -81,8 +81,7 @@ def settle_progress(trainer: Trainer, place: Place) -> None:
         _forget_validation(loop.val_loop.batch_progress)
     elif place is Place.EPOCH_END:
         trainer.fit_loop.restarting = False
-        for part in (trainer.fit_loop, loop, loop.val_loop):
-            part._restarting = False  # noqa: SLF001 - with max_steps the setter keeps it
+        compat.end_restart(trainer.fit_loop, loop, loop.val_loop)
 
 
 def _forget_validation(progress: Any) -> None:
@@ -104,32 +103,25 @@ def go_on(trainer: Trainer, place: Place) -> bool:
     if place is Place.EPOCH_END:
         _finish_epoch(trainer)
         return False
-    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    loop.__dict__.pop(_CHECK, None)
+    loop = trainer.fit_loop.epoch_loop
+    compat.skip_no_validation(trainer)
     if place is Place.BETWEEN and not _is_inside_epoch(trainer):
         return False
-    fetcher = fit_loop._data_fetcher  # noqa: SLF001
-    assert fetcher is not None
-    steps, due = not is_inside_window(trainer), loop._should_check_val_fx(fetcher)  # noqa: SLF001
-    # All counters are complete: with this stage Lightning changes none of them.
-    loop._restart_stage = RestartStage.RESTARTED_ON_LAST  # noqa: SLF001
-    fit_loop._restarting = False  # noqa: SLF001 - the hooks at the end of the epoch are due
-    loop.val_loop._has_run = False  # noqa: SLF001 - by an earlier training of the same Trainer
+    steps, due = not is_inside_window(trainer), compat.is_validation_due(trainer)
+    compat.restart_after_batch(trainer)
     validates = place is Place.VALIDATION or (place is Place.BATCH_END and due)
     if validates:
-        loop.val_loop._restart_stage = ValidationStage.RESTARTED_MID_EVALUATION  # noqa: SLF001
-        loop.val_loop._restarting = False  # noqa: SLF001
+        compat.restart_in_validation(trainer)
     elif place is Place.BATCH_END:
         loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-        loop._batches_that_stepped += steps  # noqa: SLF001
+        compat.count_stepped_batches(trainer, int(steps))
         if is_epoch_over(trainer):
-            _exhaust(fetcher)
+            _exhaust(compat.data_fetcher(trainer))
     elif place in (Place.INSIDE_BATCH, Place.BETWEEN) and due:
-        _go_to_next_batch(loop)
+        # The loop asks before its next batch whether a validation was due, and would go on behind
+        # it: the answer is no, once.
+        compat.skip_due_validation(trainer)
     return validates or place is Place.VALIDATION_END
-
-
-_CHECK = "_should_check_val_fx"
 
 
 def _is_inside_epoch(trainer: Trainer) -> bool:
@@ -140,29 +132,16 @@ def _is_inside_epoch(trainer: Trainer) -> bool:
     return bool(inside and not is_epoch_over(trainer))
 
 
-def _go_to_next_batch(loop: Any) -> None:
-    """Keep the loop from doing again, before its next batch, what follows a validation.
-
-    It asks first whether one was due, and would go on behind it: the answer is no, once.
-    """
-
-    def no_longer(fetcher: Any) -> bool:  # noqa: ARG001 - Lightning's signature
-        del loop.__dict__[_CHECK]
-        return False
-
-    loop.__dict__[_CHECK] = no_longer
-
-
 def _finish_epoch(trainer: Trainer) -> None:
     """Do what Lightning does after `on_train_epoch_end`."""
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector  # noqa: SLF001
+    loop = trainer.fit_loop.epoch_loop
     with _before_completion(trainer):
-        connector.on_epoch_end()
-        if loop._num_ready_batches_reached():  # noqa: SLF001
+        compat.end_epoch_metrics(trainer)
+        if compat.has_last_batch(trainer):
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        loop._batches_that_stepped -= 1  # noqa: SLF001
-        connector.update_train_epoch_metrics()
-        loop._batches_that_stepped += 1  # noqa: SLF001
+        compat.count_stepped_batches(trainer, -1)
+        compat.log_epoch_metrics(trainer)
+        compat.count_stepped_batches(trainer, 1)
 
 
 @contextmanager

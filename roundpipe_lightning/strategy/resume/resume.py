@@ -18,9 +18,9 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.data_position import PositionedLoader, position_of
 from roundpipe_lightning.strategy.resume.log_state import (
     LogSnapshot,
@@ -122,7 +122,7 @@ class ResumePoint:
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what `load` needs, as tensors, numbers and names."""
         place = place_of(trainer)
-        combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+        combined = compat.combined_loader(trainer)
         num_undone = self._num_undone(trainer, place)
         positions = (
             [position_of(loader) for loader in combined.flattened] if combined is not None else []
@@ -141,7 +141,7 @@ class ResumePoint:
                 None if position is None else position.state(num_ahead=num_undone, is_over=is_over)
                 for position in positions
             ],
-            "consumed": list(getattr(getattr(combined, "_iterator", None), "_consumed", ())),
+            "consumed": compat.consumed_loaders(combined),
             "epoch": trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradients": self._gradients(trainer, place),
@@ -152,7 +152,7 @@ class ResumePoint:
 
     def _num_undone(self, trainer: Trainer, place: Place) -> int:
         """Batches that were fetched and not trained on."""
-        ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
+        ahead = len(getattr(compat.data_fetcher(trainer), "batches", ()))
         return ahead + (place is Place.INSIDE_BATCH)
 
     def _host_before(self, positions: list[Any], place: Place) -> HostRandomness | None:
@@ -210,7 +210,7 @@ class ResumePoint:
         """Restore the rest, when the data is set up and before the first batch."""
         state, self._loaded, self._latest = self._loaded, None, None
         self._metrics = metrics_of(trainer.lightning_module)
-        combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+        combined = compat.combined_loader(trainer)
         assert combined is not None
         ends, is_over, validates = self._put_limits_back(), True, False
         if state is not None:
@@ -227,7 +227,7 @@ class ResumePoint:
                 self._at_validation = HostRandomness.now()
         # The user sees the loaders that were given.
         own = [loader.loader if position_of(loader) else loader for loader in combined.flattened]
-        combined._iterables = tree_unflatten(own, combined._spec)  # noqa: SLF001
+        compat.set_loaders(combined, own)
         if ends and not is_over:
             finish_training(trainer, validates=validates)
 
@@ -237,7 +237,7 @@ class ResumePoint:
         return limits is not None and limits.put_back()
 
     def _place_data(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+        combined = compat.combined_loader(trainer)
         assert combined is not None
         positions = [position_of(loader) for loader in combined.flattened]
         found = [position for position in positions if position is not None]
@@ -248,16 +248,14 @@ class ResumePoint:
             if position is not None and place is not None:
                 position.resume(place, epoch=state["epoch"])
         # Lightning loads the states of loaders inside an epoch only, and not of early ones.
-        pending = trainer.fit_loop._combined_loader_states_to_load  # noqa: SLF001
+        pending = compat.unloaded_states(trainer)
         if begun or pending:  # set up before the checkpoint was loaded, or read ahead
             combined.reset()
-            combined._load_state_dicts(self._stateful)  # noqa: SLF001
+            compat.load_loader_states(combined, self._stateful)
             pending.clear()
-            fetcher: Any = trainer.fit_loop._data_fetcher  # noqa: SLF001
-            iter(fetcher)
-        iterator: Any = combined._iterator  # noqa: SLF001
-        if len(getattr(iterator, "_consumed", ())) == len(state["consumed"]) > 0:
-            iterator._consumed = list(state["consumed"])  # noqa: SLF001
+            iter(compat.data_fetcher(trainer))
+        if len(compat.consumed_loaders(combined)) == len(state["consumed"]) > 0:
+            compat.set_consumed_loaders(combined, state["consumed"])
         if all(position is not None for position in positions):
             self._silence_lightning()
 

@@ -1,0 +1,262 @@
+"""Every private name of Lightning that this package depends on, one small function each.
+
+No other file uses one of these names (`tests/lightning/test_compat.py` holds both ends: each
+function against the installed Lightning, and the other files against this list). So an upgrade of
+Lightning that renames something fails in that test and is mended here. Checked with Lightning 2.6.
+"""
+
+# ruff: noqa: SLF001
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loops.evaluation_loop import RestartStage as _ValidationStage
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.training_epoch_loop import RestartStage as _RestartStage
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils._pytree import tree_unflatten
+
+ResultMetric = _ResultMetric
+ResultMetadata = _Metadata
+ResultSync = _Sync
+WrappingCheckpointIO = _WrappingCheckpointIO
+set_sampler_epoch = _set_sampler_epoch
+
+# The batch that runs -----------------------------------------------------------------------------
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether training steps run without a backward pass: SWA's pass for BatchNorm."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the optimizer does not step after the present batch."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def detects_anomalies(trainer: Trainer) -> bool:
+    """Whether `Trainer(detect_anomaly=True)` was given."""
+    return bool(trainer._detect_anomaly)
+
+
+def syncs_batchnorm(strategy: Strategy) -> bool:
+    """Whether `Trainer(sync_batchnorm=True)` was given."""
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
+def current_hook(trainer: Trainer) -> str | None:
+    """Return the name of the hook that runs."""
+    return trainer.lightning_module._current_fx_name
+
+
+# Loaders -----------------------------------------------------------------------------------------
+
+
+def combined_loader(trainer: Trainer) -> CombinedLoader | None:
+    """Return the training's loaders; None before they are made."""
+    return trainer.fit_loop._combined_loader
+
+
+def set_loaders(combined: CombinedLoader, loaders: Sequence[Any]) -> None:
+    """Put loaders in the places of those that `combined.flattened` gives."""
+    combined._iterables = tree_unflatten(list(loaders), combined._spec)
+
+
+def unloaded_states(trainer: Trainer) -> list[Any]:
+    """Return the loaders' states that Lightning has read from a checkpoint and not loaded."""
+    return trainer.fit_loop._combined_loader_states_to_load
+
+
+def load_loader_states(combined: CombinedLoader, states: list[Any]) -> None:
+    """Load the states of loaders that can do that."""
+    combined._load_state_dicts(states)
+
+
+def consumed_loaders(combined: CombinedLoader | None) -> list[bool]:
+    """Return which loaders have ended once in this epoch; empty where no mode asks for it."""
+    return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
+
+
+def set_consumed_loaders(combined: CombinedLoader, consumed: Sequence[bool]) -> None:
+    """Restore what `consumed_loaders` returned."""
+    iterator: Any = combined._iterator
+    iterator._consumed = list(consumed)
+
+
+# Fetching ----------------------------------------------------------------------------------------
+
+
+def data_fetcher(trainer: Trainer) -> Any:
+    """Return what fetches the training's batches; None before an epoch."""
+    return trainer.fit_loop._data_fetcher
+
+
+def listen_to_fetches(
+    trainer: Trainer, began: Callable[[], None], ended: Callable[[], None], *, known: object
+) -> object:
+    """Have functions called around every fetch of a training batch.
+
+    Lightning tells its profiler of fetches, through two functions that it gives the fetcher anew in
+    each epoch.
+
+    Args:
+        trainer: A trainer that has fetched a batch of this epoch.
+        began: Called before a fetch.
+        ended: Called after it.
+        known: What the last call returned: nothing changes where that still listens.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if not isinstance(fetcher, _DataFetcher) or fetcher._start_profiler is known:
+        return known
+    fetcher._start_profiler = _both(began, fetcher._start_profiler)
+    fetcher._stop_profiler = _both(ended, fetcher._stop_profiler)
+    return fetcher._start_profiler
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
+# What was logged ---------------------------------------------------------------------------------
+
+_LATEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def step_results(trainer: Trainer) -> _ResultCollection | None:
+    """Return what the loop that runs has logged; None outside of one."""
+    return trainer._results
+
+
+def epoch_results(trainer: Trainer) -> _ResultCollection:
+    """Return what training has logged in this epoch."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def validation_results(trainer: Trainer) -> _ResultCollection:
+    """Return what the validation inside a fit has logged."""
+    return trainer.fit_loop.epoch_loop.val_loop._results
+
+
+def latest_metrics(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return the latest values by who has them: callbacks, loggers, progress bars."""
+    connector = trainer._logger_connector
+    return {name: dict(getattr(connector, name)) for name in _LATEST}
+
+
+def set_latest_metrics(trainer: Trainer, latest: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restore what `latest_metrics` returned."""
+    for name in _LATEST:
+        setattr(trainer._logger_connector, name, latest[name])
+
+
+def merge_logged(trainer: Trainer) -> None:
+    """Bring what was logged just now into the latest values."""
+    connector = trainer._logger_connector
+    _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
+
+
+def set_first_loop_iter(trainer: Trainer, value: bool | None) -> None:  # noqa: FBT001 - three states
+    """Set what Lightning resets results by: on None and True it does."""
+    trainer._logger_connector._first_loop_iter = value
+
+
+def should_update_logs(trainer: Trainer) -> bool:
+    """Whether loggers are given values after this batch."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+# Where the loops stand ---------------------------------------------------------------------------
+
+_DUE = "_should_check_val_fx"
+
+
+def has_last_batch(trainer: Trainer) -> bool:
+    """Whether the last batch of the epoch has been fetched."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def is_validation_due(trainer: Trainer) -> bool:
+    """Whether a validation comes after the present batch."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    return bool(getattr(trainer.fit_loop.epoch_loop, _DUE)(fetcher))
+
+
+def skip_due_validation(trainer: Trainer) -> None:
+    """Have the epoch's loop find, when it asks next, that no validation is due."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def no_longer(_: Any) -> bool:
+        skip_no_validation(trainer)
+        return False
+
+    loop.__dict__[_DUE] = no_longer
+
+
+def skip_no_validation(trainer: Trainer) -> None:
+    """Take back `skip_due_validation`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop(_DUE, None)
+
+
+def end_restart(*loops: Any) -> None:
+    """Have loops go on as if they had not been restarted; with `max_steps` the setter does not."""
+    for loop in loops:
+        loop._restarting = False
+
+
+def restart_after_batch(trainer: Trainer) -> None:
+    """Have the loops begin with counters that are complete: Lightning changes none of them."""
+    loop = trainer.fit_loop.epoch_loop
+    loop._restart_stage = _RestartStage.RESTARTED_ON_LAST
+    trainer.fit_loop._restarting = False  # the hooks at the end of the epoch are due
+    loop.val_loop._has_run = False  # by an earlier training of the same Trainer
+
+
+def restart_in_validation(trainer: Trainer) -> None:
+    """Have the loops begin with the validation."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop._restart_stage = _ValidationStage.RESTARTED_MID_EVALUATION
+    loop._restarting = False
+
+
+def count_stepped_batches(trainer: Trainer, count: int) -> None:
+    """Add to the number of batches after which the optimizer stepped: the x axis of loggers."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += count
+
+
+def end_epoch_metrics(trainer: Trainer) -> None:
+    """Begin the end of an epoch for what was logged in it."""
+    trainer._logger_connector.on_epoch_end()
+
+
+def log_epoch_metrics(trainer: Trainer) -> None:
+    """Give loggers and callbacks the epoch's values."""
+    trainer._logger_connector.update_train_epoch_metrics()
+
+
+def can_stop_early(trainer: Trainer) -> bool:
+    """Whether the least numbers of epochs and steps are reached."""
+    return bool(trainer.fit_loop._can_stop_early)
+
+
+def timer_seconds(timer: Timer) -> float | None:
+    """Return the duration after which a `Timer` ends the training."""
+    return timer._duration

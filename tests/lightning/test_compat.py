@@ -1,0 +1,183 @@
+"""Lightning's private names: each is there, and no file but `compat` uses one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+import roundpipe_lightning
+from roundpipe_lightning.strategy import compat
+
+PACKAGE = Path(roundpipe_lightning.__file__).parent
+COMPAT = Path(compat.__file__)
+
+
+class _Asking(Callback):
+    """Calls every function of `compat` that asks, inside a training."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}
+        self.fetches: list[str] = []
+        self.listens: object = None
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.listens = compat.listen_to_fetches(
+            trainer,
+            lambda: self.fetches.append("began"),
+            lambda: self.fetches.append("ended"),
+            known=self.listens,
+        )
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        questions = (
+            compat.skips_backward,
+            compat.is_accumulating,
+            compat.detects_anomalies,
+            compat.current_hook,
+            compat.combined_loader,
+            compat.unloaded_states,
+            compat.data_fetcher,
+            compat.step_results,
+            compat.epoch_results,
+            compat.validation_results,
+            compat.latest_metrics,
+            compat.should_update_logs,
+            compat.has_last_batch,
+            compat.is_validation_due,
+            compat.can_stop_early,
+        )
+        self.answers = {ask.__name__: ask(trainer) for ask in questions}
+        self.answers["consumed_loaders"] = compat.consumed_loaders(compat.combined_loader(trainer))
+
+
+class _Logging(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = super().training_step(batch, batch_idx)
+        self.log("loss", loss["loss"])
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 4))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 2))
+
+
+def _fit(tmp_path: Path, *callbacks: Callback) -> Trainer:
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(_Logging())
+    return trainer
+
+
+def test_what_is_asked_of_a_training(tmp_path: Path) -> None:
+    callback, timer = _Asking(), Timer(duration={"hours": 1})
+    trainer = _fit(tmp_path, callback, timer)
+    answers = callback.answers
+    plain = ("skips_backward", "is_accumulating", "detects_anomalies", "can_stop_early")
+    assert {name: answers[name] for name in plain} == {
+        "skips_backward": False,
+        "is_accumulating": False,
+        "detects_anomalies": False,
+        "can_stop_early": True,
+    }
+    assert answers["current_hook"] == "on_train_batch_end"
+    assert answers["has_last_batch"] is answers["is_validation_due"] is True
+    assert list(answers["epoch_results"]) == ["training_step.loss"]
+    assert isinstance(answers["epoch_results"]["training_step.loss"], compat.ResultMetric)
+    assert answers["step_results"] is answers["epoch_results"]
+    assert set(answers["latest_metrics"]) == {
+        "_callback_metrics",
+        "_logged_metrics",
+        "_progress_bar_metrics",
+    }
+    assert answers["unloaded_states"] == []
+    assert answers["consumed_loaders"] == [False]
+    assert answers["combined_loader"].flattened
+    assert callback.fetches[:2] == ["began", "ended"]
+    assert compat.syncs_batchnorm(trainer.strategy) is False
+    assert compat.timer_seconds(timer) == 3600
+
+
+class _Changing(Callback):
+    """Calls every function of `compat` that changes something."""
+
+    has_run = False
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        fit_loop = trainer.fit_loop
+        loop = fit_loop.epoch_loop
+        compat.set_latest_metrics(trainer, compat.latest_metrics(trainer))
+        compat.merge_logged(trainer)
+        compat.skip_due_validation(trainer)
+        assert not compat.is_validation_due(trainer)
+        assert compat.is_validation_due(trainer), "it is skipped once"
+        stepped = vars(loop)["_batches_that_stepped"]
+        compat.count_stepped_batches(trainer, 2)
+        assert vars(loop)["_batches_that_stepped"] == stepped + 2
+        before = {one: set(vars(one)) for one in (fit_loop, loop, loop.val_loop)}
+        compat.end_restart(fit_loop, loop, loop.val_loop)
+        compat.restart_after_batch(trainer)
+        compat.restart_in_validation(trainer)
+        compat.set_first_loop_iter(trainer, None)
+        connector = vars(trainer)["_logger_connector"]
+        assert "_first_loop_iter" in vars(connector)
+        assert {one: set(vars(one)) for one in before} == before, "these names are Lightning's"
+        combined = compat.combined_loader(trainer)
+        assert combined is not None
+        iter(combined)
+        compat.set_loaders(combined, combined.flattened)
+        compat.set_consumed_loaders(combined, [True])
+        assert compat.consumed_loaders(combined) == [True]
+        compat.load_loader_states(combined, [])
+        self.has_run = True
+
+
+def test_what_is_changed_in_loops(tmp_path: Path) -> None:
+    changing = _Changing()
+    _fit(tmp_path, changing)
+    assert changing.has_run
+
+
+def test_classes_that_have_no_public_name() -> None:
+    assert compat.WrappingCheckpointIO.__name__ == "_WrappingCheckpointIO"
+    meta = compat.ResultMetadata("training_step", "loss")
+    meta.sync = compat.ResultSync(_should=True)
+    assert meta.sync.should
+    assert compat.ResultMetric(meta, True).is_tensor
+    assert callable(compat.set_sampler_epoch)
+
+
+def test_no_other_file_uses_them() -> None:
+    known = {
+        node.attr
+        for node in ast.walk(ast.parse(COMPAT.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1] != "_"
+    }
+    assert len(known) > 20
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path == COMPAT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning"):
+                found += [f"{path}: {a.name}" for a in node.names if a.name.startswith("_")]
+            elif isinstance(node, ast.Attribute) and node.attr in known:
+                owner = node.value
+                if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                    found.append(f"{path}:{node.lineno}: {node.attr}")
+    assert found == []
