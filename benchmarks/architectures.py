@@ -44,8 +44,8 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.parameters import profile_module
-from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.schedule.plan import Plan
+from tests.kit.plans import default_plan
 
 SIZES = tiny_configs.TinySizes()
 NUM_WORKERS = 3

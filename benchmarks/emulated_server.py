@@ -49,7 +49,7 @@ from roundpipe_lightning.engine.engine import Engine, StepResult
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from roundpipe_lightning.planning.cost.costs import stage_costs
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan

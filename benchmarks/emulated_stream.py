@@ -35,8 +35,8 @@ from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import PendingStep
 from roundpipe_lightning.planning.cost.costs import stage_costs
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
-from roundpipe_lightning.planning.schedule.rotation import rotated, turns_of_batch
+from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 

@@ -27,7 +27,7 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work.parameters import profile_module
-from roundpipe_lightning.planning.default import default_plan
+from tests.kit.plans import default_plan
 
 ARCHITECTURE = {
     "hidden_size": 384,

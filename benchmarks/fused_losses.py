@@ -28,7 +28,7 @@ from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
 from roundpipe_lightning.models.work.parameters import profile_module
-from roundpipe_lightning.planning.default import default_plan
+from tests.kit.plans import default_plan
 
 KIND = "causal"  # as benchmarks/architectures.py calls it
 TOLERANCE = 1e-5

@@ -49,8 +49,8 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
-from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from tests.kit.plans import default_plan
 
 WAYS = ("none", "after", "exact", "early", "async")
 _NUM_UNMEASURED = 1

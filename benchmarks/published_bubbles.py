@@ -19,6 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from published_schedules import (
+    bound_partition,
+    gpipe_schedule,
+    interleaved_schedule,
+    looped_bfs_schedule,
+    one_f_one_b_schedule,
+)
 from published_timings import DEFAULT_TIMINGS, PublishedModel, PublishedTimings, load_timings
 
 from roundpipe_lightning.planning.cost.costs import (
@@ -28,15 +35,7 @@ from roundpipe_lightning.planning.cost.costs import (
     stage_costs,
 )
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
-from roundpipe_lightning.planning.published import (
-    bound_partition,
-    gpipe_schedule,
-    interleaved_schedule,
-    looped_bfs_schedule,
-    one_f_one_b_schedule,
-)
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition

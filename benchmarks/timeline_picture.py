@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from roundpipe_lightning import PipelineTimeline
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.testing import EmulatedStrategy
 
 _NUM_DEVICES, _NUM_BLOCKS, _WIDTH = 4, 10, 64

@@ -40,9 +40,9 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
 from roundpipe_lightning.engine.transfer.transfers import Logistics
 from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan
 from roundpipe_lightning.engine.transfer.worker_transfers import StepVisits, WaitedFor
-from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
+from tests.kit.plans import default_plan
 
 BLOCKS = 4
 VISITS = 8

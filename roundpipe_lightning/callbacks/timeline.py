@@ -12,10 +12,8 @@ from roundpipe_lightning.callbacks.step_watch import StepWatch
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.report.idle import idle_seconds
-from roundpipe_lightning.planning.report.render import render_trace
-from roundpipe_lightning.planning.report.step_record import StepRecord
-from roundpipe_lightning.planning.report.svg import render_svg
+from roundpipe_lightning.planning.report.render import render_svg, render_trace
+from roundpipe_lightning.planning.report.step_record import StepRecord, idle_seconds
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Stage
 from roundpipe_lightning.planning.schedule.timeline import Timeline

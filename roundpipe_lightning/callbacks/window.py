@@ -6,9 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from roundpipe_lightning.models.batch_counts import BatchCounts
-from roundpipe_lightning.planning.model.operations import Operations
-from roundpipe_lightning.planning.report.idle import IdleCause, Overlap
-from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.planning.model.work import Operations
+from roundpipe_lightning.planning.report.step_record import IdleCause, Overlap, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
-from roundpipe_lightning.planning.report.idle import IdleCause
+from roundpipe_lightning.planning.report.step_record import IdleCause
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 

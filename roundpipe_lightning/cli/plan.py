@@ -23,8 +23,7 @@ from roundpipe_lightning.cli.plan_changes import cheapest_changes
 from roundpipe_lightning.cli.plan_report import PlanReport
 from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
-from roundpipe_lightning.planning.report.render import render_trace
-from roundpipe_lightning.planning.report.svg import render_svg
+from roundpipe_lightning.planning.report.render import render_svg, render_trace
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch
 

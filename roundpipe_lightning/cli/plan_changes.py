@@ -18,7 +18,7 @@ from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.storage import WeightStorage
 from roundpipe_lightning.planning.search.fit import FitAnswer, Search, fit_training, fits_memory
-from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 _GIB = 2**30
 _HINT_KEYS = {

@@ -22,8 +22,8 @@ from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
 from roundpipe_lightning.optim.state import StatePlace
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import (
+from roundpipe_lightning.planning.model.hardware import (
+    HardwareSpec,
     config_folder,
     hardware_from_mapping,
     hardware_names,
@@ -32,9 +32,9 @@ from roundpipe_lightning.planning.model.hardware_files import (
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import Search, TrainingJob
-from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 _MOST_SEQUENCES = 8
 """Sequences of a microbatch that are tried where the number of microbatches is not given."""

@@ -47,7 +47,7 @@ from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.rotation import rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
 
 _PLANS_REMEMBERED = 64
 

@@ -41,9 +41,8 @@ from roundpipe_lightning.engine.worker.user_code import Outside, UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import operations_kept
 from roundpipe_lightning.planning.schedule.schedule import Action
-from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind, operations_kept
 
 UserStep: TypeAlias = Callable[[Any, Any, int], Any]
 """Calls the user's step: the view of the module, the microbatch and its index."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.models.lengths import length_of, shortened
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob
-from roundpipe_lightning.planning.search.longest import longest_that_fits
+from roundpipe_lightning.planning.search.remedies import longest_that_fits
 from roundpipe_lightning.strategy.dry_run import TrialFailedError
 
 Shortage: TypeAlias = Callable[[TrainingJob], float]

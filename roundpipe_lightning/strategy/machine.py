@@ -19,8 +19,7 @@ from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.errors import ConfigurationError, HardwareError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.float32_step import rounds_itself
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 
 

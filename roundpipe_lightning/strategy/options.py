@@ -11,11 +11,10 @@ from typing import Any, Literal, TypeAlias
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 PlanSource: TypeAlias = Plan | str | os.PathLike[str]
 """A plan, the path of a saved one, or `"auto"`."""

@@ -8,8 +8,8 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
+from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.strategy.options import Options
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from roundpipe_lightning.engine.steps import StepResult
-from roundpipe_lightning.planning.model.operations import Operations, microbatch_operations
+from roundpipe_lightning.planning.model.work import Operations, microbatch_operations
 from roundpipe_lightning.planning.report.description import PlanDescription
 from roundpipe_lightning.planning.report.step_record import EngineCounters, StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundpipe_lightning.planning.model.measured import MeasuredProfile
-from roundpipe_lightning.planning.model.operations import Operations
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.work import time_model
+from roundpipe_lightning.planning.model.work import Operations, time_model
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.search.fit import TrainingJob
 

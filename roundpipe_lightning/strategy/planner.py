@@ -28,19 +28,18 @@ from roundpipe_lightning.models.work.parameters import parameter_work, profile_m
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.report.description import count_text
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.fit import (
     Search,
     TrainingJob,
     fit_training,
+    improved_plan,
     memory_shortage,
 )
-from roundpipe_lightning.planning.search.hints import PartitionHints
-from roundpipe_lightning.planning.search.improve import improved_plan
 from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
+from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import model_utils as facts
 from roundpipe_lightning.strategy.dry_run import TrialFailedError, try_step

@@ -23,8 +23,7 @@ from roundpipe_lightning.cli.plan_report import PlanReport
 from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings, read_settings
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from tests.kit.runs import SMALL, compose_small, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")

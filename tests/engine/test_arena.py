@@ -20,9 +20,8 @@ from roundpipe_lightning.engine.device.events import DoneEvent, HostEvent
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.transfer.pinned_pool import HostArena, Lane, Lent
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
-from roundpipe_lightning.planning.schedule.dependencies import dependencies
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.test_turns import random_plans
 from tests.kit.engine import (

@@ -14,7 +14,6 @@ from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.errors import ConfigurationError, PlanError
-from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from tests.kit.engine import (
@@ -33,6 +32,7 @@ from tests.kit.engine import (
     regression_batches,
     stack_of,
 )
+from tests.kit.plans import default_plan
 
 Step = Callable[[Any, Any, int], Any]
 

@@ -10,7 +10,7 @@ from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.pinned_pool import Lane, Lent
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute
-from roundpipe_lightning.planning.cost.stage_traffic import worker_visits
+from roundpipe_lightning.planning.cost.traffic import worker_visits
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from tests.kit.engine import (
     Regressor,

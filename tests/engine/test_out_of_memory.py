@@ -23,9 +23,8 @@ from roundpipe_lightning.engine.worker.out_of_memory import (
 )
 from roundpipe_lightning.errors import DeviceMemoryError
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
 from roundpipe_lightning.planning.schedule.schedule import Schedule
-from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
 from tests.engine.test_errors import PLACES, Failing, _run
 from tests.kit.engine import (
     Regressor,

@@ -15,7 +15,7 @@ import torch
 from roundpipe_lightning.engine.device import probe
 from roundpipe_lightning.engine.device.probe import cache_folder, find_hardware, probe_hardware
 from roundpipe_lightning.errors import HardwareError
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import ATTENTION_OPERATIONS, RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import ATTENTION_OPERATIONS, RecomputePolicy
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     differences,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
-from roundpipe_lightning.planning.schedule.dependencies import dependencies
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule, dependencies
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 from tests.kit.engine import Regressor, layers_of, plan_of
 

@@ -14,8 +14,7 @@ from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.device.probe import available_bytes
 from roundpipe_lightning.errors import ConfigurationError, FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy import machine as machines
 from roundpipe_lightning.strategy import runtime as session

@@ -18,8 +18,7 @@ from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.strategy import runtime as session
 from tests.kit.training import (
     QUIET,

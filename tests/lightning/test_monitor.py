@@ -24,8 +24,8 @@ from roundpipe_lightning.callbacks import monitor as monitor_module
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
-from roundpipe_lightning.planning.report.idle import IdleCause
+from roundpipe_lightning.planning.model.hardware import load_hardware
+from roundpipe_lightning.planning.report.step_record import IdleCause
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.resumption import MemoryLogger

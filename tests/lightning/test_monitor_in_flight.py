@@ -10,8 +10,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from roundpipe_lightning import ExportPretrained, PipelineMonitor, PipelineTimeline, PlanReport
-from roundpipe_lightning.planning.report.idle import IdleCause
-from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecord
 from roundpipe_lightning.strategy import sync_hooks as readers
 from tests.kit.training import QUIET, same_bits
 from tests.lightning.test_batches_in_flight import NUM_MICROBATCHES, TIMEOUT_SECONDS, fit

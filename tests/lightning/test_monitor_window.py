@@ -8,9 +8,8 @@ import pytest
 
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
 from roundpipe_lightning.models.batch_counts import BatchCounts
-from roundpipe_lightning.planning.model.operations import Operations
-from roundpipe_lightning.planning.report.idle import IdleCause
-from roundpipe_lightning.planning.report.step_record import EngineCounters, StepRecord
+from roundpipe_lightning.planning.model.work import Operations
+from roundpipe_lightning.planning.report.step_record import EngineCounters, IdleCause, StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition

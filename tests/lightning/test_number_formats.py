@@ -19,15 +19,15 @@ from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.parameters import parameter_work
 from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.planning.cost.memory import MemoryModel
-from roundpipe_lightning.planning.default import default_plan
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.transfer_dtypes import TravelSizes
 from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.plans import default_plan
 from tests.kit.training import (
     QUIET,
     WIDTH,

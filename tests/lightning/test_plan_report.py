@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from roundpipe_lightning import PlanReport
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy

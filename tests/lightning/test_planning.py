@@ -22,8 +22,8 @@ from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.hints import PartitionHints
-from roundpipe_lightning.planning.search.improve import Improvement, improved_plan
+from roundpipe_lightning.planning.search.fit import Improvement, improved_plan
+from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy import runtime as session
 from roundpipe_lightning.strategy.resume.random_state import random_state

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy

@@ -7,20 +7,22 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_lightning.errors import HardwareError
-from roundpipe_lightning.planning.cost.boundaries import boundary_route, hop_seconds
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute, stage_costs
 from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.predict import StepPrediction, UpdateTiming, predict_step
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
-from roundpipe_lightning.planning.cost.stage_traffic import Visit, worker_visits
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.cost.traffic import (
+    Visit,
+    boundary_route,
+    hop_seconds,
+    worker_visits,
+)
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.schedule import Schedule
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from tests.kit.profiles import machine
 
 HOST, GRADIENTS, DIRECT = BoundaryRoute

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
 from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import keeps_cuts
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.cases import travels
 from roundpipe_lightning.planning.search.evolve import Effort, StageLimits, even_candidates
 from roundpipe_lightning.planning.search.limits import limits_within

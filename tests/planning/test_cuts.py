@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import (
     call_lengths,
@@ -25,10 +24,11 @@ from roundpipe_lightning.planning.search.evolve import (
     even_candidates,
     search_partitions,
 )
-from roundpipe_lightning.planning.search.hints import PartitionHints
 from roundpipe_lightning.planning.search.makespan_table import Evaluator
 from roundpipe_lightning.planning.search.partition import balanced_cuts, balanced_partition
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.search.request import PartitionHints
+from tests.kit.plans import default_plan
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=30_000, num_children=24, num_parents=8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.cost.predict import PipelineLayout
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import (
     Amount,
@@ -30,7 +30,7 @@ from roundpipe_lightning.planning.search.fit import (
     fits_memory,
     stage_limits_within,
 )
-from roundpipe_lightning.planning.search.hints import PartitionHints
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 MIB = 2**20
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from roundpipe_lightning.errors import HardwareError
-from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, MatrixRates
-from roundpipe_lightning.planning.model.hardware_files import (
+from roundpipe_lightning.planning.model.hardware import (
+    Efficiency,
+    HardwareSpec,
+    MatrixRates,
     config_folder,
     hardware_from_mapping,
     hardware_names,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.report.idle import IdleCause, idle_seconds
+from roundpipe_lightning.planning.report.step_record import IdleCause, idle_seconds
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.schedule import Action
 from roundpipe_lightning.planning.schedule.stages import Partition

@@ -8,7 +8,7 @@ import pytest
 
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.measured import HALF_LIFE_STEPS, MeasuredProfile
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
@@ -24,9 +24,8 @@ from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedu
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 from roundpipe_lightning.planning.search.evolve import Effort
-from roundpipe_lightning.planning.search.fit import TrainingJob
-from roundpipe_lightning.planning.search.hints import PartitionHints
-from roundpipe_lightning.planning.search.improve import LEAST_GAIN, improved_plan
+from roundpipe_lightning.planning.search.fit import LEAST_GAIN, TrainingJob, improved_plan
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 NUM_BLOCKS = 6
 NUM_MICROBATCHES = 4

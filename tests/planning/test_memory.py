@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.planning.cost.memory import MemoryKind, MemoryModel
 from roundpipe_lightning.planning.cost.predict import PipelineLayout
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
     Amount,
@@ -19,8 +19,7 @@ from roundpipe_lightning.planning.model.work import (
     Peak,
     WorkProfile,
 )
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 
 SHAPE = MicrobatchShape(sequences=1, seq_len=100)
 PARTITION = Partition(forward=(2, 2), backward=(0, 2, 1, 1))

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_lightning.planning.cost.costs import stage_costs
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
-from roundpipe_lightning.planning.cost.stage_traffic import stage_bytes, worker_visits
+from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.cost.traffic import stage_bytes, worker_visits
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
 from roundpipe_lightning.planning.schedule.schedule import Schedule
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.kit.profiles import machine
 

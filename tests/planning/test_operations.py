@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from roundpipe_lightning.planning.model.operations import Operations, microbatch_operations
 from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
     MicrobatchShape,
+    Operations,
     Work,
     WorkProfile,
+    microbatch_operations,
 )
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 
 SHAPE = MicrobatchShape(sequences=2, seq_len=3)
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import ModelProfile, fingerprint
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
+from tests.kit.plans import default_plan
 from tests.kit.profiles import random_profiles, uniform_profile
 
 

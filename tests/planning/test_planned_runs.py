@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
 from tests.kit.engine import (

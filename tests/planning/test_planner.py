@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import stage_costs
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
-from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
+from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.evolve import Effort, StageLimits
-from roundpipe_lightning.planning.search.limits import RESERVED_BYTES, Travel, stage_limits
+from roundpipe_lightning.planning.search.limits import Travel, stage_limits
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
+from tests.kit.plans import default_plan
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=50_000, num_children=24, num_parents=8)

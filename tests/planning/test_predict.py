@@ -8,8 +8,7 @@ import pytest
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.cost.predict import PipelineLayout, UpdateTiming, predict_step
-from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.schedule.stages import Partition

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.published import (
+from benchmarks.published_schedules import (
     bound_partition,
     gpipe_schedule,
     interleaved_schedule,
     looped_bfs_schedule,
     one_f_one_b_schedule,
 )
-from roundpipe_lightning.planning.schedule.schedule import Schedule
-from roundpipe_lightning.planning.schedule.validate import validate_schedule
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.schedule.schedule import Schedule, validate_schedule
 
 GOLDEN = {
     "gpipe": """\

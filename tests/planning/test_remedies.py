@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import (
     Amount,
@@ -17,8 +17,8 @@ from roundpipe_lightning.planning.model.work import (
     WorkProfile,
 )
 from roundpipe_lightning.planning.search.fit import Search, TrainingJob, fit_training
-from roundpipe_lightning.planning.search.hints import PartitionHints
 from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 GIB = 2**30
 NONE = PartitionHints()

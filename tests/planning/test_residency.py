@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.residency import resident_blocks
+from roundpipe_lightning.planning.search.limits import resident_blocks
 from tests.kit.profiles import machine
 
 ONES = Partition(forward=(1,) * 4, backward=(0,) + (1,) * 4)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule.dependencies import NeededFor, dependencies
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule
+from roundpipe_lightning.planning.schedule.schedule import (
+    Action,
+    ActionKey,
+    NeededFor,
+    Schedule,
+    dependencies,
+)
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 PARTITION = Partition(forward=(2, 2), backward=(1, 2, 2))

@@ -16,11 +16,11 @@ from roundpipe_lightning.planning.cost.costs import (
     stage_costs,
 )
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.default import default_plan
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
+from tests.kit.plans import default_plan
 from tests.kit.profiles import random_profiles, uniform_profile
 
 PARTITION = Partition(forward=(1,), backward=(0, 1))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from roundpipe_lightning.planning.report.progress import Standing, earliest_columns
-from roundpipe_lightning.planning.schedule.dependencies import dependencies
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import ActionKey, Schedule
+from roundpipe_lightning.planning.schedule.schedule import ActionKey, Schedule, dependencies
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 PLAN = Plan(

@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from roundpipe_lightning.planning.report.svg import render_svg
+from roundpipe_lightning.planning.report.render import render_svg
 from roundpipe_lightning.planning.schedule.schedule import Action
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 

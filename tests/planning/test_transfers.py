@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
-from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers, stage_bytes
-from roundpipe_lightning.planning.default import default_plan
+from roundpipe_lightning.planning.cost.simulate import simulate, simulate_transfers
+from roundpipe_lightning.planning.cost.traffic import stage_bytes
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline
+from tests.kit.plans import default_plan
 from tests.kit.profiles import machine, random_profiles
 
 PARTITION = Partition(forward=(1, 1), backward=(0, 1, 1))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.schedule import Schedule, format_grid, validate_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.schedule.validate import format_grid, validate_schedule
 
 PARTITION = Partition(forward=(1, 1), backward=(0, 1, 1))
 GOOD = "worker 0: F0.0 F0.1 X0.0 X0.1 B2.0 B2.1\nworker 1: F1.0 F1.1 B1.0 B1.1\n"

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.model.hardware import Efficiency
-from roundpipe_lightning.planning.model.hardware_files import load_hardware
+from roundpipe_lightning.planning.model.hardware import Efficiency, load_hardware
 from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
@@ -21,7 +20,7 @@ from roundpipe_lightning.planning.model.work import (
     time_model,
     work_seconds,
 )
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 _coefficients = st.integers(0, 10**6)
 

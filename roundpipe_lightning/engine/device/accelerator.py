@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Callback, Event
-from roundpipe_lightning.planning.cost.boundaries import MOST_IN_USE
+from roundpipe_lightning.planning.cost.traffic import MOST_IN_USE
 
 
 class CompletionWatcher:

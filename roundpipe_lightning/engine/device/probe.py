@@ -28,8 +28,10 @@ import torch
 from roundpipe_lightning.engine.device.accelerator import all_reach
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.errors import HardwareError
-from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, MatrixRates
-from roundpipe_lightning.planning.model.hardware_files import (
+from roundpipe_lightning.planning.model.hardware import (
+    Efficiency,
+    HardwareSpec,
+    MatrixRates,
     hardware_from_mapping,
     hardware_to_mapping,
     load_hardware,

@@ -34,7 +34,7 @@ from roundpipe_lightning.engine.transfer.worker_transfers import (
 from roundpipe_lightning.engine.update.updater import UpdateEvents
 from roundpipe_lightning.errors import WatchdogError
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.rotation import turns_of_batch
+from roundpipe_lightning.planning.schedule.round_robin import turns_of_batch
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often

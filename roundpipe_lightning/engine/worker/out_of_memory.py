@@ -24,8 +24,7 @@ from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import DeviceMemoryError
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage, StageKind
 
 _WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _LIMITS = {

@@ -26,9 +26,8 @@ from graphlib import TopologicalSorter
 
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.planning.report.progress import Standing
-from roundpipe_lightning.planning.schedule.dependencies import dependencies
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
 
 
 @dataclass(frozen=True, kw_only=True)

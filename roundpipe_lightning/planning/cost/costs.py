@@ -8,8 +8,12 @@ from enum import Enum
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Partition, Stage, StageKind
+from roundpipe_lightning.planning.schedule.stages import (
+    Partition,
+    RecomputePolicy,
+    Stage,
+    StageKind,
+)
 
 
 class RecomputeStart(Enum):

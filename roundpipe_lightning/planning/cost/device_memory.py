@@ -27,9 +27,8 @@ import numpy.typing as npt
 
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Stage
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage
 
 Bytes = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

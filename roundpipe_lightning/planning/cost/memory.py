@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint, MemoryKind
-from roundpipe_lightning.planning.cost.stage_traffic import stage_parts
+from roundpipe_lightning.planning.cost.traffic import stage_parts
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
@@ -22,8 +22,8 @@ from roundpipe_lightning.planning.model.work import (
     WorkProfile,
     size_model,
 )
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 _GIB = 2**30
 

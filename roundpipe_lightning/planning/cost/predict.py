@@ -16,15 +16,20 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from roundpipe_lightning.planning.cost.boundaries import boundary_route, hop_seconds
 from roundpipe_lightning.planning.cost.costs import ActionCost, StageCosts, stage_costs
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers, stage_bytes
-from roundpipe_lightning.planning.cost.stage_traffic import Visit, worker_visits
+from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.cost.traffic import (
+    Visit,
+    boundary_route,
+    hop_seconds,
+    stage_bytes,
+    worker_visits,
+)
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Stage

@@ -1,17 +1,60 @@
-"""Predicts when every action of a schedule runs.
+"""Predicts when every action of a schedule runs, without transfers (`simulate`) or with them.
 
 Workers run their actions in order. An action begins when its worker is free and what it needs
 (`dependencies()`) has arrived, which takes a hop where it comes from another worker.
+
+Each worker has one queue for each direction. A *visit* is a run of actions of one stage on one
+worker: its weights are uploaded once, before its first action, and the gradients of its trainable
+parameters are downloaded once, after its last (`moves`). Two slots: the weights of a worker's next
+visit are uploaded while the present one computes, no earlier; and a gradient is downloaded while
+the next visit computes, which must have ended by the time the visit after that has gradients of its
+own. With one slot for weights (`weight_slots=1`) the next visit's are uploaded when this one has
+ended.
+
+```
+upload    [ W0 ][ W1 ]      [ W2   ]
+compute         [ visit 0   ][ visit 1      ][ visit 2 ..
+download                     [ G0  ]         [ G1 ..
+```
+
+Boundaries go first on the same links. Their latency is the hop, and their bytes are charged to the
+link by adding those of a visit to the weights that are uploaded behind it and to the gradients that
+are downloaded behind it. Copies from device to device are charged to the receiver's uploads, and
+not to anybody's downloads (`BoundaryRoute`). Links share the bandwidth of their root of the bus and
+of the host's memory evenly. Workers begin with empty slots; a timeline's makespan counts from the
+first action, so the first block's first upload is not in it.
+
+A visit's first action begins with the weights of its first block, as the engine does, and waits
+for those of the others inside: what runs forward (a recompute, too) ends no sooner than the last
+block's share of it after the last weights have come. Blocks count alike for this.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, StageCosts
-from roundpipe_lightning.planning.schedule.dependencies import NeededFor, stage_dependencies
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.cost.traffic import (
+    Visit,
+    worker_visits,
+)
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.schedule.schedule import (
+    Action,
+    ActionKey,
+    NeededFor,
+    Schedule,
+    stage_dependencies,
+    walk,
+)
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
-from roundpipe_lightning.planning.schedule.validate import walk
 
 
 def simulate(schedule: Schedule, *, partition: Partition, costs: StageCosts) -> Timeline:
@@ -62,3 +105,339 @@ def _entry(action: Action, *, start: float, gradient: float, costs: StageCosts) 
         end_seconds=recomputed + waiting + cost.compute_seconds,
         waiting_seconds=waiting,
     )
+
+
+def simulate_transfers(
+    schedule: Schedule,
+    *,
+    partition: Partition,
+    costs: StageCosts,
+    profile: ModelProfile,
+    hardware: HardwareSpec,
+    weight_slots: int = 2,
+    resident: Sequence[Sequence[int]] = (),
+    recompute: RecomputePolicy = RecomputePolicy.FULL,
+) -> Timeline:
+    """Run the schedule on paper, with the uploads and downloads it needs.
+
+    Args:
+        schedule: Every worker's actions in order; must be valid.
+        partition: The stages.
+        costs: What they cost, the way that boundaries take, and what a hop costs.
+        profile: What they weigh.
+        hardware: The links and the host's memory.
+        weight_slots: Stages whose weights a worker holds at once: 2, or 1 for no prefetch.
+        resident: Blocks that stay on each worker; empty: none.
+        recompute: What BACKWARD stages start from; the costs must be those of the same policy.
+
+    Raises:
+        PlanError: If the schedule deadlocks.
+    """
+    visits = worker_visits(
+        schedule,
+        partition=partition,
+        profile=profile,
+        recompute=recompute,
+        resident=resident,
+        route=costs.route,
+    )
+    run = _Run(
+        visits, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
+    )
+    return run.timeline()
+
+
+@dataclass(eq=False, slots=True)
+class _Visit:
+    """A run of actions of one stage on one worker, and what travels for it.
+
+    Stages are counted in the order in which a microbatch passes them; `start` and `gradient` are
+    those that the whole of an action, or what comes behind its recompute, waits for. An action
+    runs forward for `forward_seconds` of its `seconds`, and this through `num_blocks` blocks, the
+    first of which needs `first_bytes` of what is uploaded. `landed` is when all of it was there.
+    """
+
+    actions: tuple[Action, ...]
+    upload_bytes: float
+    first_bytes: float
+    download_bytes: float
+    place: int
+    start: tuple[int, ...]
+    gradient: tuple[int, ...]
+    forward_seconds: float
+    seconds: float
+    num_blocks: int
+    landed: float = 0.0
+
+    def waiting_seconds(self, start: float, gradient: float) -> float:
+        """Return how long an action waits inside that starts, and has its gradient, at a time."""
+        last_block = self.landed + self.forward_seconds / self.num_blocks
+        return max(0.0, max(last_block, gradient) - start - self.forward_seconds)
+
+
+@dataclass(eq=False, slots=True)
+class _Flow:
+    """Bytes on their way, on one direction of one root of the bus."""
+
+    worker: int
+    link: int
+    is_upload: bool
+    remaining_bytes: float
+    bytes_per_second: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """Where one worker stands: visits before `visit` have ended."""
+
+    visits: list[_Visit]
+    root: int
+    visit: int = 0
+    action: int = 0
+    computing: bool = False
+    started: float | None = None
+    num_begun: int = 0
+    num_uploaded: int = 0
+    uploading: bool = False
+    num_downloaded: int = 0
+    downloading: bool = False
+
+
+class _Run:
+    """One simulation: actions end at known times, flows at times that depend on all others."""
+
+    def __init__(
+        self,
+        visits: Sequence[Sequence[Visit]],
+        *,
+        partition: Partition,
+        costs: StageCosts,
+        weight_slots: int,
+        hardware: HardwareSpec,
+    ) -> None:
+        self._weight_slots = weight_slots
+        self._hop_seconds = costs.hop_seconds
+        self._host_bytes_per_second = hardware.host_bytes_per_second
+        per_root = hardware.devices_per_root
+        self._workers = [
+            _Worker(
+                visits=_transfers(row, partition=partition, costs=costs), root=worker // per_root
+            )
+            for worker, row in enumerate(visits)
+        ]
+        actions = [action for row in visits for visit in row for action in visit.actions]
+        self._num_actions = len(actions)
+        self._num_microbatches = max((action.microbatch for action in actions), default=0) + 1
+        self._now = 0.0
+        # by stage and microbatch: when it ended and where
+        self._ended: dict[int, tuple[float, int]] = {}
+        self._waiters: dict[int, list[int]] = {}
+        self._ends: list[tuple[float, int]] = []
+        self._flows: list[_Flow] = []
+        self._flows_changed = False
+        self._flows_seen = 0.0
+        self._flow_end = math.inf
+        # by link: root times two, uploads first
+        num_roots = -(-max(len(self._workers), 1) // per_root)
+        self._busy = [0] * (2 * num_roots)
+        self._own = (hardware.upload_bytes_per_second, hardware.download_bytes_per_second)
+        self._root = (
+            hardware.root_upload_bytes_per_second,
+            hardware.root_download_bytes_per_second,
+        )
+        self._entries: list[TimelineEntry] = []
+
+    def timeline(self) -> Timeline:
+        for index in range(len(self._workers)):
+            self._next_transfers(index)
+            self._try_start(index)
+        self._share_links()
+        while self._ends or self._flows:
+            self._step()
+        if len(self._entries) != self._num_actions:
+            raise PlanError("The schedule deadlocks; check it with validate_schedule.")
+        return Timeline(num_workers=len(self._workers), entries=tuple(self._entries))
+
+    def _step(self) -> None:
+        """Go to the next moment at which an action or a flow ends."""
+        action_end = self._ends[0][0] if self._ends else math.inf
+        if self._flow_end <= action_end:
+            self._now = self._flow_end
+            self._advance_flows()
+            flow = min(self._flows, key=_remaining_bytes)
+            self._flows.remove(flow)
+            self._end_flow(flow)
+        else:
+            self._now, worker = heapq.heappop(self._ends)
+            self._end_action(worker)
+        if self._flows_changed:
+            self._advance_flows()
+            self._share_links()
+
+    def _advance_flows(self) -> None:
+        """Bring what remains of every flow up to now."""
+        seconds = self._now - self._flows_seen
+        for flow in self._flows:
+            flow.remaining_bytes -= flow.bytes_per_second * seconds
+        self._flows_seen = self._now
+
+    def _share_links(self) -> None:
+        """Share the links anew, and say when the next flow will have ended.
+
+        Every flow gets the rate of its own link, or its share of a root's or of the host's memory.
+        """
+        self._flow_end = math.inf
+        self._flows_changed = False
+        if not self._flows:
+            return
+        host_share = self._host_bytes_per_second / len(self._flows)
+        for flow in self._flows:
+            link = flow.link
+            direction = link % 2
+            rate = min(self._own[direction], self._root[direction] / self._busy[link], host_share)
+            flow.bytes_per_second = rate
+            end = self._now + max(flow.remaining_bytes, 0.0) / rate
+            self._flow_end = min(self._flow_end, end)
+
+    def _end_flow(self, flow: _Flow) -> None:
+        worker = self._workers[flow.worker]
+        self._flows_changed = True
+        self._busy[flow.link] -= 1
+        if flow.is_upload:
+            worker.uploading = False
+            self._end_upload(worker)
+        else:
+            worker.downloading = False
+            worker.num_downloaded += 1
+        self._next_transfers(flow.worker)
+        self._try_start(flow.worker)
+
+    def _end_upload(self, worker: _Worker) -> None:
+        """Note that the first block's weights of the next visit have come, or those of all."""
+        if worker.num_begun == worker.num_uploaded:
+            worker.num_begun += 1
+        else:
+            worker.visits[worker.num_uploaded].landed = self._now
+            worker.num_uploaded += 1
+
+    def _end_action(self, index: int) -> None:
+        worker = self._workers[index]
+        visit = worker.visits[worker.visit]
+        microbatch = visit.actions[worker.action].microbatch
+        key = visit.place * self._num_microbatches + microbatch
+        self._ended[key] = (self._now, index)
+        worker.computing, worker.started = False, None
+        worker.action += 1
+        if worker.action == len(visit.actions):
+            worker.visit, worker.action = worker.visit + 1, 0
+            self._next_transfers(index)
+        self._try_start(index)
+        for waiter in self._waiters.pop(key, ()):
+            self._try_start(waiter)
+
+    def _next_transfers(self, index: int) -> None:
+        """Begin the upload and the download that the worker's slots allow, one at a time each."""
+        worker = self._workers[index]
+        visits = worker.visits
+        last_upload = min(worker.visit + self._weight_slots, len(visits))
+        while not worker.uploading and worker.num_uploaded < last_upload:
+            visit = visits[worker.num_uploaded]
+            is_begun = worker.num_begun > worker.num_uploaded
+            size = visit.upload_bytes - visit.first_bytes if is_begun else visit.first_bytes
+            if size > 0:
+                worker.uploading = True
+                self._begin_flow(index, 2 * worker.root, size, is_upload=True)
+            else:
+                self._end_upload(worker)
+        while not worker.downloading and worker.num_downloaded < worker.visit:
+            size = visits[worker.num_downloaded].download_bytes
+            if size > 0:
+                worker.downloading = True
+                self._begin_flow(index, 2 * worker.root + 1, size, is_upload=False)
+            else:
+                worker.num_downloaded += 1
+
+    def _begin_flow(self, index: int, link: int, size: float, *, is_upload: bool) -> None:
+        self._busy[link] += 1
+        self._flows_changed = True
+        self._flows.append(_Flow(index, link, is_upload, size))
+
+    def _try_start(self, index: int) -> None:
+        """Begin the worker's next action, or its backward, if everything it needs is there."""
+        worker = self._workers[index]
+        if worker.computing or worker.visit == len(worker.visits):
+            return
+        if worker.num_begun <= worker.visit or worker.num_downloaded < worker.visit - 1:
+            return
+        visit = worker.visits[worker.visit]
+        action = visit.actions[worker.action]
+        start = worker.started
+        if start is None:
+            arrival = self._arrival(visit.start, action)
+            if arrival is None:
+                return
+            start = worker.started = max(self._now, arrival)
+        gradient = self._arrival(visit.gradient, action)
+        if gradient is None or worker.num_uploaded <= worker.visit:
+            return
+        waiting = visit.waiting_seconds(start, gradient)
+        end = start + visit.seconds + waiting
+        worker.computing = True
+        heapq.heappush(self._ends, (end, index))
+        self._entries.append(
+            TimelineEntry(
+                action=action, start_seconds=start, end_seconds=end, waiting_seconds=waiting
+            )
+        )
+
+    def _arrival(self, places: tuple[int, ...], action: Action) -> float | None:
+        """Return when what an action needs of some stages has come; None where one has not run."""
+        arrival = 0.0
+        for place in places:
+            key = place * self._num_microbatches + action.microbatch
+            ended = self._ended.get(key)
+            if ended is None:
+                self._waiters.setdefault(key, []).append(action.worker)
+                return None
+            end, worker = ended
+            arrival = max(arrival, end if worker == action.worker else end + self._hop_seconds)
+        return arrival
+
+
+_remaining_bytes = attrgetter("remaining_bytes")
+
+
+def _transfers(visits: Sequence[Visit], *, partition: Partition, costs: StageCosts) -> list[_Visit]:
+    """Charge boundaries to the transfers behind them, and look up what actions cost and need."""
+    late = costs.recompute_start is RecomputeStart.WITH_GRADIENT
+    num_forward = partition.num_forward
+
+    def place(kind: StageKind, index: int) -> int:
+        return index if kind is StageKind.FORWARD else num_forward + index
+
+    found: list[_Visit] = []
+    boundary_bytes = 0
+    for visit in visits:
+        kind, index = visit.stage.kind, visit.stage.index
+        rules = stage_dependencies(kind, index, partition)
+        at_start = [(late or needed is NeededFor.START) for _, _, needed in rules]
+        places = [place(other, number) for other, number, _ in rules]
+        cost = costs.of(kind, index)
+        forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
+        num_blocks = max(1, len(visit.stage.blocks)) if forward else 1
+        found.append(
+            _Visit(
+                actions=visit.actions,
+                upload_bytes=visit.weight_bytes + boundary_bytes,
+                first_bytes=visit.weight_bytes / num_blocks + boundary_bytes,
+                download_bytes=visit.gradient_bytes + visit.output_bytes,
+                place=place(kind, index),
+                start=tuple(p for p, first in zip(places, at_start, strict=True) if first),
+                gradient=tuple(p for p, first in zip(places, at_start, strict=True) if not first),
+                forward_seconds=forward,
+                seconds=cost.seconds,
+                num_blocks=num_blocks,
+            )
+        )
+        boundary_bytes = visit.input_bytes + visit.direct_bytes
+    return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.cuts import check_cuts
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 
 @dataclass(frozen=True, kw_only=True)

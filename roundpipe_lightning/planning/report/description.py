@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from roundpipe_lightning.planning.cost.boundaries import boundary_route
 from roundpipe_lightning.planning.cost.memory import MemoryNeed, MemoryReport
 from roundpipe_lightning.planning.cost.predict import StepPrediction, predict_step
-from roundpipe_lightning.planning.cost.stage_traffic import worker_visits
+from roundpipe_lightning.planning.cost.traffic import boundary_route, worker_visits
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import WorkProfile
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import StageKind
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, StageKind
 from roundpipe_lightning.planning.search.fit import TrainingJob
 
 MOVED = ("weights", "gradients", "boundaries_up", "boundaries_down", "boundaries_direct")

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from roundpipe_lightning.planning.schedule.dependencies import dependencies
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
 
 _MOST_COLUMNS = 16
 """Of the grid; those around the running actions are shown."""

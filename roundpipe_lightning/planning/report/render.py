@@ -1,11 +1,14 @@
-"""Draws timelines: as text and as a trace for Perfetto; `svg.py` draws pictures."""
+"""Draws timelines: as text, as a trace for Perfetto, and as SVG on one scale of time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from html import escape
 from typing import Any
 
+from roundpipe_lightning.planning.schedule.stages import StageKind
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 
@@ -70,3 +73,154 @@ def _trace_event(entry: TimelineEntry, process: int, origin: float) -> dict[str,
             "waiting_us": entry.waiting_seconds * 1e6,
         },
     }
+
+
+_SHADES = {
+    StageKind.FORWARD: ("#8ecae6", "#61b4dc", "#b6dff0"),
+    StageKind.FUSED: ("#ffb703",),
+    StageKind.BACKWARD: ("#90be6d", "#6fa84a", "#b5d59c"),
+}
+"""Colours of a kind's stages, in turn, so that neighbours can be told apart."""
+
+_IDLE = "#edeff2"
+_MARGIN, _RIGHT = 72, 16
+_ROW, _GAP, _STRIP = 24, 4, 5
+_CAPTION, _AXIS, _LEGEND = 30, 26, 26
+_LETTER = 5.2  # width of a letter of a label, in pixels
+_MOST_TICKS = 12
+
+
+def render_svg(
+    timelines: Mapping[str, Timeline],
+    *,
+    width: int = 1200,
+    notes: Mapping[str, str] | None = None,
+) -> str:
+    """Draw timelines one above the other on one scale of time, one row per worker.
+
+    Each stage has a colour of its kind, with its number and its microbatch where there is room;
+    grey is idle. The strip at the foot of an action is the part of it that waited.
+
+    Args:
+        timelines: By title, e.g. `{"predicted": ..., "measured": ...}`; drawn from top to bottom.
+        width: Width of the picture in pixels.
+        notes: What to add to a timeline's caption, by title.
+    """
+    longest = max((line.makespan_seconds for line in timelines.values()), default=0.0) or 1.0
+    scale = (width - _MARGIN - _RIGHT) / longest
+    parts = []
+    top = 6
+    for title, timeline in timelines.items():
+        caption = f"{title}: {timeline.makespan_seconds:.4g} s, idle {timeline.idle_share:.1%}"
+        parts.append(f'<text x="8" y="{top + 18}" class="c">{escape(caption)}</text>')
+        note = (notes or {}).get(title)
+        if note:
+            right = width - _RIGHT
+            parts.append(f'<text x="{right}" y="{top + 18}" class="n">{escape(note)}</text>')
+        top += _CAPTION
+        for worker, row in enumerate(timeline.rows()):
+            y = top + worker * (_ROW + _GAP)
+            parts.append(f'<text x="8" y="{y + 16}">worker {worker}</text>')
+            parts.append(_rect(_MARGIN, y, longest * scale, _ROW, "i"))
+            parts.extend(_entry(entry, y, scale, timeline.start_seconds) for entry in row)
+        top += timeline.num_workers * (_ROW + _GAP)
+        parts.extend(_axis(top, longest, scale))
+        top += _AXIS
+    parts.extend(_legend(top))
+    height = top + _LEGEND
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">\n'
+        f"<style>{_style()}</style>\n"
+        f'<rect width="{width}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _style() -> str:
+    fills = "".join(
+        f".{kind.value.lower()}{number}{{fill:{shade}}}"
+        for kind, shades in _SHADES.items()
+        for number, shade in enumerate(shades)
+    )
+    return (
+        f"text{{fill:#212529}}.c{{font-weight:bold}}.n{{text-anchor:end}}.i{{fill:{_IDLE}}}"
+        ".w{fill:#fff;fill-opacity:.65}.l{font-size:9px}.t{font-size:10px;text-anchor:middle}"
+        f".a{{stroke:#868e96;stroke-width:1}}{fills}"
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, name: str) -> str:
+    return (
+        f'<rect class="{name}" x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" '
+        f'height="{_number(height)}"/>'
+    )
+
+
+def _number(value: float) -> str:
+    """A coordinate to a tenth of a pixel: a whole number has no point."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _shade(kind: StageKind, stage: int) -> str:
+    """Class of a stage's colour."""
+    return f"{kind.value.lower()}{stage % len(_SHADES[kind])}"
+
+
+def _entry(entry: TimelineEntry, y: int, scale: float, origin: float) -> str:
+    """Draw one action."""
+    action = entry.action
+    x = _MARGIN + (entry.start_seconds - origin) * scale
+    width = (entry.end_seconds - entry.start_seconds) * scale
+    hint = (
+        f"{action}: {entry.start_seconds:.6g} to {entry.end_seconds:.6g} s, "
+        f"waiting {entry.waiting_seconds:.6g} s"
+    )
+    # Half a pixel less, so that neighbours of one stage can be told apart.
+    body = _rect(x, y, max(width - 0.5, 0.3), _ROW, _shade(action.kind, action.stage))
+    pale = min(entry.waiting_seconds * scale, width)
+    if pale >= 0.05:
+        body += _rect(x, y + _ROW - _STRIP, pale, _STRIP, "w")
+    label = f"{action.kind.value}{action.stage}.{action.microbatch}"
+    if width > _LETTER * len(label) + 2:
+        body += f'<text x="{_number(x + 2)}" y="{y + 15}" class="l">{label}</text>'
+    return f"<g><title>{escape(hint)}</title>{body}</g>"
+
+
+def _axis(top: int, longest: float, scale: float) -> Iterator[str]:
+    """Draw the time below a timeline's rows."""
+    end = _MARGIN + longest * scale
+    yield f'<path class="a" d="M{_MARGIN} {top}H{_number(end)}"/>'
+    step = _tick_seconds(longest)
+    unit, factor = ("s", 1.0) if longest >= 1.0 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
+    for number in range(math.floor(longest / step * (1 + 1e-9)) + 1):
+        x = _number(_MARGIN + number * step * scale)
+        yield f'<path class="a" d="M{x} {top}v4"/>'
+        text = f"{number * step * factor:.6g}"
+        yield f'<text x="{x}" y="{top + 14}" class="t">{text if number else f"0 {unit}"}</text>'
+
+
+def _tick_seconds(longest: float) -> float:
+    """A round distance of ticks: 1, 2 or 5 times a power of ten."""
+    least = longest / _MOST_TICKS
+    power: float = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
+
+
+def _legend(top: int) -> Iterator[str]:
+    """Draw what the colours mean."""
+    x = float(_MARGIN)
+    words: list[tuple[tuple[str, ...], str]] = [
+        (
+            tuple(_shade(kind, number) for number in range(len(shades))),
+            f"{kind.name.lower()} ({kind.value}stage.microbatch)",
+        )
+        for kind, shades in _SHADES.items()
+    ]
+    for classes, text in [*words, (("i",), "idle")]:
+        for name in classes:
+            yield _rect(x, top + 4, 14, 14, name)
+            x += 14
+        yield f'<text x="{_number(x + 6)}" y="{top + 15}">{text}</text>'
+        x += 6 * len(text) + 40
+    yield _rect(x, top + 4, 28, 14, "b0") + _rect(x, top + 18 - _STRIP, 14, _STRIP, "w")
+    yield f'<text x="{_number(x + 34)}" y="{top + 15}">waits inside an action</text>'

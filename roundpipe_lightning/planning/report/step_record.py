@@ -1,13 +1,171 @@
-"""What is known of a training step that has run, for whoever watches the pipeline."""
+"""A training step that has run, for whoever watches it, and where its idle time comes from.
+
+```
+worker 0  │F0│F0│.........│B1│    │B1│         │    .  boundary: what it depends on has not ended
+worker 1  │ fill   │X0│X0│       drain          │       a gap after that: other
+```
+
+Before a worker's first action it fills, after its last one it drains. In a gap between two actions
+it waits for a boundary as long as an action that the next one depends on (`dependencies()`) has
+not ended, and after that for something else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
 
-from roundpipe_lightning.planning.model.operations import Operations
-from roundpipe_lightning.planning.report.idle import IdleCause, Overlap, idle_seconds, overlap
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.model.work import Operations
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.schedule.schedule import stage_dependencies
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
+
+
+class IdleCause(Enum):
+    """What an idle worker waits for."""
+
+    FILL = "fill"
+    """Its first action of the step: the pipeline fills."""
+
+    DRAIN = "drain"
+    """The end of the step, after its last action: the pipeline drains."""
+
+    UPLOAD = "upload"
+    """The weights of its stage: they are on their way, or their update has not ended."""
+
+    BOUNDARY = "boundary"
+    """A boundary, or its gradient: the worker that makes it has not ended, or it is on its way."""
+
+    OPTIMIZER = "optimizer"
+    """The optimizer, while no step runs."""
+
+    DATA = "data"
+    """The next batch from the data loader."""
+
+    OTHER = "other"
+    """None of these: the host between actions, and Lightning between batches."""
+
+    __hash__ = object.__hash__  # members are singletons; that of Enum hashes their name each time
+
+
+_Rules: TypeAlias = Mapping[tuple[StageKind, int], Sequence[tuple[StageKind, int]]]
+"""What each stage depends on."""
+
+_Ended: TypeAlias = Mapping[tuple[StageKind, int, int], float]
+"""When the action of a stage and a microbatch has ended."""
+
+
+def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause, float]:
+    """Return the workers' idle time between the step's first action and its last, by cause.
+
+    The values add up to `num_workers * makespan_seconds - busy_seconds`. Causes that a timeline
+    does not show are 0.
+
+    Args:
+        timeline: When every action ran.
+        partition: The stages it is of.
+
+    Raises:
+        PlanError: The timeline has an action that the partition does not have.
+    """
+    actions = [(entry, entry.action) for entry in timeline.entries]
+    ended = {(a.kind, a.stage, a.microbatch): entry.end_seconds for entry, a in actions}
+    rules = {
+        (stage.kind, stage.index): [
+            (kind, index)
+            for kind, index, _ in stage_dependencies(stage.kind, stage.index, partition)
+        ]
+        for stage in partition.stages()
+    }
+    total = dict.fromkeys(IdleCause, 0.0)
+    begin = timeline.start_seconds
+    end = max((entry.end_seconds for entry in timeline.entries), default=begin)
+    for row in timeline.rows():
+        fill, boundary, other = _gaps(row, begin=begin, ended=ended, rules=rules)
+        total[IdleCause.FILL] += fill if row else end - begin
+        total[IdleCause.DRAIN] += end - max(entry.end_seconds for entry in row) if row else 0.0
+        total[IdleCause.BOUNDARY] += boundary
+        total[IdleCause.OTHER] += other
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What two steps that overlap both count as their own: to be taken from the sums of both.
+
+    Attributes:
+        step_seconds: For how long the later one ran before the earlier one had ended.
+        fill_seconds: Idle time while the pipeline fills, summed over the workers.
+        drain_seconds: The same while it drains.
+        pause_seconds: From the end of the earlier one to the beginning of the later one, where they
+            do not overlap.
+    """
+
+    step_seconds: float = 0.0
+    fill_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    pause_seconds: float = 0.0
+
+
+def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overlap:
+    """Return what two steps that overlap both count.
+
+    ```
+    before  ..│B1│ drain      │                    drain ends where a worker goes on
+    after             │ fill  │F0│..               fill begins when the earlier step has ended
+                      └ both ─┘ or where F0 begins
+    ```
+
+    Args:
+        before: The earlier one.
+        after: The later one: each worker begins it after its last action of the earlier one.
+        shift_seconds: Where the 0 of `after` lies in the time of `before`.
+    """
+    begin = after.start_seconds + shift_seconds
+    end = before.start_seconds + before.makespan_seconds
+    if begin >= end:
+        return Overlap(pause_seconds=begin - end)
+    fill = drain = 0.0
+    for earlier, later in zip(before.rows(), after.rows(), strict=True):
+        first = later[0].start_seconds + shift_seconds if later else end
+        fill += max(0.0, min(end, first) - begin)
+        if earlier:
+            drain += max(0.0, end - first)
+        else:  # all of the earlier step counts as filling
+            fill += max(0.0, end - first)
+    return Overlap(step_seconds=end - begin, fill_seconds=fill, drain_seconds=drain)
+
+
+def _gaps(
+    row: Sequence[TimelineEntry], *, begin: float, ended: _Ended, rules: _Rules
+) -> tuple[float, float, float]:
+    """Return how long a worker waits before its first action, for boundaries, and otherwise."""
+    fill = boundary = other = 0.0
+    free = None
+    for entry in row:
+        action, start = entry.action, entry.start_seconds
+        sources = rules.get((action.kind, action.stage))
+        if sources is None:
+            raise PlanError(
+                f"The timeline has {action.key}, which is of none of the partition's stages."
+            )
+        boundary += entry.waiting_seconds
+        if free is None:
+            fill, free = start - begin, start
+        elif start > free:
+            ready = free
+            for kind, stage in sources:
+                source_end = ended.get((kind, stage, action.microbatch), free)
+                if source_end > ready:
+                    ready = min(source_end, start)
+            boundary += ready - free
+            other += start - ready
+        free = max(free, entry.end_seconds)
+    return fill, boundary, other
 
 
 @dataclass(frozen=True, kw_only=True)

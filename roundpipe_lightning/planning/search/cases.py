@@ -11,18 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.errors import FitError, PlanError
-from roundpipe_lightning.planning.cost.boundaries import boundary_route, hop_seconds
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute, StageCosts, stage_costs
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.cost.simulate_transfers import simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate, simulate_transfers
+from roundpipe_lightning.planning.cost.traffic import boundary_route, hop_seconds
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule, split_rounds
 from roundpipe_lightning.planning.schedule.schedule import Schedule
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.evolve import Candidate, StageLimits, even_candidates
 from roundpipe_lightning.planning.search.limits import (
@@ -30,11 +28,11 @@ from roundpipe_lightning.planning.search.limits import (
     describe_lack,
     even_share,
     limits_within,
+    resident_blocks,
     widest_limits,
 )
 from roundpipe_lightning.planning.search.makespan_table import Evaluator, Floats, PartitionTable
 from roundpipe_lightning.planning.search.request import PlanningRequest
-from roundpipe_lightning.planning.search.residency import resident_blocks
 
 _FEW = 8
 """Even partitions that fit, fewer than which call for smaller ones."""

@@ -1,7 +1,11 @@
-"""Plans a training within a machine's memory, and says what is missing where it does not fit.
+"""Plans a training within a machine's memory, says what is missing, and improves a running one.
 
 `plan_training` chooses within the memory of the devices, and here within that of the host, too,
 where any plan does. `MemoryModel` says what the choice needs, `predict_step` how long a step takes.
+
+`improved_plan` looks for better stages once durations have been measured. The number of
+microbatches, teams and rounds stay: they decide in which order gradients are summed up, so results
+do not depend on what was measured.
 """
 
 from __future__ import annotations
@@ -19,18 +23,17 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile, time_model
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.cases import travels
 from roundpipe_lightning.planning.search.evolve import QUICK, Effort, StageLimits
-from roundpipe_lightning.planning.search.hints import PartitionHints
 from roundpipe_lightning.planning.search.limits import Travel, largest_stages, limits_within
 from roundpipe_lightning.planning.search.planner import (
     PlannedTraining,
     PlanningRequest,
     plan_training,
 )
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 _LEAST_SHORTAGE = 1e-9
 _SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
@@ -321,12 +324,105 @@ def _smallest(job: TrainingJob) -> FitAnswer:
     return FitAnswer(job=job, layout=layout, memory=memory, planned=None, prediction=None)
 
 
-__all__ = [
-    "FitAnswer",
-    "Search",
-    "TrainingJob",
-    "fit_training",
-    "fits_memory",
-    "memory_shortage",
-    "stage_limits_within",
-]
+LEAST_GAIN = 0.03
+"""Share of a step that a new plan has to save to be taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improvement:
+    """A plan whose predicted step is shorter.
+
+    Attributes:
+        plan: The new plan.
+        before_seconds: Predicted step of the plan in use.
+        after_seconds: Predicted step of the new one.
+    """
+
+    plan: Plan
+    before_seconds: float
+    after_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the step that is saved."""
+        return 1.0 - self.after_seconds / self.before_seconds
+
+
+def improved_plan(
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    job: TrainingJob,
+    planning_seconds: float = 0.0,
+    remaining_steps: int | None = None,
+) -> Improvement | None:
+    """Look for a plan that is worth a change.
+
+    Args:
+        plan: The plan in use.
+        profile: The model with measured durations.
+        job: What the plan was made for: the machine, its memory, the hints.
+        planning_seconds: How long the search takes, as far as is known.
+        remaining_steps: Steps in which it has to be repaid; None: not known, so no condition.
+
+    Returns:
+        None where nothing is to be gained, or too little.
+    """
+    if job.hints.cuts or plan.recompute is RecomputePolicy.NONE:
+        return None
+    before = _predicted(plan, profile, job, partitions=(plan.partition,))
+    if before is None:
+        return None
+    possible = before.timeline.makespan_seconds - _least_seconds(plan, profile)
+    if possible < LEAST_GAIN * before.timeline.makespan_seconds:
+        return None
+    if remaining_steps is not None and possible * remaining_steps < planning_seconds:
+        return None
+    after = _predicted(plan, profile, job, partitions=())
+    if after is None:
+        return None
+    improvement = Improvement(
+        plan=after.plan,
+        before_seconds=before.timeline.makespan_seconds,
+        after_seconds=after.timeline.makespan_seconds,
+    )
+    return improvement if improvement.gain >= LEAST_GAIN else None
+
+
+def _least_seconds(plan: Plan, profile: ModelProfile) -> float:
+    """A step in which no worker ever waits and no block runs forward twice."""
+    return profile.busy_seconds * plan.num_microbatches / plan.num_workers
+
+
+def _predicted(
+    plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
+) -> PlannedTraining | None:
+    """Plan with the teams and rounds that there are; None where no stages fit."""
+    try:
+        return _planned(plan, profile, job, partitions=partitions)
+    except FitError:
+        return None
+
+
+def _planned(
+    plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
+) -> PlannedTraining:
+    largest = max(1, profile.num_blocks)
+    limits = StageLimits(forward=largest, backward=largest, fused=profile.num_blocks)
+    on_host = job.hardware.shares_host_memory
+    return plan_training(
+        job.storage.stored(profile),
+        hardware=job.storage.links(job.hardware),
+        request=PlanningRequest(
+            num_microbatches=plan.num_microbatches,
+            team_sizes=(plan.team_size,),
+            round_sizes=(plan.round_size,),
+            limits=limits if partitions else job.hints.limited(limits),
+            partitions=partitions,
+            effort=job.effort,
+            recompute=(plan.recompute,),
+            weight_slots=(plan.weight_slots,),
+            at_most_resident=max(map(len, plan.resident), default=0),
+            recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
+        ),
+    )

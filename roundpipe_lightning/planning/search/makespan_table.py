@@ -25,8 +25,7 @@ import numpy.typing as npt
 
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

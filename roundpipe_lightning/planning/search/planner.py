@@ -24,11 +24,9 @@ from roundpipe_lightning.planning.cost.costs import StageCosts
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import check_partition
-from roundpipe_lightning.planning.schedule.layout import PipelineLayout
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.cases import Admits, Case, Prediction, Profiles, find_cases
 from roundpipe_lightning.planning.search.evolve import Candidate, search_partitions

@@ -1,14 +1,227 @@
-"""What a plan is wanted for."""
+"""What a plan is wanted for: a user's hints about the stages, and the request made of them.
+
+A hint that cannot be kept is refused with the reason, never bent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
-from roundpipe_lightning.planning.schedule.recompute import RecomputePolicy
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.cuts import (
+    call_lengths,
+    check_partition,
+    cuts_before,
+    reversed_cuts,
+)
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort, StageLimits
+from roundpipe_lightning.planning.search.partition import balanced_cuts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionHints:
+    """Hints about stages, teams and rounds; None leaves a choice to the planner.
+
+    Attributes:
+        forward: Blocks of every FORWARD stage, as in `Partition.forward`.
+        backward: Blocks of the FUSED and every BACKWARD stage, as in `Partition.backward`.
+        most_forward: Blocks of a FORWARD stage, at most.
+        most_backward: Blocks of a BACKWARD stage, at most.
+        most_fused: Blocks of the FUSED stage, at most.
+        team_size: Workers of a team.
+        round_size: Microbatches of a round.
+        recompute: What BACKWARD stages may start from.
+        weight_slots: Stages whose weights a device holds at once, 1 or 2.
+        resident: Blocks that stay on every device.
+
+    Raises:
+        PlanError: A hint cannot be kept by itself, or two contradict each other.
+    """
+
+    forward: tuple[int, ...] | None = None
+    backward: tuple[int, ...] | None = None
+    most_forward: int | None = None
+    most_backward: int | None = None
+    most_fused: int | None = None
+    team_size: int | None = None
+    round_size: int | None = None
+    recompute: tuple[RecomputePolicy, ...] | None = None
+    weight_slots: int | None = None
+    resident: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse hints that no plan can keep."""
+        counts = (
+            ("limits.forward", self.most_forward, 1),
+            ("limits.backward", self.most_backward, 1),
+            ("limits.fused", self.most_fused, 0),
+            ("team_size", self.team_size, 1),
+            ("round_size", self.round_size, 1),
+            ("resident", self.resident, 0),
+        )
+        for name, value, least in counts:
+            if value is not None and value < least:
+                raise PlanError(f"partition.{name}={value} must be {least} or more.")
+        if self.weight_slots not in (None, 1, 2):
+            raise PlanError(f"partition.weight_slots={self.weight_slots} must be 1 or 2.")
+        self._check_cuts()
+        self._check_recompute()
+        if self.team_size and self.round_size and self.round_size < self.team_size:
+            raise PlanError(
+                f"partition.round_size={self.round_size} leaves workers of a team of "
+                f"partition.team_size={self.team_size} without a microbatch: a round has at least "
+                "one for each of them."
+            )
+
+    def _check_cuts(self) -> None:
+        """Refuse cuts that cut nothing, disagree, or break the limits beside them."""
+        if self.forward is not None and self.backward is not None:
+            Partition(forward=self.forward, backward=self.backward)
+        for name, counts in (("forward", self.forward), ("backward", (self.backward or (0,))[1:])):
+            if any(count < 1 for count in counts or ()):
+                raise PlanError(
+                    f"partition.{name}={list(counts or ())}: every stage needs at least one block."
+                )
+        if self.backward is not None and (not self.backward or self.backward[0] < 0):
+            raise PlanError(
+                f"partition.backward={list(self.backward)} must begin with the blocks of the fused "
+                "stage, 0 or more."
+            )
+        backward = self.backward or (0,)
+        for name, most, count in (
+            ("forward", self.most_forward, max(self.forward or (0,))),
+            ("backward", self.most_backward, max(backward[1:], default=0)),
+            ("fused", self.most_fused, backward[0]),
+        ):
+            if most is not None and count > most:
+                cut = "forward" if name == "forward" else "backward"
+                raise PlanError(
+                    f"partition.{cut} has a stage of {count} blocks, but "
+                    f"partition.limits.{name}={most} allows at most {most}: drop one of the two."
+                )
+
+    def _check_recompute(self) -> None:
+        """Refuse a policy that the cuts beside it rule out."""
+        if self.recompute != (RecomputePolicy.NONE,):
+            return
+        backward = self.backward or (0,)
+        for name, value, is_ruled_out in (
+            ("forward", self.forward, bool(self.forward)),
+            ("backward", self.backward, len(backward) > 1),
+        ):
+            if is_ruled_out:
+                raise PlanError(
+                    f"partition.recompute=none has all blocks in the fused stage, but "
+                    f"partition.{name}={list(value or ())} has others: drop one of the two."
+                )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a cut is fixed."""
+        return self.forward is not None or self.backward is not None
+
+    def check(self, *, num_blocks: int, num_devices: int, num_microbatches: int) -> None:
+        """Refuse hints that do not fit a model, a machine or a batch.
+
+        Raises:
+            PlanError: A hint cannot be kept.
+        """
+        for name, counts in (("forward", self.forward), ("backward", self.backward)):
+            total = sum(counts or ())
+            if total > num_blocks or (name == "backward" and counts and total != num_blocks):
+                raise PlanError(
+                    f"partition.{name}={list(counts or ())} has {total} blocks, the model has "
+                    f"{num_blocks}."
+                )
+        none = self.recompute == (RecomputePolicy.NONE,)
+        if none and self.most_fused is not None and self.most_fused < num_blocks:
+            raise PlanError(
+                f"partition.recompute=none has all {num_blocks} blocks in the fused stage, but "
+                f"partition.limits.fused={self.most_fused}: drop one of the two."
+            )
+        if self.resident is not None and self.resident > num_blocks:
+            raise PlanError(
+                f"partition.resident={self.resident} is more than the {num_blocks} blocks of the "
+                "model."
+            )
+        divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+        if self.team_size is not None and self.team_size not in divisors:
+            raise PlanError(
+                f"partition.team_size={self.team_size} does not divide the {num_devices} devices: "
+                f"choose from {divisors}."
+            )
+        for name, value in (("round_size", self.round_size), ("team_size", self.team_size)):
+            if value is not None and value > num_microbatches:
+                raise PlanError(
+                    f"partition.{name}={value} is more than the {num_microbatches} microbatches of "
+                    "a batch."
+                )
+
+    def limited(self, limits: StageLimits) -> StageLimits:
+        """Return limits that keep the hints too."""
+
+        def least(limit: int, most: int | None) -> int:
+            return limit if most is None else min(limit, most)
+
+        return StageLimits(
+            forward=least(limits.forward, self.most_forward),
+            backward=least(limits.backward, self.most_backward),
+            fused=least(limits.fused, self.most_fused),
+        )
+
+    def partitions(
+        self, block_names: Sequence[str], *, limits: StageLimits, cuts: Sequence[int] = ()
+    ) -> tuple[Partition, ...]:
+        """Return the partitions that keep the fixed cuts; none where no cut is fixed.
+
+        Where one cut is fixed, the other one is even, in any number of stages that the limits
+        allow.
+
+        Args:
+            block_names: The model's blocks.
+            limits: Blocks per stage at most.
+            cuts: Of the model, see `ModelProfile.cuts`.
+
+        Raises:
+            PlanError: A fixed stage spans a cut of the model.
+        """
+        found = self._partitions(len(block_names), limits=limits, cuts=cuts)
+        for partition in found:
+            check_partition(partition, cuts=cuts, block_names=block_names, what="partition hints")
+        return found
+
+    def _partitions(
+        self, num_blocks: int, *, limits: StageLimits, cuts: Sequence[int]
+    ) -> tuple[Partition, ...]:
+        if not self.cuts:
+            return ()
+        if self.forward is not None and self.backward is not None:
+            return (Partition(forward=self.forward, backward=self.backward),)
+        fixed = self.backward[0] if self.backward else num_blocks - sum(self.forward or ())
+        rest = num_blocks - fixed
+        inside = cuts_before(rest, cuts)
+        if self.backward is not None:
+            even = _even_cuts(rest, most=limits.forward, cuts=inside)
+            return tuple(Partition(forward=counts, backward=self.backward) for counts in even)
+        assert self.forward is not None
+        even = _even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
+        return tuple(Partition(forward=self.forward, backward=(fixed, *counts)) for counts in even)
+
+
+def _even_cuts(num_blocks: int, *, most: int, cuts: Sequence[int]) -> Sequence[tuple[int, ...]]:
+    """Cuts into stages of about equal size, the largest at most `most`."""
+    if num_blocks == 0:
+        return [()]
+    fewest = sum(-(-call // most) for call in call_lengths(num_blocks, cuts))
+    counts = range(fewest, num_blocks + 1)
+    step = max(1, len(counts) // 12)
+    even = (
+        balanced_cuts([1.0] * num_blocks, num_parts=count, cuts=cuts) for count in counts[::step]
+    )
+    return list(dict.fromkeys(even))
 
 
 @dataclass(frozen=True, kw_only=True)
