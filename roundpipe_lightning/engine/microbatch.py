@@ -346,7 +346,8 @@ class Microbatch:
                 f"example), but the plan has rounds of {plan.round_size} of "
                 f"{plan.num_microbatches} microbatches and teams of {plan.team_size}: the "
                 "microbatches would write in no order. Use a plan of one round without teams: "
-                "default_plan(..., round_sizes=[num_microbatches])."
+                f"hints=PartitionHints(team_size=1, round_size={plan.num_microbatches}), or "
+                "plan='auto'."
             )
         if repeated is not None and plan.num_microbatches > 1:
             raise ConfigurationError(
