@@ -1,6 +1,6 @@
 """Kill a training at random moments, resume it, and compare it with one that was never stopped.
 
-    python benchmarks/kill_resume.py --kills 300 --output json
+    python tests/soak/kill_resume.py --kills 300 --output json
 
 A training with background checkpoints runs in a process forked from this one, which has imported
 everything, so that a life begins at once. After a random time it gets SIGKILL. Then the checkpoint
@@ -83,17 +83,17 @@ class Regressor(LightningModule):
         prediction: Tensor = self.head(x)
         return prediction
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Add random numbers of the host."""
         batch[0].add_(random.random() * 0.1 + 0.1 * torch.rand(()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss."""
         loss = functional.mse_loss(self(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the loss."""
         self.log("val_loss", functional.mse_loss(self(batch[0]), batch[1]))
 
@@ -131,7 +131,7 @@ class SaveEverywhere(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save in the middle of an accumulation window."""
-        if trainer.fit_loop._should_accumulate():  # noqa: SLF001 - no public name
+        if trainer.fit_loop._should_accumulate():
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:

@@ -1,0 +1,27 @@
+"""Trainings that are killed at random moments: a handful in the suite, sixty as soak."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "kill_resume.py"
+
+
+@pytest.mark.parametrize(
+    ("form", "kills"),
+    [("file", 3), ("sharded", 3), pytest.param("file", 60, marks=pytest.mark.soak)],
+)
+def test_killed_trainings_end_as_if_nothing_had_been(form: str, kills: int) -> None:
+    command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--form", form]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--output", "json"], check=False, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["kills"], result["lost"], result["mismatches"]) == (kills, 0, 0), done.stderr
+    assert result["runs"] >= 1
