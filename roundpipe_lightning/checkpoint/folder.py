@@ -19,15 +19,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.checkpoint.files import new_folder, place_folder, sync_folder
 from roundpipe_lightning.errors import CheckpointError
+from roundpipe_lightning.files import new_folder, place_folder, sync_folder
 
 INDEX = "index.json"
 _FORMAT_VERSION = 1
@@ -35,20 +34,7 @@ _REFERENCE = "roundpipe_tensor"
 _LEAST_BYTES = 1024  # smaller tensors stay in the structure
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One file of the folder.
-
-    Attributes:
-        name: Its name, without the mark of its version.
-        content: What `torch.save` takes.
-    """
-
-    name: str
-    content: Any
-
-
-def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> list[Part]:
+def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> dict[str, Any]:
     """Divide a checkpoint among files.
 
     Tensors that share memory go into the same file and share it again when they are read.
@@ -58,15 +44,16 @@ def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> l
         max_file_bytes: Size of a file; one that has a larger tensor has no other.
 
     Returns:
-        The structure first, then the tensors in the order of the checkpoint.
+        What `torch.save` takes, by the name of its file: the structure first, then the tensors in
+        the order of the checkpoint.
     """
     splitter = _Splitter(max_file_bytes)
     structure = splitter.without_tensors(dict(checkpoint), "")
-    tensors = [
-        Part(name=f"tensors-{number:05d}", content=content)
-        for number, content in enumerate(splitter.files)
-    ]
-    return [Part(name="structure", content=structure), *tensors]
+    numbered = enumerate(splitter.files)
+    return {
+        "structure": structure,
+        **{f"tensors-{number:05d}": content for number, content in numbered},
+    }
 
 
 class _Splitter:

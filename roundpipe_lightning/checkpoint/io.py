@@ -16,33 +16,34 @@ from __future__ import annotations
 import os
 import secrets
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from pickle import UnpicklingError
+from typing import Any, Literal
 
-import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from roundpipe_lightning.checkpoint.files import replaced_file
 from roundpipe_lightning.checkpoint.folder import (
     is_checkpoint_folder,
     read_folder,
     split_checkpoint,
     write_folder,
 )
-from roundpipe_lightning.checkpoint.records import (
+from roundpipe_lightning.checkpoint.snapshot import (
     Record,
+    Snapshots,
+    Storage,
     TakeStorage,
     record,
     write_records,
 )
-from roundpipe_lightning.checkpoint.snapshot import Snapshots, Storage
 from roundpipe_lightning.checkpoint.writer import WriteQueue
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.files import remove_remains, replaced_file
 
 __all__ = ["RoundPipeAsyncCheckpointIO", "RoundPipeCheckpointIO", "merge_checkpoint"]
 
@@ -91,15 +92,14 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         if local_path is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        _write(local_path, self._prepared(checkpoint), take=nullcontext)
+        _write(local_path, self._records(checkpoint), take=nullcontext)
 
-    def _prepared(self, checkpoint: dict[str, Any]) -> _Prepared:
+    def _records(self, checkpoint: dict[str, Any]) -> _Records:
         """Pickle all but the memory of tensors."""
-        if self.form == "file":
-            return _Prepared(is_folder=False, names=[""], records=[record(checkpoint)])
-        parts = split_checkpoint(checkpoint, max_file_bytes=self.max_file_bytes)
-        records = [record(part.content) for part in parts]
-        return _Prepared(is_folder=True, names=[part.name for part in parts], records=records)
+        parts: dict[str, Any] = {_ONE_FILE: checkpoint}
+        if self.form == "sharded":
+            parts = split_checkpoint(checkpoint, max_file_bytes=self.max_file_bytes)
+        return {name: record(content) for name, content in parts.items()}
 
     def load_checkpoint(
         self,
@@ -214,16 +214,25 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         kept = {storage._cdata for storage in steady}  # noqa: SLF001 - torch's own key for a storage
-        prepared = self._prepared(checkpoint).copied_except(kept)
-        snapshot = self.snapshots.protect(
-            storage
-            for storage in prepared.storages()
-            if storage._cdata in kept  # noqa: SLF001
-        )
+        protected: list[Storage] = []
+
+        def copied_unless_kept(entry: Record) -> Record:
+            if not isinstance(entry.data, Storage):
+                return entry
+            if entry.data._cdata in kept:  # noqa: SLF001
+                protected.append(entry.data)
+                return entry
+            return replace(entry, data=entry.data.clone())
+
+        records = {
+            name: tuple(map(copied_unless_kept, entries))
+            for name, entries in self._records(checkpoint).items()
+        }
+        snapshot = self.snapshots.protect(protected)
 
         def write() -> None:
             try:
-                _write(local_path, prepared, take=snapshot.take)
+                _write(local_path, records, take=snapshot.take)
             finally:
                 snapshot.abandon()
 
@@ -270,59 +279,37 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self.wait()
 
 
-def merge_checkpoint(folder: str | Path, file: str | Path) -> None:
+def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool = True) -> None:
     """Write a sharded checkpoint as one file, without holding it in memory.
 
     Args:
         folder: A checkpoint of the sharded form.
         file: The file to write; what is there is replaced as a whole.
+        weights_only: As in `torch.load`: False for a checkpoint that holds objects of other
+            classes, which run their code when they are read.
 
     Raises:
-        CheckpointError: The folder is no checkpoint, or damaged, or the file cannot be written.
+        CheckpointError: The folder is no checkpoint, or damaged, or holds such objects, or the file
+            cannot be written.
     """
-    checkpoint = _load_folder(Path(folder), None, weights_only=False)
-    _write(
-        Path(file),
-        _Prepared(is_folder=False, names=[""], records=[record(checkpoint)]),
-        take=nullcontext,
-    )
+    try:
+        checkpoint = _load_folder(Path(folder), None, weights_only=weights_only)
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"The checkpoint {folder} holds objects whose reading could run code: {error} "
+            "If you trust who wrote it, merge with weights_only=False (roundpipe-merge --trust)."
+        ) from error
+    _write(Path(file), {_ONE_FILE: record(checkpoint)}, take=nullcontext)
 
 
 # Writing -----------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """Files of which only the memory of tensors is still to be written.
-
-    Attributes:
-        is_folder: Whether they are parts of a folder.
-        names: Their names.
-        records: What is in each.
-    """
-
-    is_folder: bool
-    names: Sequence[str]
-    records: Sequence[Sequence[Record]]
-
-    def storages(self) -> list[Storage]:
-        """Return the memory that is to be written."""
-        found = [entry.data for file in self.records for entry in file]
-        return [data for data in found if isinstance(data, torch.UntypedStorage)]
-
-    def copied_except(self, kept: Collection[int]) -> _Prepared:
-        """Return the same with copies of all memory but that of the given storages."""
-
-        def copied(entry: Record) -> Record:
-            if not isinstance(entry.data, torch.UntypedStorage) or entry.data._cdata in kept:  # noqa: SLF001
-                return entry
-            return Record(name=entry.name, data=entry.data.clone(), num_bytes=entry.num_bytes)
-
-        records = [[copied(entry) for entry in file] for file in self.records]
-        return _Prepared(is_folder=self.is_folder, names=self.names, records=records)
+_Records = Mapping[str, Sequence[Record]]
+"""What is written, by the name of its file in a folder, or `_ONE_FILE`."""
+_ONE_FILE = ""
 
 
-def _write(path: Path, prepared: _Prepared, *, take: TakeStorage) -> None:
+def _write(path: Path, records: _Records, *, take: TakeStorage) -> None:
     """Write a file or a folder.
 
     Raises:
@@ -330,29 +317,25 @@ def _write(path: Path, prepared: _Prepared, *, take: TakeStorage) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not prepared.is_folder:
+        remove_remains(path)
+        if _ONE_FILE in records:
             with replaced_file(path) as file:
-                write_records(prepared.records[0], file, take=take)
+                write_records(records[_ONE_FILE], file, take=take)
             return
-        by_name = dict(zip(prepared.names, prepared.records, strict=True))
 
         def write_part(name: str, file: Path) -> None:
             with file.open("xb") as opened:
-                write_records(by_name[name], opened, take=take)
-                _flush(opened)
+                write_records(records[name], opened, take=take)
+                opened.flush()
+                os.fsync(opened.fileno())
 
-        write_folder(path, list(by_name), version=secrets.token_hex(4), write=write_part)
+        write_folder(path, list(records), version=secrets.token_hex(4), write=write_part)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {error.strerror or error}. "
             "What was there before is untouched. Free some space or choose another folder "
             "(ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...))."
         ) from error
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 # Reading -----------------------------------------------------------------------------------------

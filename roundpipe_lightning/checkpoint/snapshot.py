@@ -1,4 +1,8 @@
-"""A consistent snapshot without a copy: memory is copied only if it changes before it is written.
+"""A checkpoint that is pickled at once and written later, from the tensors' own memory.
+
+`torch.save` writes a small pickle of the structure, then the memory of every storage. Here the two
+are taken apart: the structure is final when `record` returns, and storages are written piece by
+piece afterwards. Memory is copied only if it changes before it is written:
 
 ```
 save ──► writer:   a  b  c  d  e  f  g  h            front to back
@@ -12,14 +16,90 @@ what the writer comes to last. With no room for copies the update waits for the 
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
 
 import torch
 
 Storage = torch.UntypedStorage
+TakeStorage = Callable[[Storage], AbstractContextManager[Storage]]
+"""Gives the memory to write for a storage; its exit says that the memory has been written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One entry of a file in torch's format.
+
+    Attributes:
+        name: Its name in the archive.
+        data: Text, bytes, or host memory.
+        num_bytes: Its size.
+    """
+
+    name: str
+    data: str | bytes | Storage
+    num_bytes: int
+
+
+class _Recorder:
+    """Takes the place of torch's file writer."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write_record(self, name: str, data: str | bytes | Storage, num_bytes: int) -> None:
+        self.records.append(Record(name=name, data=data, num_bytes=num_bytes))
+
+
+def record(content: Any) -> tuple[Record, ...]:
+    """Pickle the structure of what `torch.save` takes, and list the storages of its tensors."""
+    recorder = _Recorder()
+    torch.serialization._save(content, recorder, pickle, 2, False)  # noqa: SLF001 - takes any writer
+    return tuple(recorder.records)
+
+
+def write_records(records: Sequence[Record], file: IO[bytes], *, take: TakeStorage) -> None:
+    """Write what `torch.load` reads into an empty file.
+
+    Raises:
+        OSError: The file could not be written.
+    """
+    keeper = _ErrorKeepingFile(file)
+    try:
+        with torch.serialization._open_zipfile_writer(keeper) as archive:  # type: ignore[arg-type]  # noqa: SLF001 - asks for write() and flush()
+            for entry in records:
+                if isinstance(entry.data, Storage):
+                    with take(entry.data) as storage:
+                        archive.write_record(entry.name, storage, entry.num_bytes)
+                else:
+                    archive.write_record(entry.name, entry.data, entry.num_bytes)
+    except Exception:
+        if keeper.error is not None:  # torch's writer reports something vaguer
+            raise keeper.error from None
+        raise
+
+
+class _ErrorKeepingFile:
+    """A file that keeps its write error."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 class _Protected:

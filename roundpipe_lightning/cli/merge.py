@@ -22,9 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", help="the checkpoint, a folder with index.json")
     parser.add_argument("file", help="the file to write; what is there is replaced as a whole")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="also read objects other than tensors, numbers and text: reading them may run code",
+    )
     options = parser.parse_args(arguments)
     try:
-        merge_checkpoint(options.folder, options.file)
+        merge_checkpoint(options.folder, options.file, weights_only=not options.trust)
     except CheckpointError as error:
         sys.stderr.write(f"Error: {error}\n")
         return 1

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
-from roundpipe_lightning.cli.files import write_atomically
+from roundpipe_lightning.files import write_text
 
 
 class MetricsFile(Logger):
@@ -85,7 +85,7 @@ class MetricsFile(Logger):
                 csv.DictWriter(file, fieldnames=columns).writerows(self._rows)
         else:
             rows = [*self._read_rows(), *self._rows]
-            write_atomically(self.path, _to_csv(columns, rows))
+            write_text(self.path, _to_csv(columns, rows))
         self._columns = columns
         self._rows = []
 

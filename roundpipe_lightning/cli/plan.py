@@ -17,12 +17,12 @@ from omegaconf import DictConfig
 
 from roundpipe_lightning.cli.build import USER_ERRORS
 from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.plan_answer import answer, gains, longest_seq_len
 from roundpipe_lightning.cli.plan_changes import cheapest_changes
 from roundpipe_lightning.cli.plan_report import PlanReport
 from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.report.render import render_svg, render_trace
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch
@@ -110,7 +110,7 @@ def plan(config: DictConfig) -> PlanReport:
         longest_seq_len=longest,
         files={name: str(path) for name, path in _write(found, folder).items()},
     )
-    write_atomically(folder / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
+    write_text(folder / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
     return report
 
 
@@ -125,7 +125,7 @@ def _write(found: FitAnswer, folder: Path) -> dict[str, Path]:
         "plan.json": plan_of_one_batch(found.planned.plan).to_json(),
     }
     for name, text in texts.items():
-        write_atomically(folder / name, text)
+        write_text(folder / name, text)
     return {name: folder / name for name in texts}
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from roundpipe_lightning.cli.build import Run
-from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.pipeline import pipeline_figures
+from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.report.description import count_text, size_text
 from roundpipe_lightning.strategy.host_memory import peak_host_bytes
 
@@ -47,7 +47,7 @@ class RunSummary:
 
     def save(self, path: Path) -> None:
         """Write the figures as one JSON object."""
-        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
+        write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def print(
         self,

@@ -12,12 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.cli.build import USER_ERRORS, Run, build_run
 from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.last_checkpoint import LastCheckpoint
 from roundpipe_lightning.cli.peft import trained_row
 from roundpipe_lightning.cli.pipeline import monitored_rows, save_plan, uncrowded_threads
 from roundpipe_lightning.cli.summary import summarize
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.files import write_text
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def train(config: DictConfig) -> float | None:
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(config)
     folder = Path(run.config.paths.output_dir)
-    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
+    write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
     log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
     with run.interrupt, uncrowded_threads(run.trainer):

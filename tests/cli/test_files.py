@@ -1,12 +1,13 @@
 """Small files, the metrics file, and where the configuration is."""
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
 
-from roundpipe_lightning.cli.files import write_atomically
 from roundpipe_lightning.cli.metrics_file import MetricsFile
+from roundpipe_lightning.files import write_text
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -18,14 +19,14 @@ def test_a_file_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "deep" / "file.txt"
-    write_atomically(path, "old")
+    write_text(path, "old")
 
-    def fail(self: Path, data: bytes) -> int:
+    def fail(descriptor: int) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, "new")
+        write_text(path, "new")
     assert path.read_text() == "old"
     assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
 

@@ -49,15 +49,13 @@ def _sharded(**options: Any) -> RoundPipeCheckpointIO:
 
 
 def test_files_are_of_a_limited_size_and_share_no_memory() -> None:
-    structure, *files = split_checkpoint(_checkpoint(), max_file_bytes=8000)
-    assert [list(file.content) for file in files] == [
+    structure, *files = split_checkpoint(_checkpoint(), max_file_bytes=8000).values()
+    assert [list(file) for file in files] == [
         ["state_dict/embedding", "state_dict/layers.0", "state_dict/head", "state_dict/part"],
         ["state_dict/layers.1", "state_dict/layers.2"],
         ["optimizer_states/0/state/0/moment"],
     ]
-    assert structure.content["state_dict"]["layers.1"] == {
-        "roundpipe_tensor": [1, "state_dict/layers.1"]
-    }
+    assert structure["state_dict"]["layers.1"] == {"roundpipe_tensor": [1, "state_dict/layers.1"]}
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -175,6 +173,29 @@ def test_one_file_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert plain(torch.load(tmp_path / "two.ckpt")) == plain(_checkpoint())
     assert main([str(tmp_path), str(tmp_path / "three.ckpt")]) == 1
     assert "without index.json" in capsys.readouterr().err
+
+
+class _RunsCode:
+    """Makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_merging_runs_no_code_of_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "made"
+    _sharded().save_checkpoint({**_checkpoint(), "hyper": _RunsCode(made)}, tmp_path / "x.ckpt")
+    arguments = [str(tmp_path / "x.ckpt"), str(tmp_path / "one.ckpt")]
+    assert main(arguments) == 1
+    assert "could run code" in capsys.readouterr().err
+    assert not made.exists()
+    assert main([*arguments, "--trust"]) == 0
+    assert made.is_dir()
 
 
 # With the Trainer --------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch
 from roundpipe_lightning.engine.device.accelerator import all_reach
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.errors import HardwareError
+from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.model.hardware import (
     Efficiency,
     HardwareSpec,
@@ -311,9 +312,5 @@ def _read(path: Path) -> HardwareSpec | None:
 
 def _write(path: Path, spec: HardwareSpec) -> None:
     """Keep a measurement where that is possible; else the next one takes its seconds again."""
-    text = json.dumps(hardware_to_mapping(spec), indent=2)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_text(path, json.dumps(hardware_to_mapping(spec), indent=2))

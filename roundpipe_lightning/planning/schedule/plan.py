@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.schedule.cuts import check_partition
 from roundpipe_lightning.planning.schedule.schedule import Schedule, validate_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
@@ -306,17 +307,7 @@ class Plan:
         Args:
             path: Where to; missing folders are made.
         """
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(self.to_json())
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -13,14 +13,22 @@ from typing import IO
 _MARK = ".tmp"
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file as UTF-8, its line ends as they are; missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_file(path) as file:
+        file.write(text.encode())
+
+
 @contextmanager
 def replaced_file(path: Path) -> Generator[IO[bytes], None, None]:
     """Yield a new file beside `path`; put it in `path`'s place, or remove it after an error.
 
+    A reader sees the old content or the new, and after a power cut it is the one or the other.
+
     Args:
         path: A file, or a folder that is replaced by one.
     """
-    _remove_remains(path)
     temporary = _beside(path)
     try:
         with temporary.open("xb") as file:
@@ -42,7 +50,6 @@ def replaced_file(path: Path) -> Generator[IO[bytes], None, None]:
 @contextmanager
 def new_folder(path: Path) -> Generator[Path, None, None]:
     """Yield an empty folder beside `path`, which is removed in the end if it is still there."""
-    _remove_remains(path)
     temporary = _beside(path)
     temporary.mkdir(parents=True)
     try:
@@ -52,10 +59,10 @@ def new_folder(path: Path) -> Generator[Path, None, None]:
 
 
 def place_folder(temporary: Path, path: Path) -> None:
-    """Put a complete folder where nothing, or a file, is.
+    """Put a complete folder where nothing, a file, or another folder is.
 
-    Between the two renames that replace a *file* by a folder a kill leaves the file under a hidden
-    name beside `path`; any other replacement is one step.
+    Where something is, there are two renames: a kill between them leaves it under a hidden name
+    beside `path`. Elsewhere it is one step.
     """
     if path.is_symlink() or path.exists():
         with _moved_aside(path):
@@ -76,6 +83,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def remove_remains(path: Path) -> None:
+    """Remove what writers of `path` left behind that were killed; no other may be writing it."""
+    start, length = f".{path.name}.", len(_beside(path).name)
+    with suppress(FileNotFoundError):
+        for entry in path.parent.iterdir():
+            name = entry.name
+            if name.startswith(start) and name.endswith(_MARK) and len(name) == length:
+                _remove(entry)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_MARK}")
+
+
 @contextmanager
 def _moved_aside(path: Path) -> Iterator[None]:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
@@ -86,20 +107,6 @@ def _moved_aside(path: Path) -> Iterator[None]:
         aside.rename(path)
         raise
     _remove(aside)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_MARK}")
-
-
-def _remove_remains(path: Path) -> None:
-    """Remove what writers of the same path left behind that were killed."""
-    start, length = f".{path.name}.", len(_beside(path).name)
-    with suppress(FileNotFoundError):
-        for entry in path.parent.iterdir():
-            name = entry.name
-            if name.startswith(start) and name.endswith(_MARK) and len(name) == length:
-                _remove(entry)
 
 
 def _remove(path: Path) -> None:
