@@ -85,7 +85,7 @@ def plain_step(module: nn.Module, fusion: LossFusion | None) -> Step:
         if fusion is None:
             loss = module.training_step(batch, index)
         else:
-            with fusion.everywhere():
+            with fusion.active():
                 loss = module.training_step(batch, index)
         (loss / architectures.NUM_MICROBATCHES).backward()
         losses.append(loss.item())
@@ -109,7 +109,7 @@ def engine_step(module: nn.Module, fusion: LossFusion | None) -> Step:
 
     def call(view: Any, batch: Any, index: int) -> Any:
         loss = view.training_step(batch, index)
-        return loss if fusion is None else fusion.settled(loss)
+        return loss if fusion is None else fusion.materialized(loss)
 
     devices = [CpuDevice(index) for index in range(architectures.NUM_WORKERS)]
     torch.manual_seed(0)

@@ -398,7 +398,7 @@ def _call_training_step(
     if index == 0:
         logged.note(microbatch)
     if fusion is not None:
-        output = fusion.settled(output)
+        output = fusion.materialized(output)
     if isinstance(output, Mapping) and output.get("loss") is None:
         raise MisconfigurationException(
             "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs "
@@ -419,7 +419,7 @@ def _call_evaluation_step(
     """Call the user's code on a view of the module."""
     output = getattr(view, step_name)(batch, *arguments)
     logged.note(batch)
-    return output if fusion is None else fusion.settled(output)
+    return output if fusion is None else fusion.materialized(output)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def test_a_model_s_own_loss() -> None:
     batch: dict[str, Any] = {key: x.cuda() for key, x in token_batches(1)[0].items()}
     fusion, losses = LossFusion("fused"), []
     try:
-        for context in (torch.enable_grad(), fusion.everywhere()):
+        for context in (torch.enable_grad(), fusion.active()):
             with context:
                 losses.append(module(**batch, labels=batch["input_ids"], use_cache=False).loss)
     finally:

@@ -55,7 +55,7 @@ def run(use: Use, fusion: LossFusion | None, *, bias: bool = True) -> list[Tenso
     if fusion is None:
         loss = use(head(hidden), labels)
     else:
-        with fusion.everywhere():
+        with fusion.active():
             loss = use(head(hidden), labels)
     loss.backward()
     inputs = [hidden, *head.parameters()]
@@ -259,7 +259,7 @@ def test_all_else_gets_the_plain_logits_to_the_bit(use: str) -> None:
 def test_logits_are_made_once_and_then_used() -> None:
     head, (hidden, labels) = Head(), given()
     fusion = LossFusion("fused")
-    with fusion.everywhere(), Meter() as meter:
+    with fusion.active(), Meter() as meter:
         logits = head(hidden)
         assert isinstance(logits, LazyLogits)
         assert meter.count.matrix_operations == 0
@@ -276,7 +276,7 @@ def test_logits_are_made_once_and_then_used() -> None:
 def test_questions_do_not_make_them() -> None:
     head, (hidden, _) = Head(), given()
     fusion = LossFusion("fused")
-    with fusion.everywhere(), Meter() as meter:
+    with fusion.active(), Meter() as meter:
         logits = head(hidden)
         assert logits.shape == (SEQUENCES, TOKENS, VOCABULARY)
         assert (logits.dtype, logits.device, logits.dim()) == (torch.float32, hidden.device, 3)
@@ -294,7 +294,7 @@ def test_questions_do_not_make_them() -> None:
 def test_what_somebody_holds_in_the_end_is_made() -> None:
     head, (hidden, _) = Head(), given()
     fusion, kept = LossFusion("fused"), []
-    with fusion.everywhere():
+    with fusion.active():
         kept.append(head(hidden))
         head(hidden)
     assert fusion.report.made == {"kept": 1}
@@ -307,10 +307,10 @@ def test_what_somebody_holds_in_the_end_is_made() -> None:
 def test_output_is_given_back_with_logits_in_it() -> None:
     head, (hidden, labels) = Head(), given()
     fusion = LossFusion("fused")
-    with fusion.everywhere():
+    with fusion.active():
         logits = head(hidden)
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        output = fusion.settled({"loss": loss, "logits": logits})
+        output = fusion.materialized({"loss": loss, "logits": logits})
     assert type(output["logits"]) is Tensor
     assert torch.equal(output["logits"], head(hidden))
     assert output["loss"] is loss
@@ -321,7 +321,7 @@ def test_output_is_given_back_with_logits_in_it() -> None:
 def test_without_gradients(mode: Any) -> None:
     head, (hidden, labels) = Head(), given()
     fusion = LossFusion("fused")
-    with mode(), fusion.everywhere():
+    with mode(), fusion.active():
         logits = head(hidden)
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         assert not logits.requires_grad
@@ -337,7 +337,7 @@ def test_logits_are_made_as_where_they_were_asked_for() -> None:
     """Autocast and the gradient mode of the projection count, not those of the first look."""
     head, (hidden, _) = Head(), given()
     fusion = LossFusion("fused")
-    with fusion.everywhere():
+    with fusion.active():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = head(hidden)
         with torch.no_grad():
@@ -352,7 +352,7 @@ def test_a_checkpointed_projection(reentrant: bool) -> None:
     results = []
     for fusion in (None, LossFusion("fused")):
         head, (hidden, labels) = Head(), given()
-        with nullcontext() if fusion is None else fusion.everywhere():
+        with nullcontext() if fusion is None else fusion.active():
             logits = checkpoint(lambda x, head=head: head(2 * x), hidden, use_reentrant=reentrant)
             loss = _as_transformers(logits, labels)
         loss.backward()
@@ -364,7 +364,7 @@ def test_a_checkpointed_projection(reentrant: bool) -> None:
 def test_what_is_pending_does_not_grow() -> None:
     head, (hidden, _) = Head(), given()
     fusion = LossFusion("fused")
-    with torch.no_grad(), fusion.everywhere():
+    with torch.no_grad(), fusion.active():
         kept = head(hidden)
         for _ in range(1000):
             head(hidden)
@@ -375,7 +375,7 @@ def test_what_is_pending_does_not_grow() -> None:
 
 def test_changed_sources_are_refused() -> None:
     head, (hidden, _) = Head(), given()
-    with LossFusion("fused").everywhere():
+    with LossFusion("fused").active():
         logits = head(hidden * 1)
         with torch.no_grad():
             head.projection.weight.mul_(2)
@@ -392,10 +392,10 @@ def test_changed_sources_are_refused() -> None:
 def test_small_logits_are_left_alone_under_auto() -> None:
     head, (hidden, labels) = Head(), given()
     logit_bytes = 4 * SEQUENCES * TOKENS * VOCABULARY
-    with LossFusion("auto", large_logits_bytes=logit_bytes).everywhere():
+    with LossFusion("auto", large_logits_bytes=logit_bytes).active():
         assert type(head(hidden)) is Tensor
     fusion = LossFusion("auto", large_logits_bytes=logit_bytes - 1)
-    with fusion.everywhere():
+    with fusion.active():
         _as_transformers(head(hidden), labels)
     assert fusion.report.num_fused == 1
 
@@ -425,12 +425,12 @@ class _Quantised(Tensor):
     ids=["onto fewer", "a vector", "no tokens", "whole numbers", "quantised"],
 )
 def test_other_products_are_left_alone(hidden: Tensor, weight: Tensor) -> None:
-    with LossFusion("fused").everywhere():
+    with LossFusion("fused").active():
         assert not isinstance(functional.linear(hidden, weight), LazyLogits)
 
 
 def test_a_projection_that_cannot_work_fails_as_ever() -> None:
-    with LossFusion("fused").everywhere(), pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with LossFusion("fused").active(), pytest.raises(RuntimeError, match="mat1 and mat2"):
         functional.linear(torch.ones(2, WIDTH), torch.ones(VOCABULARY, WIDTH + 1))
-    with LossFusion("fused").everywhere(), pytest.raises(RuntimeError, match="dtype"):
+    with LossFusion("fused").active(), pytest.raises(RuntimeError, match="dtype"):
         functional.linear(torch.ones(2, WIDTH), torch.ones(VOCABULARY, WIDTH).half())

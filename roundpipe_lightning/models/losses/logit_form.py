@@ -1,11 +1,11 @@
 """What becomes of logits between the output projection and the loss, written down, not computed.
 
 ```
-F.linear(hidden, weight)      Form(hidden, weight)
-  [:, :-1]                    Form(hidden[:, :-1], weight)
+F.linear(hidden, weight)      LogitForm(hidden, weight)
+  [:, :-1]                    LogitForm(hidden[:, :-1], weight)
   .float()                    the same, in float32
   / 30, tanh, * 30            the same, scaled and capped
-  .view(-1, vocabulary)       Form(hidden.view(-1, width), weight)
+  .view(-1, vocabulary)       LogitForm(hidden.view(-1, width), weight)
 F.cross_entropy(logits, y)    linear_cross_entropy(hidden, weight, y)
 ```
 
@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +29,12 @@ from torch.nn import functional
 
 from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["Autocast", "Form", "changed", "consumed"]
+__all__ = ["Autocast", "LogitForm", "form_after", "loss_of_form"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autocast:
-    """The state of autocast for a type of device.
-
-    Attributes:
-        device_type: For example `cuda`.
-        enabled: Whether it is on.
-        dtype: What it casts to.
-    """
+    """The state of autocast for a type of device."""
 
     device_type: str
     enabled: bool
@@ -47,7 +42,7 @@ class Autocast:
 
     @classmethod
     def now(cls, device_type: str) -> Autocast:
-        """Return the state of this thread; off on the meta device, which autocast does not know."""
+        """Return the state of this thread; off on the meta device, which autocast lacks."""
         if device_type == "meta":
             return cls(device_type=device_type, enabled=False, dtype=torch.float32)
         return cls(
@@ -56,15 +51,14 @@ class Autocast:
             dtype=torch.get_autocast_dtype(device_type),
         )
 
-    def again(self) -> AbstractContextManager[Any]:
-        """Return a context with this state."""
+    def restored(self) -> AbstractContextManager[Any]:
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class LogitForm:
     """Logits as a function of hidden states.
 
     Attributes:
@@ -91,12 +85,10 @@ class Form:
 
     @property
     def vocabulary(self) -> int:
-        """Number of classes."""
         return self.weight.shape[0]
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the logits."""
         leading = self.hidden.shape[:-1]
         if self.classes_second:
             return torch.Size((leading[0], self.vocabulary, leading[1]))
@@ -112,7 +104,7 @@ class Form:
         return function(self.hidden.new_zeros((1, 1), dtype=self.dtype)).dtype
 
     def losses(self, labels: Tensor, *, dtype: torch.dtype, **options: Any) -> Tensor | None:
-        """Return the loss; None where the logits are not of a kind that can be fused.
+        """Return the loss of one label per token; None where the cap cannot be fused.
 
         Args:
             labels: One per token.
@@ -124,7 +116,7 @@ class Form:
             scale *= softcap
             if not softcap > 0:
                 return None
-        with self.autocast.again():
+        with self.autocast.restored():
             loss = linear_cross_entropy(
                 self.hidden,
                 self.weight,
@@ -140,14 +132,12 @@ class Form:
 # --- what keeps the logits unmade -----------------------------------------------------------------
 
 
-def changed(form: Form, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
+def form_after(
+    form: LogitForm, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> LogitForm | None:
     """Return the form of a function's result, or None where it is not known.
 
-    Args:
-        form: Of the logits.
-        name: The function's name.
-        args: Its arguments after the logits.
-        kwargs: Its keyword arguments.
+    `args` are the function's arguments after the logits.
     """
     rule = _RULES.get(name)
     if rule is None:
@@ -159,11 +149,7 @@ def changed(form: Form, name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
     return rule(form, *args, **kwargs)
 
 
-def _same(form: Form) -> Form:
-    return form
-
-
-def _cast(form: Form, dtype: torch.dtype) -> Form | None:
+def _cast(form: LogitForm, dtype: torch.dtype) -> LogitForm | None:
     """Accept a type that holds every value of the present one."""
     if not dtype.is_floating_point or torch.promote_types(form.dtype, dtype) != dtype:
         return None
@@ -171,12 +157,12 @@ def _cast(form: Form, dtype: torch.dtype) -> Form | None:
 
 
 def _to(
-    form: Form,
+    form: LogitForm,
     *args: Any,
     dtype: torch.dtype | None = None,
     device: Any = None,
     non_blocking: bool = False,  # noqa: ARG001 - PyTorch's signature
-) -> Form | None:
+) -> LogitForm | None:
     for given in args:
         if isinstance(given, torch.dtype):
             dtype = given
@@ -189,15 +175,7 @@ def _to(
     return form if dtype is None else _cast(form, dtype)
 
 
-def _float(form: Form) -> Form | None:
-    return _cast(form, torch.float32)
-
-
-def _double(form: Form) -> Form | None:
-    return _cast(form, torch.float64)
-
-
-def _times(form: Form, factor: Any) -> Form | None:
+def _times(form: LogitForm, factor: Any) -> LogitForm | None:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not form.is_plain:
         return None
     if form.cap is not None:
@@ -205,22 +183,22 @@ def _times(form: Form, factor: Any) -> Form | None:
     return replace(form, factor=form.factor * factor)
 
 
-def _divided(form: Form, divisor: Any) -> Form | None:
+def _divided(form: LogitForm, divisor: Any) -> LogitForm | None:
     if isinstance(divisor, bool) or not isinstance(divisor, int | float) or divisor == 0:
         return None
     return _times(form, 1 / divisor)
 
 
-def _tanh(form: Form) -> Form | None:
+def _tanh(form: LogitForm) -> LogitForm | None:
     return replace(form, cap=1.0) if form.cap is None and form.is_plain else None
 
 
 def _log_softmax(
-    form: Form,
+    form: LogitForm,
     dim: int | None = None,
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
-) -> Form | None:
+) -> LogitForm | None:
     if dim not in (-1, len(form.shape) - 1) or not form.is_plain:
         return None
     cast = _cast(form, form.dtype_after(lambda x: torch.log_softmax(x, -1, dtype=dtype)))
@@ -230,7 +208,7 @@ def _log_softmax(
 # Leading dimensions: what is done to the logits is done to the hidden states.
 
 
-def _item(form: Form, index: Any) -> Form | None:
+def _item(form: LogitForm, index: Any) -> LogitForm | None:
     items = index if isinstance(index, tuple) else (index,)
     if form.classes_second or any(x is None or isinstance(x, bool) for x in items):
         return None
@@ -257,7 +235,7 @@ def _is_whole(item: Any, size: int) -> bool:
     return isinstance(item, slice) and item.indices(size) == (0, size, 1)
 
 
-def _reshape(form: Form, *shape: Any, **kwargs: Any) -> Form | None:
+def _reshape(form: LogitForm, *shape: Any, **kwargs: Any) -> LogitForm | None:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
     if kwargs or form.classes_second or not all(isinstance(x, int) for x in sizes) or not sizes:
         return None
@@ -272,21 +250,21 @@ def _reshape(form: Form, *shape: Any, **kwargs: Any) -> Form | None:
     return replace(form, hidden=form.hidden.reshape(*sizes[:-1], form.hidden.shape[-1]))
 
 
-def _flatten(form: Form, start_dim: int = 0, end_dim: int = -1) -> Form | None:
+def _flatten(form: LogitForm, start_dim: int = 0, end_dim: int = -1) -> LogitForm | None:
     last = len(form.shape) - 1
     if form.classes_second or end_dim % (last + 1) == last:
         return None
     return replace(form, hidden=form.hidden.flatten(start_dim, end_dim))
 
 
-def _squeeze(form: Form, dim: Any = None) -> Form | None:
+def _squeeze(form: LogitForm, dim: Any = None) -> LogitForm | None:
     last = len(form.shape) - 1
     if form.classes_second or not isinstance(dim, int) or dim % (last + 1) == last:
         return None
     return replace(form, hidden=form.hidden.squeeze(dim))
 
 
-def _transpose(form: Form, dim0: int, dim1: int) -> Form | None:
+def _transpose(form: LogitForm, dim0: int, dim1: int) -> LogitForm | None:
     num_dims = len(form.shape)
     dims = {dim0 % num_dims, dim1 % num_dims}
     if num_dims == 3 and dims == {1, 2} and not form.log_softmax:
@@ -296,16 +274,16 @@ def _transpose(form: Form, dim0: int, dim1: int) -> Form | None:
     return replace(form, hidden=form.hidden.transpose(dim0, dim1))
 
 
-def _permute(form: Form, *dims: Any) -> Form | None:
+def _permute(form: LogitForm, *dims: Any) -> LogitForm | None:
     order = dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims
     swaps = tuple(order) in ((0, 2, 1), (0, -1, 1), (0, -1, -2), (0, 2, -2))
     return _transpose(form, 1, 2) if swaps else None
 
 
-_RULES: Mapping[str, Callable[..., Form | None]] = {
-    "contiguous": _same,
-    "float": _float,
-    "double": _double,
+_RULES: Mapping[str, Callable[..., LogitForm | None]] = {
+    "contiguous": lambda form: form,
+    "float": lambda form: _cast(form, torch.float32),
+    "double": lambda form: _cast(form, torch.float64),
     "to": _to,
     "mul": _times,
     "multiply": _times,
@@ -331,40 +309,24 @@ _RULES: Mapping[str, Callable[..., Form | None]] = {
 # --- what takes the logits ------------------------------------------------------------------------
 
 
-def consumed(
-    form: Form, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def loss_of_form(
+    form: LogitForm, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the result of a loss function, or None where the function is another.
-
-    Args:
-        form: Of the logits.
-        name: The function's name.
-        args: Its arguments after the logits.
-        kwargs: Its keyword arguments.
-    """
+    """Return the result of a loss function, or None where the function is another."""
     rule = _LOSSES.get(name)
     return None if rule is None else rule(form, args, kwargs)
 
 
-def _cross_entropy(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    if form.log_softmax:
-        return None
-    return _reduced(form, functional.cross_entropy, args, kwargs)
-
-
-def _nll_loss(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    if not form.log_softmax:
-        return None
-    return _reduced(form, functional.nll_loss, args, kwargs)
-
-
 def _reduced(
-    form: Form,
-    function: Callable[..., Tensor],
+    form: LogitForm,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    *,
+    function: Callable[..., Tensor],
 ) -> Tensor | None:
     """Return what one of PyTorch's losses gives for these arguments, if it is of our kind."""
+    if form.log_softmax != (function is functional.nll_loss):
+        return None
     given = inspect.signature(function).bind(None, *args, **kwargs)
     given.apply_defaults()
     options = given.arguments
@@ -384,7 +346,7 @@ def _reduced(
     )
 
 
-def _gather(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def _gather(form: LogitForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the log-probabilities of one class per token."""
     if not form.log_softmax or kwargs or len(args) != 2:
         return None
@@ -396,7 +358,7 @@ def _gather(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ten
 
 
 _LOSSES: Mapping[str, Callable[..., Tensor | None]] = {
-    "cross_entropy": _cross_entropy,
-    "nll_loss": _nll_loss,
+    "cross_entropy": partial(_reduced, function=functional.cross_entropy),
+    "nll_loss": partial(_reduced, function=functional.nll_loss),
     "gather": _gather,
 }

@@ -7,6 +7,17 @@ times over. In chunks, what grows with the number of tokens is the gradient of t
 plain     N x V x (logits, their float32 copy, log-softmax, two gradients)   + N x H   + V x H
 chunked   n x V x (logits)                      n chosen so that this fits   + N x H   + V x H
 ```
+
+The arguments of both formulas are:
+
+- `num_tokens`: tokens of a microbatch; for the chunked loss those that have a target;
+- `hidden_size`: width of the hidden states;
+- `vocabulary`: rows of the output projection;
+- `compute_bytes`: of a number in the type of the matrix products, 2 under mixed precision;
+- `parameter_bytes`: of a number of the weight and of the hidden states;
+- `trains_weight`: whether the weight has a gradient.
+
+The hidden states and the weight themselves are not counted; their gradients are.
 """
 
 from __future__ import annotations
@@ -37,12 +48,7 @@ class ChunkSizes:
 
 
 def logit_bytes(*, compute_bytes: int, softcapped: bool = False) -> int:
-    """Return what one logit of a chunk takes at most.
-
-    Args:
-        compute_bytes: Of a number in the type of the matrix products.
-        softcapped: Whether logits pass through a tanh, whose slope has to be kept.
-    """
+    """Return what one logit of a chunk takes at most; a soft cap's slope has to be kept, too."""
     wide = max(compute_bytes, _SOFTMAX_BYTES)
     return wide * (2 if softcapped else 1) + (compute_bytes if compute_bytes < wide else 0)
 
@@ -81,20 +87,7 @@ def chunked_loss_bytes(
     softcapped: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> int:
-    """Return the peak of `linear_cross_entropy`, from the final norm's output to its gradient.
-
-    The hidden states and the weight themselves are not counted; their gradients are.
-
-    Args:
-        num_tokens: Tokens of a microbatch that have a target.
-        hidden_size: Width of the hidden states.
-        vocabulary: Rows of the output projection.
-        compute_bytes: Of a number in the type of the matrix products: 2 under mixed precision.
-        parameter_bytes: Of a number of the weight and of the hidden states.
-        trains_weight: Whether the weight has a gradient.
-        softcapped: Whether the logits are capped by a tanh.
-        chunk_bytes: The budget of a chunk.
-    """
+    """Return the peak of `linear_cross_entropy`, from the final norm's output to its gradient."""
     per_logit = logit_bytes(compute_bytes=compute_bytes, softcapped=softcapped)
     sizes = chunk_sizes(
         num_tokens=max(1, num_tokens),
@@ -124,20 +117,11 @@ def plain_loss_bytes(
     parameter_bytes: int = 4,
     trains_weight: bool = True,
 ) -> int:
-    """Return the peak of the loss of transformers' models, counted as for `chunked_loss_bytes`.
+    """Return the peak of the loss of transformers' models, which is in the backward pass.
 
-    At the peak, in the backward pass, there are: the logits (the model's output has them), their
-    float32 copy where they have another type, the log-softmax, its gradient, and the gradient of
-    the logits.
-
-    Args:
-        num_tokens: Tokens of a microbatch; those without a target count, too.
-        hidden_size: Width of the hidden states.
-        vocabulary: Rows of the output projection.
-        compute_bytes: Of a number in the type of the matrix products.
-        parameter_bytes: Of a number of the weight and of the hidden states.
-        trains_weight: Whether the weight has a gradient; it is made when the peak is over, but
-            may itself be larger.
+    There are then: the logits (the model's output has them), their float32 copy where they have
+    another type, the log-softmax, its gradient, and the gradient of the logits. The weight's
+    gradient is made when that peak is over, but may itself be larger.
     """
     wide = max(compute_bytes, _SOFTMAX_BYTES)
     copies = compute_bytes + (wide if compute_bytes < wide else 0) + 3 * wide

@@ -115,15 +115,15 @@ def _fused(fusion: LossFusion | None, call: Callable[[], Any]) -> Any:
     """Run a step whose logits are put off."""
     if fusion is None:
         return call()
-    with fusion.everywhere():
-        return fusion.settled(call())
+    with fusion.active():
+        return fusion.materialized(call())
 
 
 def _without_fusion(fusion: LossFusion, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A block's forward, in which nothing is put off."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with fusion.aside():
+        with fusion.paused():
             return forward(*args, **kwargs)
 
     return run
