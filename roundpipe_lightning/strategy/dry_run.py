@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
-from roundpipe_lightning.models.work.step_profile import StepProfile, step_profile
+from roundpipe_lightning.models.work.work_profile import StepProfile, step_profile
 from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
 
 _PLAIN = (bool, int, float, str, type(None))

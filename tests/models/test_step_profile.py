@@ -15,7 +15,7 @@ from torch.nn import functional
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
-from roundpipe_lightning.models.work.step_profile import StepProfile, step_profile
+from roundpipe_lightning.models.work.work_profile import StepProfile, step_profile
 
 WIDTH = 8
 SAMPLES = 5

@@ -34,26 +34,9 @@ __all__ = ["MetaCopy"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _SHARED = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    slice,
-    type,
-    enum.Enum,
-    os.PathLike,
-    re.Pattern,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum),
+    *(os.PathLike, re.Pattern, types.ModuleType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
 """What nobody changes, so that the copy can have the original's."""
 
@@ -95,10 +78,10 @@ class MetaCopy:
         self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
         self._num_objects = 0
         self._check_code(type(module))
-        self.module = self.of(module)
+        self.module = self.module_copy(module)
         self.module.__dict__.update(settings or {})
 
-    def of(self, module: nn.Module) -> nn.Module:
+    def module_copy(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module, the same one every time."""
         known = self._made.get(id(module))
         if known is None:
@@ -133,15 +116,13 @@ class MetaCopy:
         if known is not None:
             return known[1]
         if isinstance(value, nn.Module):
-            return self.of(value)
+            return self.module_copy(value)
         self._num_objects += 1
         if self._num_objects > _MOST_OBJECTS:
             raise self._refuse(f"more than {_MOST_OBJECTS} objects belong to the module")
         result = self._copied(value)
         self._made[id(value)] = (value, result)
         return result
-
-    # --- modules ---------------------------------------------------------------------------------
 
     def _fill(self, copy: Any, module: nn.Module) -> None:
         state = module.__dict__
@@ -156,7 +137,8 @@ class MetaCopy:
                 own[name] = uncompiled(copy)
                 continue
             if name in _MODULE_SETTINGS and isinstance(value, dict):
-                own[name] = self._hooks(value)
+                own[name] = type(value)()  # hooks, bound to copies
+                own[name].update((key, self.copy(hook)) for key, hook in value.items())
             elif isinstance(value, _SHARED):
                 own[name] = value
             elif hasattr(type(module), name):  # else the copy would find its class's
@@ -171,12 +153,6 @@ class MetaCopy:
         for name, buffer in own["_buffers"].items():
             if buffer is not None:
                 self._buffers.append((copy, name, buffer, buffer._version))
-
-    def _hooks(self, hooks: dict[Any, Any]) -> dict[Any, Any]:
-        """The hooks of a module, bound to copies; the type of the table is kept."""
-        copies = type(hooks)()
-        copies.update((key, self.copy(value)) for key, value in hooks.items())
-        return copies
 
     def _check_code(self, kind: type) -> None:
         """Refuse a module whose own methods write to variables outside of it.
@@ -195,8 +171,6 @@ class MetaCopy:
                     f"{function.__qualname__} may change a variable outside of the module"
                 )
             pending.extend(function.__code__.co_names)
-
-    # --- everything else -------------------------------------------------------------------------
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -255,25 +229,26 @@ class MetaCopy:
         result = make(*self.copy(tuple(args)))
         self._made[id(value)] = (value, result)
         if state is not None:
-            self._set_state(result, self.copy(state))
+            _set_state(result, self.copy(state))
         for item in items or ():
             result.append(self.copy(item))
         for key, item in pairs or ():
             result[self.copy(key)] = self.copy(item)
         return result
 
-    def _set_state(self, result: Any, state: Any) -> None:
-        if hasattr(result, "__setstate__"):
-            result.__setstate__(state)
-            return
-        attributes, slots = state if isinstance(state, tuple) else (state, None)
-        result.__dict__.update(attributes or {})
-        for name, value in (slots or {}).items():
-            object.__setattr__(result, name, value)
-
     def _refuse(self, reason: str) -> ConfigurationError:
         self.refusal = reason
         return ConfigurationError(f"A run without weights would not leave all as it is: {reason}.")
+
+
+def _set_state(result: Any, state: Any) -> None:
+    if hasattr(result, "__setstate__"):
+        result.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    result.__dict__.update(attributes or {})
+    for name, value in (slots or {}).items():
+        object.__setattr__(result, name, value)
 
 
 _MODULE_SETTINGS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)

@@ -1,9 +1,17 @@
-"""One run of a model's code on the meta device, cut into segments and measured."""
+"""One run of a model's code on the meta device, cut into segments and measured.
+
+Blocks run on tensors of their own, apart from the graph and from what other blocks hold: a cache of
+keys and values, for example, is an object that a block reads and writes. So a block that is
+measured gets copies of the objects that hold tensors, and what it writes is not seen by others, or
+by itself when it runs again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,20 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from roundpipe_lightning.engine.capture.trees import children_of, with_children
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.work.meta_attention import FusedAttention
-from roundpipe_lightning.models.work.meta_values import held_tensors, map_held_tensors
-from roundpipe_lightning.models.work.meter import Count, Meter
+from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
 
-__all__ = ["Call", "Part", "Run", "kinds_of", "measure_run", "num_bytes"]
+__all__ = ["Call", "MeasuredRun", "SegmentCost", "kinds_of", "measure_run"]
 
 Call: TypeAlias = Callable[[nn.Module, int, int], Any]
 """Runs a module on so many sequences of so many tokens, and returns its loss or any result."""
 
 
 @dataclass(kw_only=True)
-class Part:
+class SegmentCost:
     """What one segment or block did in one run; the fields are those of `BlockWork`."""
 
     forward: Count = field(default_factory=Count)
@@ -37,15 +44,15 @@ class Part:
 
 
 @dataclass(kw_only=True)
-class Run:
+class MeasuredRun:
     """What one run found.
 
     Attributes:
-        parts: What the head, every block, and the tail did, in this order.
+        costs: Of the head, every block, and the tail, in this order.
         head_modules: The modules, blocks' apart, that ran before the first block.
     """
 
-    parts: list[Part]
+    costs: list[SegmentCost]
     head_modules: set[nn.Module]
 
 
@@ -57,8 +64,8 @@ def measure_run(
     seq_len: int,
     *,
     kinds: Sequence[int] | None = None,
-) -> Run:
-    """Run the user's code once; blocks measure themselves and stand in for their likes.
+) -> MeasuredRun:
+    """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
         module: The user's module on the meta device.
@@ -77,15 +84,14 @@ def measure_run(
     kinds = kinds_of(blocks) if kinds is None else kinds
     inside = {inner for block in blocks for inner in block.modules()}
     outside = [child for child in module.modules() if child not in inside]
-    hooks = [child.register_forward_hook(recorder.saw) for child in outside]
+    hooks = [child.register_forward_hook(recorder.after_module) for child in outside]
     try:
         with FusedAttention(), _autocast_on_meta(), meter, contextlib.ExitStack() as patches:
             for index, block in enumerate(blocks):
-                step = recorder.step(index, kinds[index], block.forward)
-                patches.enter_context(_replaced_forward(block, step))
+                forward = recorder.measured_forward(index, kinds[index], block.forward)
+                patches.enter_context(_replaced_forward(block, forward))
             recorder.begin()
-            result = call(module, sequences, seq_len)
-            recorder.end(result)
+            recorder.end(call(module, sequences, seq_len))
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
@@ -97,9 +103,12 @@ def measure_run(
     finally:
         for hook in hooks:
             hook.remove()
-    blocks_ran = [recorder.blocks.get(index, Part()) for index in range(len(blocks))]
-    parts = [recorder.head, *blocks_ran, recorder.tail]  # a block may have been left out
-    return Run(parts=parts, head_modules=recorder.head_modules)
+    of_blocks = [  # the code may have left one out
+        recorder.blocks.get(index, SegmentCost()) for index in range(len(blocks))
+    ]
+    return MeasuredRun(
+        costs=[recorder.head, *of_blocks, recorder.tail], head_modules=recorder.head_modules
+    )
 
 
 class _Recorder:
@@ -113,30 +122,30 @@ class _Recorder:
     """
 
     def __init__(self, *, meter: Meter, last: int) -> None:
-        self.head, self.tail = Part(), Part()
-        self.blocks: dict[int, Part] = {}
+        self.head, self.tail = SegmentCost(), SegmentCost()
+        self.blocks: dict[int, SegmentCost] = {}
         self.head_modules: set[nn.Module] = set()
         self._meter = meter
         self._last = last
         self._in_head = last >= 0
         self._head_outputs: list[Tensor] = []
-        self._alike: dict[tuple[int, tuple[bool, ...]], tuple[Part, Any]] = {}
+        self._alike: dict[tuple[int, tuple[bool, ...]], tuple[SegmentCost, Any]] = {}
         self._before = 0
 
-    def saw(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        """Note a module that has run."""
+    def after_module(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         if self._in_head:
             self.head_modules.add(module)
 
     def begin(self) -> None:
-        """Begin the first segment."""
         self._meter.reset()
         self._before = self._meter.live_bytes
 
-    def step(self, index: int, kind: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def measured_forward(
+        self, index: int, kind: int, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Return what runs in place of a block's forward."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def measured(*args: Any, **kwargs: Any) -> Any:
             if index == 0:
                 self._end_head(args, kwargs)
             wanted = tuple(leaf.requires_grad for leaf in held_tensors((args, kwargs)))
@@ -144,10 +153,12 @@ class _Recorder:
                 self._alike[kind, wanted] = _measure_block(self._meter, forward, args, kwargs)
             self.blocks[index], output = self._alike[kind, wanted]
             if index == self._last:
-                output = self._begin_tail(output)
+                output = tree_map(_leaf, output)
+                self.begin()
+                self.tail.gradient_bytes = _gradient_bytes(output)
             return output
 
-        return run
+        return measured
 
     def end(self, result: Any) -> None:
         """End the tail segment: run its backward, then the head's."""
@@ -169,55 +180,46 @@ class _Recorder:
 
     def _end_head(self, args: Any, kwargs: Any) -> None:
         meter = self._meter
-        hidden = _hidden(args, kwargs)
         self._in_head = False
         self._head_outputs = [t for t in held_tensors((args, kwargs)) if _needs_grad(t)]
         self.head.forward = meter.count
-        self.head.boundary_bytes = num_bytes(hidden)
+        self.head.boundary_bytes = _hidden(args, kwargs).nbytes
         self.head.kept_bytes = meter.live_bytes - self._before
         self.head.peak_bytes = meter.peak_bytes - self._before
         self.head.forward_peak_bytes = self.head.peak_bytes
 
-    def _begin_tail(self, output: Any) -> Any:
-        fresh = tree_map(_leaf, output)
-        self._meter.reset()
-        self._before = self._meter.live_bytes
-        self.tail.gradient_bytes = _gradient_bytes(fresh)
-        return fresh
-
 
 def _measure_block(
     meter: Meter, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Part, Any]:
+) -> tuple[SegmentCost, Any]:
     """Run a block forward and backward on leaves of its own.
 
     Returns:
         What it did, and its outputs, which need a gradient if it was trained or its inputs needed
         one.
     """
-    part = Part()
-    part.gradient_bytes = _gradient_bytes(_hidden(args, kwargs))
+    cost = SegmentCost(gradient_bytes=_gradient_bytes(_hidden(args, kwargs)))
 
-    def run() -> Any:
+    def run_block() -> Any:
         own_args, own_kwargs = map_held_tensors(_leaf, (args, kwargs))
         return forward(*own_args, **own_kwargs)
 
     before = meter.live_bytes
     with torch.no_grad():
         meter.reset()
-        leaves, structure = tree_flatten(run())
-    part.forward = meter.count
-    part.forward_peak_bytes = meter.peak_bytes - before
-    part.boundary_bytes = max((num_bytes(leaf) for leaf in _floats(leaves)), default=0)
+        leaves, structure = tree_flatten(run_block())
+    cost.forward = meter.count
+    cost.forward_peak_bytes = meter.peak_bytes - before
+    cost.boundary_bytes = max((leaf.nbytes for leaf in _floats(leaves)), default=0)
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    wanted = _measure_backward(meter, part, run)
+    wanted = _measure_backward(meter, cost, run_block)
     for leaf, is_wanted in zip(leaves, wanted, strict=True):
         if is_wanted:
             leaf.requires_grad_()
-    return part, tree_unflatten(leaves, structure)
+    return cost, tree_unflatten(leaves, structure)
 
 
-def _measure_backward(meter: Meter, part: Part, run: Callable[[], Any]) -> list[bool]:
+def _measure_backward(meter: Meter, cost: SegmentCost, run_block: Callable[[], Any]) -> list[bool]:
     """Run a block with a graph, and backward if anything in it or before it is trained.
 
     Returns:
@@ -226,18 +228,18 @@ def _measure_backward(meter: Meter, part: Part, run: Callable[[], Any]) -> list[
     before = meter.live_bytes
     with torch.enable_grad():
         meter.reset()
-        outputs = tree_leaves(run())
+        outputs = tree_leaves(run_block())
         wanted = [_needs_grad(output) for output in outputs]
         roots = [output for output in outputs if _needs_grad(output)][:1]
         del outputs
         if not roots:  # no graph is made, and nothing recomputed
             return wanted
-        part.kept_bytes = meter.live_bytes - before
+        cost.kept_bytes = meter.live_bytes - before
         peak = meter.peak_bytes
         meter.reset()
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-        part.backward = meter.count
-    part.peak_bytes = max(peak, meter.peak_bytes) - before
+        cost.backward = meter.count
+    cost.peak_bytes = max(peak, meter.peak_bytes) - before
     return wanted
 
 
@@ -272,6 +274,9 @@ def _description(block: nn.Module) -> Mapping[str, str]:
     return lines
 
 
+# --- how the code runs ----------------------------------------------------------------------------
+
+
 class _Autocast(torch.autocast):
     """Autocast that takes the meta device, too, where it changes nothing."""
 
@@ -292,7 +297,6 @@ def _autocast_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let an instance run something else for a while."""
     own = block.__dict__.get("forward")
     block.__dict__["forward"] = forward
     try:
@@ -304,8 +308,11 @@ def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator
             block.__dict__["forward"] = own
 
 
+# --- tensors --------------------------------------------------------------------------------------
+
+
 def _hidden(args: Any, kwargs: Any) -> Tensor:
-    """The tensor that flows from block to block: the first one with a gradient or of numbers."""
+    """The tensor that flows from block to block: the first one of floating-point numbers."""
     floats = _floats((args, kwargs))
     if not floats:
         raise ConfigurationError("A block is called without a tensor of numbers.")
@@ -326,18 +333,66 @@ def _leaf(value: Any) -> Any:
 
 def _gradient_bytes(tree: Any) -> int:
     """Size of the gradient of what flows from block to block; 0 if it needs none."""
-    return max((num_bytes(leaf) for leaf in _floats(tree) if leaf.requires_grad), default=0)
+    return max((leaf.nbytes for leaf in _floats(tree) if leaf.requires_grad), default=0)
 
 
 def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def num_parameters(tensors: Iterable[Tensor]) -> int:
-    """Count the numbers in the parameters among some tensors; the others are buffers."""
-    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+def map_held_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Replace every tensor in containers and objects, of which copies are made; modules stay.
+
+    Args:
+        function: Called once with each tensor, however often it is held.
+        value: A tensor, a container, an object with attributes or anything else.
+    """
+    return _HeldTensors(function).mapped(value)
 
 
-def num_bytes(tensor: Tensor) -> int:
-    """Size of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
+def held_tensors(value: Any) -> list[Tensor]:
+    """All tensors in containers and objects, each once."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_held_tensors(add, value)
+    return found
+
+
+class _HeldTensors:
+    """One walk through containers and objects: what has been seen, and what it became."""
+
+    _NO_HOLDERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        self._function = function
+        self._seen: dict[int, Any] = {}
+        self._alive: list[Any] = []
+
+    def mapped(self, value: Any) -> Any:
+        if id(value) not in self._seen:
+            self._alive.append(value)  # its id stays its own
+            self._seen[id(value)] = value  # where something holds itself
+            self._seen[id(value)] = self._replaced(value)
+        return self._seen[id(value)]
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._function(value)
+        if isinstance(value, self._NO_HOLDERS):
+            return value
+        children = dict(children_of(value))
+        attributes = vars(value) if not children and hasattr(value, "__dict__") else {}
+        before = list((children or attributes).items())
+        mapped = [(key, child, self.mapped(child)) for key, child in before]
+        after = {key: new for key, child, new in mapped if new is not child}
+        if not after:
+            return value
+        if children:
+            return with_children(value, {**children, **after})
+        twin = copy(value)
+        vars(twin).update(after)
+        return twin

@@ -5,22 +5,28 @@ multiply-add, and the bytes that they read and write. Fused attention counts the
 that its mask leaves, four operations per pair and feature forward and ten backward (FlashAttention
 recomputes the scores; arXiv 2205.14135). All others count the bytes that they read and write, in
 whole sectors where elements lie apart. Views and allocations cost nothing.
+
+On the meta device PyTorch would spell attention out, with a matrix of scores for every head. What
+runs on an accelerator is a fused kernel. So `FusedAttention` gives attention the fused kernel's own
+operation there, which keeps no scores and is counted by its shapes. No result is computed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Count", "Meter"]
+__all__ = ["Count", "FusedAttention", "Meter", "transformers_attention"]
 
 aten = torch.ops.aten
 
@@ -101,7 +107,6 @@ class Meter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count it."""
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and _is_question(args[0]):  # noqa: SLF001
             return True
@@ -153,7 +158,6 @@ class Meter(TorchDispatchMode):
             count.memory_bytes += _num_bytes(read) + _num_bytes(made)
 
     def _track(self, tensors: Iterable[Tensor]) -> None:
-        """Note new storages, and when they go."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage in self._known:
@@ -225,3 +229,89 @@ def _grouped_product(
         assert offs is not None
         return first.new_empty((offs.shape[0], first.shape[0], second.shape[1]))
     return first.new_empty((*first.shape[:-1], second.shape[-1]))
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+class FusedAttention(TorchFunctionMode):
+    """Turns `scaled_dot_product_attention` into the fused kernel's operation."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _scaled_dot_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _scaled_dot_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,  # noqa: ARG001
+    dropout_p: float = 0.0,  # noqa: ARG001
+    is_causal: bool = False,  # noqa: FBT001, FBT002
+    **_: Any,
+) -> Tensor:
+    if query.dim() != 4:
+        shaped = [tensor.reshape(-1, 1, *tensor.shape[-2:]) for tensor in (query, key, value)]
+        result = _fused_attention(shaped[0], shaped[1], shaped[2], is_causal=is_causal)
+        return result.reshape(*query.shape[:-1], value.shape[-1])
+    return _fused_attention(query, key, value, is_causal=is_causal)
+
+
+def transformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    *,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return what transformers expects of an attention function, through the fused kernel's."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and query.shape[2] > 1
+    result = _fused_attention(query, key, value, is_causal=causal, window=sliding_window)
+    return result.transpose(1, 2).contiguous(), None
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, window: int | None = None
+) -> Tensor:
+    """Return an empty result, through the fused kernel's operation.
+
+    Args:
+        query: Shape (sequences, heads, tokens, features).
+        key: Shape (sequences, heads or a divisor of them, tokens, features).
+        value: Shape like `key`, perhaps with other features.
+        is_causal: Whether tokens see only those before them.
+        window: Tokens that each one sees; None: no limit.
+
+    Returns:
+        Shape (sequences, heads, tokens, features of the value).
+    """
+    features = value.shape[-1]
+    if features != query.shape[-1]:
+        value = functional.pad(value, (0, query.shape[-1] - features))
+    tokens_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    result = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
+        *tokens_first,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        is_causal,
+        False,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=0 if is_causal else None,
+    )[0]
+    return cast(Tensor, result.transpose(1, 2)[..., :features])

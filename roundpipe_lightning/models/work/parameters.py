@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.models.work.meta_run import num_parameters
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Work, WorkProfile
 
 __all__ = ["module_fingerprint", "parameter_work", "profile_module"]
 
 Blocks: TypeAlias = BlockStack | Chain | None
-"""The blocks of a model: those of one stack that is called once, or the calls of a step."""
+"""The blocks of a model: those of one stack that is called once, or the calls of a step.
+
+None: the whole module is the tail segment, which the fused stage runs.
+"""
 
 _OPERATIONS_PER_SECOND = 1e12  # of no device in particular: only ratios of durations matter
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -47,30 +49,34 @@ def profile_module(
 
     Args:
         module: The user's module; on the meta device too.
-        stack: Its blocks, or a step's calls of them. None: the whole module is the tail segment,
-            which the fused stage runs.
+        stack: Its blocks.
         tokens_per_microbatch: Tokens, or samples where a sample is one row. None: 1.
         compute_dtype: What parameters are uploaded as. None: what they are.
     """
     tokens = 1 if tokens_per_microbatch is None else tokens_per_microbatch
     shares = _expert_shares(module)
 
+    def num_bytes(tensors: Iterable[Tensor]) -> int:
+        return sum(
+            t.numel() * (compute_dtype if compute_dtype and t.is_floating_point() else t).itemsize
+            for t in tensors
+        )
+
     def profile(name: str, modules: Iterable[nn.Module]) -> BlockProfile:
         owners = list(modules)
-        uses = [(p, _operations(owner, p, shares)) for owner, p in _parameters(owners)]
+        uses = [(p, _operations(owner, p, shares)) for owner, p in _parameter_uses(owners)]
         every_token = sum(count for _, count in uses)
         trained = sum(count for p, count in uses if p.requires_grad)
-        parameters = {p for p, _ in uses}
         return BlockProfile(
             name=name,
             forward_seconds=every_token * tokens / _OPERATIONS_PER_SECOND,
             backward_seconds=(every_token + trained) * tokens / _OPERATIONS_PER_SECOND,
-            parameter_bytes=_num_bytes(parameters | _buffers(owners), compute_dtype),
-            trainable_bytes=_num_bytes({p for p in parameters if p.requires_grad}, compute_dtype),
+            parameter_bytes=num_bytes(owned_tensors(owners)),
+            trainable_bytes=num_bytes({p for p, _ in uses if p.requires_grad}),
         )
 
     head, tail = _segments(module, stack)
-    chain = chain_of(stack)
+    chain = _chain(stack)
     blocks = [profile(link.name, link.block.modules()) for link in chain.links]
     return ModelProfile(
         blocks=tuple(
@@ -84,13 +90,6 @@ def profile_module(
     )
 
 
-def chain_of(stack: Blocks) -> Chain:
-    """Return the calls of a step; those of a stack are one after the other, each once."""
-    if isinstance(stack, Chain):
-        return stack
-    return Chain.of(() if stack is None else (stack,))
-
-
 def parameter_work(
     module: nn.Module, stack: Blocks, *, tokens_per_microbatch: int = 1
 ) -> WorkProfile:
@@ -98,36 +97,29 @@ def parameter_work(
 
     Operations are those of `profile_module`. Bytes are those of the parameters and buffers as they
     are; of activations and boundaries nothing is known, so they are 0.
-
-    Args:
-        module: The user's module; on the meta device too.
-        stack: Its blocks, or a step's calls of them. None: the whole module is the tail segment.
-        tokens_per_microbatch: Tokens, or samples where a sample is one row.
     """
     profile = profile_module(module, stack, tokens_per_microbatch=tokens_per_microbatch)
     head, tail = _segments(module, stack)
-    blocks = [list(link.block.modules()) for link in chain_of(stack).links]
+    blocks = [list(link.block.modules()) for link in _chain(stack).links]
+    parts = (profile.head, *profile.blocks, profile.tail)
     works = [
-        _part_work(part, owners)
-        for part, owners in zip(
-            (profile.head, *profile.blocks, profile.tail), (head, *blocks, tail), strict=True
-        )
+        _segment_work(part, owned_tensors(owners))
+        for part, owners in zip(parts, (head, *blocks, tail), strict=True)
     ]
     return WorkProfile(
         head=works[0],
         blocks=tuple(works[1:-1]),
         tail=works[-1],
-        tied_parameters=sum(t.numel() for t in _tensors(head) & _tensors(tail)),
+        tied_parameters=sum(t.numel() for t in owned_tensors(head) & owned_tensors(tail)),
         fingerprint=profile.fingerprint,
         cuts=profile.cuts,
     )
 
 
-def _part_work(part: BlockProfile, owners: Iterable[nn.Module]) -> BlockWork:
+def _segment_work(part: BlockProfile, tensors: set[Tensor]) -> BlockWork:
     def work(seconds: float) -> Work:
         return Work(matrix_operations=Amount(fixed=seconds * _OPERATIONS_PER_SECOND))
 
-    tensors = _tensors(owners)
     return BlockWork(
         name=part.name,
         forward=work(part.forward_seconds),
@@ -141,25 +133,27 @@ def _part_work(part: BlockProfile, owners: Iterable[nn.Module]) -> BlockWork:
     )
 
 
-def _tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
-    owners = list(owners)
-    return {parameter for _, parameter in _parameters(owners)} | _buffers(owners)
-
-
 def module_fingerprint(module: nn.Module, stack: Blocks) -> str:
     """Return a digest of a module's structure, by which a plan for another model is refused.
 
     It covers the blocks' names and all parameters' names and shapes, so tied parameters, which have
     one name, differ from untied ones. Values, dtypes, devices and what is trained do not matter.
     """
-    blocks = [f"block {name}" for name in chain_of(stack).names]
+    blocks = [f"block {name}" for name in _chain(stack).names]
     shapes = (f"{name} {tuple(p.shape)}" for name, p in module.named_parameters())
     return fingerprint([*blocks, *shapes])
 
 
+def _chain(stack: Blocks) -> Chain:
+    """Return the calls of a step; those of a stack are one after the other, each once."""
+    if isinstance(stack, Chain):
+        return stack
+    return Chain.of(() if stack is None else (stack,))
+
+
 def _segments(module: nn.Module, stack: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:
     """The modules outside of the blocks: before the first one, and after it."""
-    chain = chain_of(stack)
+    chain = _chain(stack)
     blocks = {link.block for link in chain.links}
     inside = {inner for block in (*blocks, *chain.others) for inner in block.modules()}
     head: list[nn.Module] = []
@@ -173,16 +167,23 @@ def _segments(module: nn.Module, stack: Blocks) -> tuple[list[nn.Module], list[n
     return head, tail
 
 
-def _parameters(owners: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+def owned_tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
+    """The parameters and buffers of modules, those of their children apart."""
+    owned = [(*m._parameters.values(), *m._buffers.values()) for m in owners]  # noqa: SLF001
+    return {tensor for tensors in owned for tensor in tensors if tensor is not None}
+
+
+def num_parameters(tensors: Iterable[Tensor]) -> int:
+    """Count the numbers in the parameters among some tensors; the others are buffers."""
+    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+
+
+def _parameter_uses(owners: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Every use of a parameter: a tied one once per module that has it."""
     for owner in owners:
         for parameter in owner._parameters.values():  # noqa: SLF001
             if parameter is not None:
                 yield owner, parameter
-
-
-def _buffers(owners: Iterable[nn.Module]) -> set[Tensor]:
-    return {b for owner in owners for b in owner._buffers.values() if b is not None}  # noqa: SLF001
 
 
 def _operations(owner: nn.Module, parameter: nn.Parameter, shares: dict[int, float]) -> float:
@@ -204,12 +205,3 @@ def _expert_shares(module: nn.Module) -> dict[int, float]:
             if isinstance(active, int) and isinstance(count, int) and 0 < active <= count:
                 shares[count] = active / count
     return shares
-
-
-def _num_bytes(tensors: Iterable[Tensor], compute_dtype: torch.dtype | None) -> int:
-    """Bytes on a device, where floating-point tensors have the compute dtype."""
-
-    def dtype_of(tensor: Tensor) -> torch.dtype:
-        return compute_dtype if compute_dtype and tensor.is_floating_point() else tensor.dtype
-
-    return sum(tensor.numel() * dtype_of(tensor).itemsize for tensor in tensors)

@@ -1,44 +1,56 @@
 """Measures a model's work on the meta device: no weights, no accelerator, no architecture's name.
 
-The user's code runs as it is, under a `Meter`, three times: with one sequence of s tokens, one of
-2 s and two of s, from which follow the coefficients of `Amount`. The blocks of the stack cut it
-into segments as the engine does: what runs before the first block is the head, what runs after the
-last one the tail. Blocks that are alike are measured once. A block's forward and backward passes
-run by themselves, on its own inputs, so that what it keeps in between is seen as well. Three more
-runs, 16 times as long, find the memory of long sequences, where another moment may need the most.
+The user's code runs as it is, under a `Meter`. The blocks of the stack cut it into segments as the
+engine does: what runs before the first block is the head, what runs after the last one the tail.
+Blocks that are alike are measured once. A block's forward and backward passes run by themselves, on
+its own inputs, so that what it keeps in between is seen as well. Gradients are added to those that
+are there already.
 
-A mixture's experts run through transformers' grouped product, whose shapes are those of the tokens
-that are sent to experts, not of the experts that there are; so active experts are counted, and all
-experts' weights as bytes. Gradients are added to those that are there already.
+`work_profile` runs it three times: with one sequence of s tokens, one of 2 s and two of s, from
+which follow the coefficients of `Amount`. Three more runs, 16 times as long, find the memory of
+long sequences, where another moment may need the most. A mixture's experts run through
+transformers' grouped product, whose shapes are those of the tokens that are sent to experts, not of
+the experts that there are; so active experts are counted, and all experts' weights as bytes.
+
+`step_profile` runs the user's own step once, on a copy of the module and with the shapes of the
+batch that is about to be trained on. Nothing is fitted: the figures are those of this shape, which
+is all that the plan of a running training needs. The module is left as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import io
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.capture.trees import map_tensors
 from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.work.meta_attention import transformers_attention
+from roundpipe_lightning.models.losses.lazy_logits import LossFusion
+from roundpipe_lightning.models.work.meta_copy import MetaCopy
 from roundpipe_lightning.models.work.meta_run import (
     Call,
-    Part,
-    Run,
+    MeasuredRun,
+    SegmentCost,
     kinds_of,
     measure_run,
-    num_bytes,
-    num_parameters,
 )
-from roundpipe_lightning.models.work.meter import Count
-from roundpipe_lightning.models.work.parameters import module_fingerprint
+from roundpipe_lightning.models.work.meter import Count, transformers_attention
+from roundpipe_lightning.models.work.parameters import (
+    module_fingerprint,
+    num_parameters,
+    owned_tensors,
+)
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
-__all__ = ["Call", "causal_lm_call", "work_profile"]
+__all__ = ["Call", "StepProfile", "causal_lm_call", "step_profile", "work_profile"]
 
 _ATTENTION = "roundpipe_counted"
 _LONG = 16
@@ -64,7 +76,7 @@ def work_profile(
     seq_len: int = 2048,
     fused_attention: bool = True,
 ) -> WorkProfile:
-    """Measure a module's work.
+    """Measure a module's work as a function of the microbatch's shape.
 
     Args:
         module: The user's module on the meta device, in the compute dtype.
@@ -82,153 +94,213 @@ def work_profile(
         raise ConfigurationError(
             "Work is measured without weights: build the module under torch.device('meta')."
         )
-    runs, long_runs = _short_and_long(module, stack, call, seq_len=seq_len, fused=fused_attention)
-    names = stack.names if stack is not None else ()
+    kinds = kinds_of(stack.blocks) if stack is not None else []
+
+    def three_runs(seq_len: int) -> list[MeasuredRun]:
+        shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
+        return [measure_run(module, stack, call, *shape, kinds=kinds) for shape in shapes]
+
+    with _gradients(module):
+        try:
+            with _attention(module, fused=fused_attention):
+                runs = three_runs(seq_len)
+        except ConfigurationError:
+            # Some models' code handles its masks itself and cannot do without them: they are
+            # measured with the attention that their configuration names.
+            if not fused_attention:
+                raise
+            fused_attention = False
+            runs = three_runs(seq_len)
+        fit = _Fit(runs=runs, seq_len=seq_len)
+        fits = [fit, fit]
+        with (
+            contextlib.suppress(ConfigurationError),  # the model takes no long sequences
+            _attention(module, fused=fused_attention),
+        ):
+            fits[1] = _Fit(runs=three_runs(_LONG * seq_len), seq_len=_LONG * seq_len)
+    return _profile(module, stack, fits, head_modules=runs[0].head_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """What a training step does.
+
+    Attributes:
+        work: Its work; all amounts are fixed, those of one microbatch.
+        writes_buffers: Whether the forward pass writes into buffers, such as running statistics.
+    """
+
+    work: WorkProfile
+    writes_buffers: bool
+
+
+def step_profile(
+    module: nn.Module,
+    stack: BlockStack | None,
+    *,
+    microbatch: Any,
+    call: Callable[[Any, Any], Any],
+    compute_dtype: torch.dtype | None = None,
+    fusion: LossFusion | None = None,
+    settings: Mapping[str, Any] | None = None,
+    replaced: Iterable[tuple[object, object]] = (),
+) -> StepProfile:
+    """Measure the step of one microbatch without running it on values.
+
+    Args:
+        module: The user's module; it is not changed.
+        stack: Its blocks. None: the whole module is the tail segment.
+        microbatch: What the step is called with; only the shapes of its tensors are used.
+        call: Runs the step on a copy of the module and of the microbatch, on the meta device.
+        compute_dtype: What autocast computes in; None: what the parameters are.
+        fusion: Computes losses without whole logits, as the engine will; None: nothing does.
+        settings: Attributes of the copy's root that differ from the module's.
+        replaced: Pairs of an object that the module holds and what the copy has in its place.
+
+    Raises:
+        ConfigurationError: The step needs values, has no loss, or would change what is no part of
+            the module.
+        Exception: Whatever the user's code raised.
+    """
+    copy = MetaCopy(module, compute_dtype=compute_dtype, settings=settings, replaced=replaced)
+    meta_stack = stack and replace(stack, blocks=tuple(map(copy.module_copy, stack.blocks)))
+    if fusion is not None and meta_stack is not None:
+        for block in meta_stack.blocks:
+            block.__dict__["forward"] = _without_fusion(fusion, block.forward)
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        dtype = compute_dtype if tensor.is_floating_point() and compute_dtype else tensor.dtype
+        return torch.empty_like(tensor, dtype=dtype, device="meta")
+
+    def run_step(root: nn.Module, _sequences: int, _seq_len: int) -> Tensor:
+        inputs = map_tensors(on_meta, microbatch)
+        if fusion is None:
+            loss = loss_of(call(root, inputs))
+        else:
+            with fusion.active():
+                loss = loss_of(fusion.materialized(call(root, inputs)))
+        if loss is None or not loss.requires_grad:
+            raise ConfigurationError("The step returned no loss to train on.")
+        return loss
+
+    with _gradients(copy.module), _alone():
+        run = measure_run(copy.module, meta_stack, run_step, 1, 1)
+    if copy.refusal is not None:  # and the user's code went on without it
+        raise ConfigurationError(f"Something could not be copied: {copy.refusal}.")
+    head_modules = {copy.original(child) for child in run.head_modules}
+    work = _profile(module, stack, [_Fit(runs=[run])], head_modules=head_modules)
+    if compute_dtype is not None:
+        work = _with_boundaries_of(work, module, compute_dtype)
+    return StepProfile(work=work, writes_buffers=copy.wrote_buffers)
+
+
+# --- from runs to a profile -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """Runs that amounts are read off.
+
+    Attributes:
+        runs: One; or one sequence of `seq_len` tokens, one twice as long, and two of `seq_len`.
+        seq_len: Tokens of the shorter sequences; None for a single run, whose amounts are fixed.
+    """
+
+    runs: Sequence[MeasuredRun]
+    seq_len: int | None = None
+
+    def amount(self, index: int, value: Callable[[SegmentCost], float]) -> Amount:
+        """Return one of the numbers of a segment."""
+        values = [value(run.costs[index]) for run in self.runs]
+        if self.seq_len is None:
+            return Amount(fixed=float(values[0]))
+        short, long, double = values
+        return Amount.fit(short, long, double, seq_len=self.seq_len)
+
+
+def _profile(
+    module: nn.Module,
+    stack: BlockStack | None,
+    fits: Sequence[_Fit],
+    *,
+    head_modules: set[nn.Module],
+) -> WorkProfile:
+    """Put what ran together with the module's parameters.
+
+    Args:
+        module: The user's module.
+        stack: Its blocks.
+        fits: The first gives all amounts; peaks are the larger ones of all.
+        head_modules: The modules that ran before the first block.
+    """
     owners = [list(block.modules()) for block in (stack.blocks if stack is not None else ())]
     inside = {inner for modules in owners for inner in modules}
-    rest = [m for m in module.modules() if m not in inside]
-    in_head = runs.head_modules if stack is not None else set()
+    rest = [child for child in module.modules() if child not in inside]
+    in_head = head_modules if stack is not None else set()
     head, tail = ([m for m in rest if (m in in_head) == wanted] for wanted in (True, False))
-    shared = _tensors(head) & _tensors(tail)
-    parts = [
-        _block_work(
-            name,
-            modules,
-            runs=runs.of(index),
-            long_runs=long_runs.of(index),
-        )
-        for index, (name, modules) in enumerate(
-            zip(["head segment", *names, "tail segment"], [head, *owners, tail], strict=True)
-        )
+    names = ["head segment", *(stack.names if stack is not None else ()), "tail segment"]
+    works = [
+        _segment_work(name, index, owned_tensors(modules), fits)
+        for index, (name, modules) in enumerate(zip(names, [head, *owners, tail], strict=True))
     ]
     return WorkProfile(
-        head=parts[0],
-        blocks=tuple(parts[1:-1]),
-        tail=parts[-1],
-        tied_parameters=sum(t.numel() for t in shared),
+        head=works[0],
+        blocks=tuple(works[1:-1]),
+        tail=works[-1],
+        tied_parameters=sum(t.numel() for t in owned_tensors(head) & owned_tensors(tail)),
         fingerprint=module_fingerprint(module, stack),
     )
 
 
-# --- all runs -----------------------------------------------------------------------------------
+def _segment_work(name: str, index: int, tensors: set[Tensor], fits: Sequence[_Fit]) -> BlockWork:
+    def amount(value: Callable[[SegmentCost], float]) -> Amount:
+        return fits[0].amount(index, value)
 
+    def peak(value: Callable[[SegmentCost], float]) -> Peak:
+        return Peak(amounts=tuple(fit.amount(index, value) for fit in fits))
 
-@dataclass(kw_only=True)
-class _Runs:
-    """One sequence of `seq_len` tokens, one twice as long, and two of `seq_len`.
-
-    Attributes:
-        seq_len: Tokens of the shorter sequences.
-        parts: Per run what the head, every block, and the tail did, in this order.
-        head_modules: The modules that ran before the first block.
-    """
-
-    seq_len: int
-    parts: list[list[Part]]
-    head_modules: set[nn.Module]
-
-    def of(self, index: int) -> _PartRuns:
-        """One part in all runs."""
-        return _PartRuns(seq_len=self.seq_len, runs=[parts[index] for parts in self.parts])
-
-
-@dataclass(kw_only=True)
-class _PartRuns:
-    """The three runs of one part."""
-
-    seq_len: int
-    runs: list[Part]
-
-    def amount(self, value: Callable[[Part], float]) -> Amount:
-        """Fit one of the numbers."""
-        return Amount.fit(*(value(run) for run in self.runs), seq_len=self.seq_len)
-
-
-def _short_and_long(
-    module: nn.Module, stack: BlockStack | None, call: Call, *, seq_len: int, fused: bool
-) -> tuple[_Runs, _Runs]:
-    """Run short sequences, and long ones if the model takes them.
-
-    Some models' code handles its masks itself and cannot do without them: they are measured with
-    the attention that their configuration names.
-    """
-    kinds = kinds_of(stack.blocks) if stack is not None else []
-
-    def run(sequences: int, seq_len: int) -> Run:
-        return measure_run(module, stack, call, sequences, seq_len, kinds=kinds)
-
-    with _gradients(module):
-        try:
-            with _attention(module, fused=fused):
-                runs = _three_runs(run, seq_len=seq_len)
-        except ConfigurationError:
-            if not fused:
-                raise
-            fused = False
-            runs = _three_runs(run, seq_len=seq_len)
-        try:
-            with _attention(module, fused=fused):
-                return runs, _three_runs(run, seq_len=_LONG * seq_len)
-        except ConfigurationError:
-            return runs, runs
-
-
-def _three_runs(run: Callable[[int, int], Run], *, seq_len: int) -> _Runs:
-    shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-    runs = [run(*shape) for shape in shapes]
-    return _Runs(
-        seq_len=seq_len,
-        parts=[run.parts for run in runs],
-        head_modules=runs[0].head_modules,
-    )
-
-
-def _block_work(
-    name: str,
-    modules: Iterable[nn.Module],
-    *,
-    runs: _PartRuns,
-    long_runs: _PartRuns,
-) -> BlockWork:
-    """Put the runs and the parameters together."""
-    amount = runs.amount
-
-    def peak(value: Callable[[Part], float]) -> Peak:
-        return Peak(amounts=(amount(value), long_runs.amount(value)))
-
-    def work(count: Callable[[Part], Count]) -> Work:
+    def work(count: Callable[[SegmentCost], Count]) -> Work:
         return Work(
-            matrix_operations=amount(lambda run: count(run).matrix_operations),
-            matrix_bytes=amount(lambda run: count(run).matrix_bytes),
-            attention_operations=amount(lambda run: count(run).attention_operations),
-            memory_bytes=amount(lambda run: count(run).memory_bytes),
+            matrix_operations=amount(lambda cost: count(cost).matrix_operations),
+            matrix_bytes=amount(lambda cost: count(cost).matrix_bytes),
+            attention_operations=amount(lambda cost: count(cost).attention_operations),
+            memory_bytes=amount(lambda cost: count(cost).memory_bytes),
         )
 
-    tensors = _tensors(modules)
     trained = {tensor for tensor in tensors if tensor.requires_grad}
     return BlockWork(
         name=name,
-        forward=work(lambda run: run.forward),
-        backward=work(lambda run: run.backward),
+        forward=work(lambda cost: cost.forward),
+        backward=work(lambda cost: cost.backward),
         num_parameters=num_parameters(tensors),
         num_trainable=sum(tensor.numel() for tensor in trained),
-        parameter_bytes=sum(num_bytes(tensor) for tensor in tensors),
-        trainable_bytes=sum(num_bytes(tensor) for tensor in trained),
-        boundary_bytes=amount(lambda run: run.boundary_bytes),
-        gradient_bytes=amount(lambda run: run.gradient_bytes),
-        kept_bytes=amount(lambda run: run.kept_bytes),
-        attention_bytes=amount(lambda run: run.forward.attention_bytes),
-        forward_peak_bytes=peak(lambda run: run.forward_peak_bytes),
-        peak_bytes=peak(lambda run: run.peak_bytes),
+        parameter_bytes=sum(tensor.nbytes for tensor in tensors),
+        trainable_bytes=sum(tensor.nbytes for tensor in trained),
+        boundary_bytes=amount(lambda cost: cost.boundary_bytes),
+        gradient_bytes=amount(lambda cost: cost.gradient_bytes),
+        kept_bytes=amount(lambda cost: cost.kept_bytes),
+        attention_bytes=amount(lambda cost: cost.forward.attention_bytes),
+        forward_peak_bytes=peak(lambda cost: cost.forward_peak_bytes),
+        peak_bytes=peak(lambda cost: cost.peak_bytes),
     )
 
 
-def _tensors(modules: Iterable[nn.Module]) -> set[Tensor]:
-    owned = [(*m._parameters.values(), *m._buffers.values()) for m in modules]  # noqa: SLF001
-    return {tensor for tensors in owned for tensor in tensors if tensor is not None}
+def _with_boundaries_of(
+    work: WorkProfile, module: nn.Module, compute_dtype: torch.dtype
+) -> WorkProfile:
+    """Give boundaries the parameters' width: autocast leaves what flows between blocks wide."""
+    widest = max((p.itemsize for p in module.parameters() if p.is_floating_point()), default=0)
+    factor = max(1.0, widest / compute_dtype.itemsize)
+    return replace(
+        work,
+        blocks=tuple(
+            replace(block, boundary_bytes=Amount(fixed=factor * block.boundary_bytes.fixed))
+            for block in work.blocks
+        ),
+    )
 
 
-# --- how the model runs --------------------------------------------------------------------------
+# --- how the code runs ----------------------------------------------------------------------------
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -236,16 +308,39 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        """Read the logits."""
         ctx.save_for_backward(logits)
         return torch.logsumexp(logits.flatten(), dim=0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Write the gradient over them."""
         (logits,) = ctx.saved_tensors
         changed: Tensor = logits.detach().mul_(gradient)
         return changed
+
+
+def _without_fusion(fusion: LossFusion, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward, in which no logits are lazy."""
+
+    def unfused(*args: Any, **kwargs: Any) -> Any:
+        with fusion.paused():
+            return forward(*args, **kwargs)
+
+    return unfused
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Keep a run quiet and on the meta device."""
+    with (
+        torch.device("meta"),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),  # it would find gradients that are not a number
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager
@@ -265,8 +360,6 @@ def _gradients(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _attention(module: nn.Module, *, fused: bool) -> Iterator[None]:
     """Have transformers' models call fused attention, by the name they look it up with."""
-    from transformers import AttentionInterface
-
     configs = {
         id(config): config
         for child in module.modules()
@@ -276,6 +369,8 @@ def _attention(module: nn.Module, *, fused: bool) -> Iterator[None]:
     if not fused or not configs:
         yield
         return
+    from transformers import AttentionInterface
+
     before = {key: config._attn_implementation for key, config in configs.items()}  # noqa: SLF001
     AttentionInterface.register(_ATTENTION, transformers_attention)
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.models.work.meta_values import held_tensors, map_held_tensors
+from roundpipe_lightning.models.work.meta_run import held_tensors, map_held_tensors
 
 
 class Layer:
