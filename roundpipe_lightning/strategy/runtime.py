@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
-from roundpipe_lightning.engine.update.updater import UpdateAborted, Updater, update_units
+from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses
 from roundpipe_lightning.planning.model.profile import ModelProfile

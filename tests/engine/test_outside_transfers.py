@@ -13,7 +13,7 @@ from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import raw_of
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
-from roundpipe_lightning.engine.device.events import DoneEvent, Event
+from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, TransferQueue, Urgency
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
@@ -67,7 +67,6 @@ class _Worker:
             device,
             store=store,
             uploads=self.queue,
-            updated=lambda parameters: DoneEvent(),
             uses=uses,
         )
 

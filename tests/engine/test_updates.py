@@ -1,8 +1,9 @@
-"""The updater: gates, order, staleness, errors, threads."""
+"""The updater: who waits for what, order, staleness, errors, threads."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +13,10 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.updater import (
-    UpdateAborted,
-    Updater,
-    UpdateUnit,
-    update_units,
-)
-from tests.kit.moments import ObservedCondition
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 
 PATIENCE_SECONDS = 60.0
 """For what comes at once, however busy the machine is."""
@@ -80,11 +76,12 @@ def sgd_with_gradients(model: nn.Module, *, lr: float = 1.0) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def told_of_waits(updater: Updater) -> threading.Semaphore:
-    """Let the test hear of every thread that waits; nothing may have been submitted before."""
-    told = ObservedCondition()
-    updater._changed = told
-    return told.waits
+def await_wanted(store: HostStore, *parameters: nn.Parameter) -> None:
+    """Wait until another thread stands and waits for the updates of parameters."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not all(event.is_wanted for event in store.updates_of(parameters)):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
@@ -118,12 +115,11 @@ def test_a_unit_per_block_and_per_parameter_with_other_uses(model: Model, store:
 def test_nobody_reads_a_block_before_its_update(model: Model, store: HostStore) -> None:
     steered, before = Steered(), [p.detach().clone() for p in model.parameters()]
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
-        waits = told_of_waits(updater)
         updater.submit(sgd_with_gradients(model))
         assert steered.begun.acquire(timeout=PATIENCE_SECONDS)
         layer, device = model.layers[1], CpuDevice()
         thread, results = in_thread(lambda: store.upload_block(layer, device))
-        assert waits.acquire(timeout=PATIENCE_SECONDS)
+        await_wanted(store, *layer.parameters())
         steered.allowed.release(2)  # what runs already, and one of two that the block waits for
         assert all(steered.begun.acquire(timeout=PATIENCE_SECONDS) for _ in range(2))
         assert thread.is_alive()
@@ -140,17 +136,16 @@ def test_nobody_reads_a_block_before_its_update(model: Model, store: HostStore) 
         assert torch.equal(parameter, old - 1)
 
 
-def test_parameters_outside_the_blocks_have_gates_of_their_own(
+def test_parameters_outside_the_blocks_have_events_of_their_own(
     model: Model, store: HostStore
 ) -> None:
     steered = Steered()
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
-        waits = told_of_waits(updater)
         updater.submit(sgd_with_gradients(model))
         steered.allowed.release()
         assert store.value(model.embedding.weight) is model.embedding.weight
         thread, _ = in_thread(lambda: store.value(model.head.bias))
-        assert waits.acquire(timeout=PATIENCE_SECONDS)
+        await_wanted(store, model.head.bias)
         assert thread.is_alive()
         steered.allowed.release(9)
         thread.join(PATIENCE_SECONDS)
@@ -172,11 +167,10 @@ ORDER = [
 def test_what_a_thread_waits_for_comes_first(model: Model, store: HostStore) -> None:
     steered = Steered()
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
-        waits = told_of_waits(updater)
         updater.submit(sgd_with_gradients(model))
         assert steered.begun.acquire(timeout=PATIENCE_SECONDS)
         thread, _ = in_thread(lambda: store.value(model.head.bias))
-        assert waits.acquire(timeout=PATIENCE_SECONDS)
+        await_wanted(store, model.head.bias)
         steered.allowed.release(2)  # for the one that runs already, and the next
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
@@ -206,40 +200,18 @@ def test_the_order_becomes_that_of_need(model: Model, store: HostStore) -> None:
         assert steered.ran[-2:] == ["embedding.weight", "head.bias"]
 
 
-def test_callbacks_come_when_the_gate_opens(model: Model, store: HostStore) -> None:
-    called: list[Any] = []
+def test_an_event_comes_when_all_its_units_are_updated(model: Model, store: HostStore) -> None:
     steered, layer = Steered(), model.layers[0]
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
-        updater.when_updated(layer.parameters(), called.append)
-        assert called == [None]  # nothing runs
+        assert not store.updates_of(layer.parameters())  # nothing runs
         updater.submit(sgd_with_gradients(model))
-        updater.when_updated(layer.parameters(), called.append)
+        own, shared = store.updates_of(layer.parameters())
         steered.allowed.release(3)  # not yet what it shares with others
         assert all(steered.begun.acquire(timeout=PATIENCE_SECONDS) for _ in range(4))
-        assert called == [None]
-        steered.allowed.release()
-        assert steered.begun.acquire(timeout=PATIENCE_SECONDS)
-        assert called == [None, None]
+        assert (own.is_done, shared.is_done) == (True, False)
         steered.allowed.release(9)
         updater.join()
-
-
-def test_callbacks_hear_of_an_update_that_failed(model: Model, store: HostStore) -> None:
-    called: list[Any] = []
-    may_fail = threading.Event()
-
-    def fail(unit: UpdateUnit, step: CapturedStep) -> None:
-        assert may_fail.wait(PATIENCE_SECONDS)
-        raise OSError("the disk is full")
-
-    with Updater(store, units_of(model, store), run_unit=fail) as updater:
-        updater.submit(sgd_with_gradients(model))
-        updater.when_updated(model.layers[0].parameters(), called.append)
-        assert not called
-        may_fail.set()
-        with pytest.raises(OSError, match="full"):
-            updater.join()
-    assert [type(error) for error in called] == [UpdateAborted]
+        assert shared.is_done
 
 
 def test_gradients_and_options_are_those_of_the_submission(model: Model, store: HostStore) -> None:
@@ -255,35 +227,35 @@ def test_gradients_and_options_are_those_of_the_submission(model: Model, store: 
     assert torch.equal(model.head.weight, before - 2)
 
 
-def test_used_gradients_are_released(model: Model, store: HostStore) -> None:
-    steered = Steered()
+def test_gradients_that_are_released_are_the_updates_own(model: Model, store: HostStore) -> None:
+    """What the user's code does to `.grad` meanwhile, zero it say, is not what the update reads."""
+    steered, before = Steered(), model.head.weight.detach().clone()
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
-        updater.submit(sgd_with_gradients(model), release_gradients=True)
+        optimizer = sgd_with_gradients(model)
+        updater.submit(optimizer, release_gradients=True)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer.zero_grad(set_to_none=False)
         newer = torch.zeros_like(model.head.bias)
         model.head.bias.grad = newer
-        steered.allowed.release()
-        store.value(model.embedding.weight)
-        assert model.embedding.weight.grad is None
-        assert model.head.weight.grad is not None
         steered.allowed.release(9)
         updater.join()
-    assert model.head.weight.grad is None
+    assert torch.equal(model.head.weight, before - 1)
     assert model.head.bias.grad is newer
 
 
 def test_an_error_is_raised_once_and_lets_everybody_go(model: Model, store: HostStore) -> None:
-    told: list[threading.Semaphore] = []
+    shall_wait = [True]
 
     def fail(unit: UpdateUnit, step: CapturedStep) -> None:
         if unit.name == "layers.1":
-            assert told[0].acquire(timeout=PATIENCE_SECONDS)  # somebody waits by now
+            if shall_wait.pop():
+                await_wanted(store, model.layers[2].weight)
             raise OSError("the disk is full")
         step.run(unit.parameters)
 
     with Updater(store, units_of(model, store), run_unit=fail) as updater:
-        told.append(told_of_waits(updater))
         updater.submit(sgd_with_gradients(model))
-        thread, results = in_thread(lambda: store.await_updated(model.layers[1]))
+        thread, results = in_thread(lambda: store.await_updated(model.layers[2]))
         thread.join(PATIENCE_SECONDS)
         assert isinstance(results[0], UpdateAborted)
         with pytest.raises(OSError, match="the disk is full") as caught:
@@ -291,7 +263,7 @@ def test_an_error_is_raised_once_and_lets_everybody_go(model: Model, store: Host
         assert vars(caught.value)["__notes__"] == ["This happened while SGD updated 'layers.1'."]
         updater.join()
         store.await_updated(model.layers[2])
-        told[0].release()  # nobody waits for this one
+        shall_wait.append(False)
         updater.submit(sgd_with_gradients(model))
         with pytest.raises(OSError, match="the disk is full"):
             updater.join()
@@ -306,7 +278,7 @@ def test_the_thread_ends_although_nobody_joined_for_the_error(
     with Updater(store, units_of(model, store), run_unit=fail) as updater:
         updater.submit(sgd_with_gradients(model))
     assert "roundpipe-updates" not in {thread.name for thread in threading.enumerate()}
-    assert store.gate is None
+    assert not store.updates
 
 
 def test_closing_finishes_what_was_submitted(model: Model, store: HostStore) -> None:
@@ -393,12 +365,12 @@ def test_parameters_that_come_later_are_kept_too(model: Model, store: HostStore)
 def test_parameters_that_are_not_the_modules_are_stepped_last(
     model: Model, store: HostStore
 ) -> None:
-    stranger = nn.Parameter(torch.ones(2))
-    stranger.grad = torch.ones(2)
+    foreign = nn.Parameter(torch.ones(2))
+    foreign.grad = torch.ones(2)
     with Updater(store, units_of(model, store)) as updater:
         optimizer = sgd_with_gradients(model)
-        optimizer.add_param_group({"params": [stranger]})
+        optimizer.add_param_group({"params": [foreign]})
         updater.submit(optimizer)
         updater.join()
         assert updater.spans[-1].name == "parameters that are not the module's"
-    assert torch.equal(stranger, torch.zeros(2))
+    assert torch.equal(foreign, torch.zeros(2))

@@ -28,6 +28,10 @@ class StepAborted(BaseException):
     """
 
 
+class UpdateAborted(Exception):  # noqa: N818 - nobody catches it but the updater's owner
+    """The update that a parameter waits for has failed; `Updater.join` raises the cause."""
+
+
 class Event(ABC):
     """A moment that others wait for.
 
@@ -106,10 +110,14 @@ class HostEvent(Event):
 
     Args:
         name: For people.
+
+    Attributes:
+        is_wanted: Whether a thread stands waiting for it, or will: whoever sets it may hurry.
     """
 
     def __init__(self, name: str = "") -> None:
         self.name = name
+        self.is_wanted = False
         self._lock = threading.Lock()
         self._is_over = False
         self._is_known = False  # what stands behind it, or that it is over
@@ -171,8 +179,9 @@ class HostEvent(Event):
         self._check()
 
     def _check(self) -> None:
-        if isinstance(self._error, StepAborted):
-            raise StepAborted  # a new one: an error keeps the frames of who raised it alive
+        if isinstance(self._error, (StepAborted, UpdateAborted)):
+            # A new one: an error keeps the frames of who raised it alive.
+            raise type(self._error)
         if self._error is not None:
             raise self._error
 

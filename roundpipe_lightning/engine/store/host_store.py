@@ -10,13 +10,14 @@ one block's.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.events import HostEvent
 from roundpipe_lightning.engine.store.flat_buffers import ParameterGroup, overlapping
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
@@ -25,23 +26,6 @@ from roundpipe_lightning.errors import ConfigurationError
 
 TakeGradients: TypeAlias = Callable[[dict[nn.Parameter, Tensor]], Collection[nn.Parameter]]
 """Given gradients that are complete while others are not; returns whose it takes over."""
-
-
-class UpdateGate(Protocol):
-    """Where whoever reads parameters waits for the optimizer; see `update/updater.py`."""
-
-    def await_updated(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait until parameters have the values that the next step computes with."""
-
-    def is_updated(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Say whether they have them now."""
-
-    def when_updated(
-        self,
-        parameters: Iterable[nn.Parameter],
-        callback: Callable[[BaseException | None], None],
-    ) -> None:
-        """Call back when they have, or with the reason why they never will."""
 
 
 class HostStore:
@@ -98,8 +82,8 @@ class HostStore:
         self._outside = group(module.parameters())
         self._of_block = {block: tuple(block.parameters()) for block in blocks}
         self._pinned_by: Device | None = None
-        #: Set where parameters change while a step runs.
-        self.gate: UpdateGate | None = None
+        #: The end of a parameter's last update, where parameters change while a step runs.
+        self.updates: dict[nn.Parameter, HostEvent] = {}
         #: Set where parameters are stepped as soon as their gradients are there.
         self.take_gradients: TakeGradients | None = None
         #: Values that stand for parameters while the optimizer writes into them; empty: nothing.
@@ -201,25 +185,40 @@ class HostStore:
         if self.copies is None:
             return
         for parameters in self._of_block.values():
-            if self.gate is None or self.gate.is_updated(parameters):
+            if all(event.is_done for event in self.updates_of(parameters)):
                 self.copies.renew({p: p for p in parameters if p not in self._served})
 
     def updated(self, parameters: Iterable[nn.Parameter], *, by: Optimizer) -> None:
-        """Cast parameters that an optimizer has stepped. Called before their gate opens."""
+        """Cast parameters that an optimizer has stepped. Called before anybody may read them."""
         if self.copies is not None:
             self.copies.updated({p: p for p in parameters}, by)
 
     # ------------------------------------------------------------------------------------ values
 
+    def updates_of(self, parameters: Iterable[nn.Parameter]) -> list[HostEvent]:
+        """Return what is to be waited for before parameters are read: the optimizer.
+
+        Then they have the values that the next step computes with. The event of an update that has
+        failed raises `UpdateAborted`.
+        """
+        if not self.updates:
+            return []
+        return list(dict.fromkeys(self.updates[p] for p in parameters if p in self.updates))
+
+    def _await_updates(self, parameters: Iterable[nn.Parameter]) -> None:
+        events = self.updates_of(parameters)
+        for event in events:
+            event.is_wanted = True
+        for event in events:
+            event.wait()
+
     def await_updated(self, block: nn.Module) -> None:
         """Wait until a block may be read: the optimizer is done with it."""
-        if self.gate is not None:
-            self.gate.await_updated(self._of_block[block])
+        self._await_updates(self._of_block[block])
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """Return what workers compute with, when the optimizer is done with it."""
-        if self.gate is not None:
-            self.gate.await_updated([parameter])
+        self._await_updates([parameter])
         return self._served.get(parameter, parameter)
 
     @property

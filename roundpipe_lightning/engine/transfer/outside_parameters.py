@@ -76,7 +76,6 @@ class OutsideWeights:
         device: The worker's.
         store: The parameters.
         uploads: The worker's queue.
-        updated: Gives the event that a parameter has the values to compute with.
         uses: What is known of the user's code.
     """
 
@@ -86,13 +85,11 @@ class OutsideWeights:
         *,
         store: HostStore,
         uploads: TransferQueue,
-        updated: Callable[[Sequence[nn.Parameter]], Event],
         uses: OutsideUses,
     ) -> None:
         self._device = device
         self._store = store
         self._uploads = uploads
-        self._updated = updated
         self._uses = uses
         self._stages: list[Stage] = []  # of the visits that are known
         self._number = 0  # of the visit among them
@@ -214,7 +211,7 @@ class OutsideWeights:
             name="a parameter outside the blocks",
             urgency=urgency,
             pieces=(),
-            after=[self._updated([parameter])],
+            after=self._store.updates_of([parameter]),
         )
         job.opens = partial(self._opened, job, self._serving, parameter, flat)
         self._here[parameter] = values

@@ -31,7 +31,6 @@ from roundpipe_lightning.engine.transfer.worker_transfers import (
     WorkerTraffic,
     WorkerTransfers,
 )
-from roundpipe_lightning.engine.update.updater import UpdateEvents
 from roundpipe_lightning.errors import WatchdogError
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import turns_of_batch
@@ -59,7 +58,6 @@ class Logistics:
         self._blocks = tuple(names)
         self._store = store
         self._layouts = Layouts(store)
-        self._updates = UpdateEvents(store, on_failure=self._failed)
         moving = [device for device in devices if not device.shares_host_memory]
         self._arena = HostArena(moving[0]) if moving else None
         self._uses = OutsideUses()
@@ -75,7 +73,6 @@ class Logistics:
                 worker=f"worker {index} ({device.name})",
                 layouts=self._layouts,
                 store=store,
-                updates=self._updates,
                 uses=self._uses,
                 names=names,
                 on_failure=self._failed,

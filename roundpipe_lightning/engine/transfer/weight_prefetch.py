@@ -15,7 +15,7 @@ first visit of a step, because it has changed since the last one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import DoneEvent, Event
 from roundpipe_lightning.engine.store.block_layout import Layouts, region_bytes
+from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.weight_versions import Serving
 from roundpipe_lightning.engine.transfer.copy_queue import Job, TransferQueue, Urgency
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory, Region
@@ -109,8 +110,8 @@ class WorkerWeights:
     Args:
         device: The worker's.
         layouts: How blocks lie in memory.
+        store: The parameters.
         uploads: The worker's queue.
-        updated: Gives the event that a block has the values to compute with.
         names: What blocks are called.
         worker: The worker's name, for people.
     """
@@ -120,15 +121,15 @@ class WorkerWeights:
         device: Device,
         *,
         layouts: Layouts,
+        store: HostStore,
         uploads: TransferQueue,
-        updated: Callable[[nn.Module], Event],
         names: Mapping[nn.Module, str],
         worker: str,
     ) -> None:
         self._device = device
         self._layouts = layouts
         self._uploads = uploads
-        self._updated = updated
+        self._store = store
         self._names = names
         self._worker = worker
         self._slots: list[Memory] = []
@@ -292,7 +293,10 @@ class WorkerWeights:
                 name=f"weights of {self._names[block]}",
                 urgency=urgency,
                 pieces=(),
-                after=(region.memory.free, self._updated(block)),
+                after=(
+                    region.memory.free,
+                    *self._store.updates_of(self._store.parameters_of(block)),
+                ),
                 is_staged=region.is_staged(trained_only=trained_only),
             )
             job.opens = partial(_opened, job, visit.serving, region, trained_only=trained_only)

@@ -35,7 +35,6 @@ from roundpipe_lightning.engine.transfer.outside_parameters import (
     OutsideWeights,
 )
 from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan, WorkerWeights
-from roundpipe_lightning.engine.update.updater import UpdateEvents
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
@@ -105,7 +104,6 @@ class WorkerTransfers:
         worker: The worker's name, for people.
         layouts: How blocks lie in memory.
         store: The parameters.
-        updates: Gives the events that parameters have the values to compute with.
         uses: What is known of the user's code outside the blocks.
         names: What blocks are called.
         on_failure: Told of an error in a copy, and where it was.
@@ -118,7 +116,6 @@ class WorkerTransfers:
         worker: str,
         layouts: Layouts,
         store: HostStore,
-        updates: UpdateEvents,
         uses: OutsideUses,
         names: Mapping[nn.Module, str],
         on_failure: Callable[[BaseException, str], None],
@@ -134,8 +131,8 @@ class WorkerTransfers:
         self.weights = WorkerWeights(
             device,
             layouts=layouts,
+            store=store,
             uploads=self.uploads,
-            updated=updates.updated,
             names=names,
             worker=worker,
         )
@@ -143,7 +140,6 @@ class WorkerTransfers:
             device,
             store=store,
             uploads=self.uploads,
-            updated=updates.updated_parameters,
             uses=uses,
         )
         self.outside_gradients = OutsideGradients(

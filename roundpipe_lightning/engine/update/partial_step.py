@@ -87,10 +87,6 @@ class CapturedStep:
         plain_step(type(self.optimizer))(part)
         state.update({p: part.state[alias] for p, alias in aliases.items() if alias in part.state})
 
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that a parameter will be updated with; None after that."""
-        return self._gradients.get(parameter)
-
     def _alias(self, parameter: Tensor) -> Tensor:
         values = parameter.detach()
         alias = (

@@ -15,14 +15,14 @@ updater's thread                       [update b2]   [update b1]   [update b0][o
                                        └ b2's gradients have come
 ```
 
-Nobody reads a parameter before its update has ended: whoever uploads a block, or computes with it
-in place, passes the gate (`await_updated`) of the parameters it reads. So the results are those of
-an optimizer that is stepped before anything else goes on. Parameters are updated in the module's
-order, those that a thread stands waiting for before others, and next time as early as they were
-needed this time.
+Nobody reads a parameter before its update has ended. Every unit of parameters has one event
+(`HostStore.updates`), and whoever uploads a block, or computes with it in place, waits for those of
+the parameters it reads. So the results are those of an optimizer that is stepped before anything
+else goes on. Parameters are updated in the module's order, those that a thread stands waiting for
+before others, and next time as early as they were needed this time.
 
 With `stale=True` a step computes with the values from before the update that runs meanwhile. They
-are copied beside the parameters first (`keep`), and the gates open when they are there:
+are copied beside the parameters first (`keep`), and the events come when they are there:
 
 ```
 step k+1 computes with     W(k)  = what the updates of steps 0 .. k-1 have made
@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent
+from roundpipe_lightning.engine.device.events import HostEvent, UpdateAborted
 from roundpipe_lightning.engine.device.notes import add_note
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
@@ -130,16 +130,6 @@ def update_units(
     return [UpdateUnit(name=name, parameters=tuple(some)) for name, some in members.items()]
 
 
-__all__ = ["UpdateAborted", "UpdateSpan", "UpdateUnit", "Updater", "update_units"]
-
-
-class UpdateAborted(Exception):  # noqa: N818 - nobody catches it but the owner of the updater
-    """The update that a parameter waits for has failed; `Updater.join` raises the cause."""
-
-
-GateCallback: TypeAlias = Callable[[BaseException | None], None]
-"""Told that parameters may be read, or why they never will."""
-
 RunUnit: TypeAlias = Callable[[UpdateUnit, CapturedStep], None]
 """Makes the update of a unit."""
 
@@ -147,10 +137,10 @@ RunUnit: TypeAlias = Callable[[UpdateUnit, CapturedStep], None]
 class Updater:
     """Steps optimizers in parts, in a thread of its own. A context manager.
 
-    One thread submits and joins: the Trainer's. Any thread may pass the gate.
+    One thread submits and joins: the Trainer's. Any thread may wait for the update of a parameter.
 
     Args:
-        store: The parameters. Its gate is this one until the updater is closed.
+        store: The parameters; it is told of their updates.
         units: What is updated together.
         stale: Whether steps compute with the values from before the update that runs meanwhile.
         num_threads: Intra-op threads of the updates; with as many as the Trainer's thread has, the
@@ -178,18 +168,17 @@ class Updater:
         self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
         self._unit_of = {p: unit for unit in self._units for p in unit.parameters}
         self._changed = threading.Condition()
-        self._closed_gates: Counter[UpdateUnit] = Counter()  # by what is still to be done
+        self._events: dict[UpdateUnit, HostEvent] = {}  # the ends of their last updates
+        self._num_parts: Counter[UpdateUnit] = Counter()  # of a unit, still to be made
         self._places = {unit: float(place) for place, unit in enumerate(self._units)}
-        self._asked: dict[UpdateUnit, bool] = {}  # since the last update; whether somebody waits
+        self._placed: set[UpdateUnit] = set()  # anew, since the last update was submitted
         self._num_updated = 0
-        self._callbacks: list[tuple[set[UpdateUnit], GateCallback]] = []
         self._num_put = self._num_done = 0  # jobs
         self._begun: BegunStep | None = None
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="roundpipe-updates", daemon=True)
         self._thread.start()
-        store.gate = self
 
     # ------------------------------------------------------------------------ the Trainer's thread
 
@@ -207,7 +196,7 @@ class Updater:
         self._store.take_gradients = self._take
 
     def can_defer(self, optimizer: Optimizer) -> bool:
-        """Say whether everything that it steps has a place for a copy, beside which nothing is."""
+        """Return whether all that it steps has a place for a copy, beside which nothing is."""
         members = {p for group in optimizer.param_groups for p in group["params"]}
         known = members & self._unit_of.keys()
         return (
@@ -237,35 +226,37 @@ class Updater:
         self._store.take_gradients = None
         with self._changed:
             self._changed.wait_for(self._is_idle)
-            self._closed_gates.clear()
         return 0 if begun is None else len(begun.taken)
 
     def submit(self, optimizer: Optimizer, *, release_gradients: bool = False) -> None:
         """Have an optimizer's step made. The one before must have been joined.
 
         Args:
-            optimizer: It must be one that may be stepped in parts (`separable.why_whole`).
-                Its options and the gradients of its parameters are captured now.
-            release_gradients: Whether a parameter's `.grad` is dropped when it has been used, so
-                that the next step's gradients need no memory of their own.
+            optimizer: It must be one that may be stepped in parts
+                (`separable.reason_not_separable`). Its options and the gradients of its parameters
+                are captured now.
+            release_gradients: Whether parameters give their `.grad` away now: it is freed when it
+                has been used, and what is written into `.grad` meanwhile (zeros, say) is not what
+                the update reads.
         """
         begun, self._begun = self._begun, None
         self._store.take_gradients = None
         if begun is None:
             step = CapturedStep(optimizer)
-            units = self._in_order(step.parameters)
+            left: Collection[Tensor] = step.parameters
         else:
             step, left = begun.step, [p for p in begun.step.parameters if p not in begun.taken]
             step.give({p: p.grad for p in left if p.grad is not None})
-            units = self._in_order(left)
+        if release_gradients:
+            for parameter in left:
+                parameter.grad = None
+        units = self._in_order(left)
         if not self._stale:
-            self._close_gates(units)
-        self._put(
-            partial(self._update, units, step, release_gradients=release_gradients, begun=begun)
-        )
+            self._announce(units, is_new=begun is None or not begun.taken)
+        self._put(partial(self._update, units, step, begun=begun))
 
     def stepped_whole(self) -> None:
-        """Hear that an optimizer was stepped in another way than by this updater."""
+        """Have all 16-bit copies cast again: an optimizer was stepped in another way than here."""
         if self._store.copies is not None:
             self._store.copies.forget()  # compiled kernels write unseen
 
@@ -288,7 +279,7 @@ class Updater:
         if missing:
             self._store.keep_previous(missing)
         units = self._in_order(self._store.previous)
-        self._close_gates(units)
+        self._announce(units, is_new=True)
         self._store.serves_previous = True
         self._put(partial(self._copy, units))
 
@@ -300,12 +291,13 @@ class Updater:
         """
         begun = self._begun
         with self._changed:
-            if begun is None:
-                self._changed.wait_for(self._is_idle)
-                self._closed_gates.clear()
-            else:
-                self._changed.wait_for(lambda: self._num_done >= begun.num_before)
+            self._changed.wait_for(
+                self._is_idle if begun is None else lambda: self._num_done >= begun.num_before
+            )
             error, self._error = self._error, None
+            if error is not None:
+                self._store.updates.clear()
+                self._events.clear()
         if error is not None:
             try:
                 raise error
@@ -354,8 +346,7 @@ class Updater:
         self._jobs.put(None)
         self._thread.join()
         self._store.serves_previous = False
-        if self._store.gate is self:
-            self._store.gate = None
+        self._store.updates.clear()
 
     def __enter__(self) -> Updater:
         return self
@@ -366,26 +357,47 @@ class Updater:
     def _in_order(self, parameters: Iterable[Tensor]) -> list[UpdateUnit]:
         """Return the units of parameters, first what is needed first."""
         chosen = set(parameters)
-        strangers = tuple(p for p in chosen if p not in self._unit_of)
+        foreign = tuple(p for p in chosen if p not in self._unit_of)
         units = [unit for unit in self._units if not chosen.isdisjoint(unit.parameters)]
-        units.sort(key=self._places.__getitem__)
-        if strangers:
+        with self._changed:
+            self._place_wanted()
+            units.sort(key=self._places.__getitem__)
+        if foreign:
             name = "parameters that are not the module's"
-            units.append(UpdateUnit(name=name, parameters=strangers))  # type: ignore[arg-type]
+            units.append(UpdateUnit(name=name, parameters=foreign))  # type: ignore[arg-type]
         return units
 
-    def _close_gates(self, units: Iterable[UpdateUnit]) -> None:
+    def _announce(self, units: Iterable[UpdateUnit], *, is_new: bool = False) -> None:
+        """Have readers of units wait until one part more of each has been made.
+
+        Args:
+            units: The units.
+            is_new: Whether they are the first of their step.
+        """
         with self._changed:
-            self._closed_gates.update(units)  # parts of the same step may be under way
-            self._asked.clear()
-            self._num_updated = 0
+            if is_new:
+                self._placed.clear()
+                self._events.clear()
+                self._num_updated = 0
+            for unit in (unit for unit in units if unit in self._places):
+                if not self._num_parts[unit]:
+                    self._events[unit] = event = HostEvent(f"update of {unit.name}")
+                    self._store.updates.update(dict.fromkeys(unit.parameters, event))
+                self._num_parts[unit] += 1
+
+    def _place_wanted(self) -> None:
+        """Have what readers have asked for since the last call updated just in time, next time."""
+        for unit, event in self._events.items():
+            if event.is_wanted and unit not in self._placed:
+                self._placed.add(unit)
+                self._places[unit] = self._num_updated - 1.5
 
     def _put(self, job: Callable[[], None]) -> None:
         with self._changed:
             self._num_put += 1
         self._jobs.put(job)
 
-    # ------------------------------------------------------------------------------ other threads
+    # ---------------------------------------------------------------------------- transfer threads
 
     def _take(self, gradients: dict[nn.Parameter, Tensor]) -> Collection[nn.Parameter]:
         """Update what the step that was begun has all gradients of; nobody reads it any more."""
@@ -395,62 +407,16 @@ class Updater:
         known = begun.step.parameters
         mine: dict[Tensor, Tensor] = {p: g for p, g in gradients.items() if p in known}
         begun.step.give(mine)
+        is_new = not begun.taken
         begun.taken.update(mine)
         for unit in self._in_order(mine):
             part = UpdateUnit(
                 name=unit.name, parameters=tuple(p for p in unit.parameters if p in mine)
             )
-            with self._changed:
-                self._closed_gates[unit] += 1
+            self._announce([unit], is_new=is_new)
             self._put(partial(self._update_part, unit, part, begun))
+            is_new = False
         return [parameter for parameter in gradients if parameter in mine]
-
-    def await_updated(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait until parameters have the values that the next step computes with.
-
-        Raises:
-            UpdateAborted: Their update has failed.
-        """
-        with self._changed:
-            units = {self._unit_of[p] for p in parameters if p in self._unit_of}
-            for unit in units - self._asked.keys():
-                # Just in time; of those that came too early, in their order.
-                self._places[unit] = self._num_updated - 1.5
-            self._asked |= {unit: unit in self._closed_gates for unit in units}
-            self._changed.wait_for(
-                lambda: self._error is not None or self._closed_gates.keys().isdisjoint(units)
-            )
-            if self._error is not None:
-                raise UpdateAborted
-
-    def is_updated(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Say whether `await_updated` would return at once."""
-        with self._changed:
-            units = {self._unit_of[p] for p in parameters if p in self._unit_of}
-            return self._closed_gates.keys().isdisjoint(units)
-
-    def when_updated(self, parameters: Iterable[nn.Parameter], callback: GateCallback) -> None:
-        """Call back when `await_updated` would return or raise: at once, or from any thread.
-
-        Whoever waits for several blocks at a time needs no thread for each.
-        """
-        with self._changed:
-            units = {self._unit_of[p] for p in parameters if p in self._unit_of}
-            self._callbacks.append((units, callback))
-        self._call_back()
-
-    def _call_back(self) -> None:
-        """Call those back whose gates are open, or stay closed for good."""
-        with self._changed:
-            error = None if self._error is None else UpdateAborted()
-            waiting: list[tuple[set[UpdateUnit], GateCallback]] = []
-            ready: list[tuple[set[UpdateUnit], GateCallback]] = []
-            for units, callback in self._callbacks:
-                is_open = error is not None or self._closed_gates.keys().isdisjoint(units)
-                (ready if is_open else waiting).append((units, callback))
-            self._callbacks = waiting
-        for _, callback in ready:
-            callback(error)
 
     # ------------------------------------------------------------------------ the updater's thread
 
@@ -463,42 +429,41 @@ class Updater:
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 with self._changed:
                     self._error = error
-                self._call_back()
             del job
+            if self._error is not None:
+                self._fail_all()
             with self._changed:
                 self._num_done += 1
                 self._changed.notify_all()
 
+    def _fail_all(self) -> None:
+        """Let go of everybody who waits for an update that will not be made."""
+        with self._changed:
+            self._num_parts.clear()
+            events = list(self._events.values())
+        for event in events:
+            event.fail(UpdateAborted())  # unless it has happened
+
     def _update(
-        self,
-        units: Sequence[UpdateUnit],
-        step: CapturedStep,
-        *,
-        release_gradients: bool,
-        begun: BegunStep | None,
+        self, units: Sequence[UpdateUnit], step: CapturedStep, *, begun: BegunStep | None
     ) -> None:
         spans = [] if begun is None else begun.spans
         left = dict.fromkeys(units)
         while left:
-            unit = self._next(left)
+            wanted = (u for u in left if u in self._events and self._events[u].is_wanted)
+            unit = next(wanted, next(iter(left)))
             del left[unit]
-            held = {p: step.gradient(p) for p in unit.parameters} if release_gradients else {}
             part = unit if begun is None else begun.rest_of(unit)
-            spans.append(self._run(part, step))
-            for parameter, gradient in held.items():
-                if gradient is not None and parameter.grad is gradient:
-                    parameter.grad = None
-            self._store.updated(part.parameters, by=step.optimizer)
+            spans.append(self._updated(part, step))
             if not self._stale:
-                self._open_gate(unit)
+                self._end_part(unit)
         self.spans = spans
 
     def _update_part(self, unit: UpdateUnit, part: UpdateUnit, begun: BegunStep) -> None:
-        begun.spans.append(self._run(part, begun.step))
-        self._store.updated(part.parameters, by=begun.step.optimizer)
-        self._open_gate(unit)
+        begun.spans.append(self._updated(part, begun.step))
+        self._end_part(unit)
 
-    def _run(self, unit: UpdateUnit, step: CapturedStep) -> UpdateSpan:
+    def _updated(self, unit: UpdateUnit, step: CapturedStep) -> UpdateSpan:
         start = time.perf_counter()
         try:
             self._run_unit(unit, step)
@@ -506,65 +471,28 @@ class Updater:
             kind = type(step.optimizer).__name__
             add_note(error, f"This happened while {kind} updated {unit.name!r}.")
             raise
-        return UpdateSpan(name=unit.name, start_seconds=start, end_seconds=time.perf_counter())
-
-    def _next(self, units: Iterable[UpdateUnit]) -> UpdateUnit:
-        """Return the unit that somebody waits for, else the first."""
-        with self._changed:
-            return next((u for u in units if self._asked.get(u)), next(iter(units)))
+        end = time.perf_counter()
+        self._store.updated(unit.parameters, by=step.optimizer)
+        return UpdateSpan(name=unit.name, start_seconds=start, end_seconds=end)
 
     def _copy(self, units: Sequence[UpdateUnit], then: Callable[[], None] | None = None) -> None:
         for unit in units:
-            places = [(self._store.previous.get(p), p.detach()) for p in unit.parameters]
-            for place, values in places:
+            for parameter in unit.parameters:
+                place = self._store.previous.get(parameter)
                 if place is not None:
-                    place.copy_(values)
-            self._open_gate(unit)
+                    place.copy_(parameter.detach())
+            if then is None:
+                self._end_part(unit)
         if then is not None:
             then()
 
-    def _open_gate(self, unit: UpdateUnit) -> None:
+    def _end_part(self, unit: UpdateUnit) -> None:
+        if unit not in self._places:  # nobody waits for parameters that are not the module's
+            return
         with self._changed:
-            self._closed_gates -= Counter([unit])
+            self._place_wanted()
             self._num_updated += 1
-            self._changed.notify_all()
-        self._call_back()
-
-
-class UpdateEvents:
-    """Turns the store's gate into events, for uploads that are submitted before the update ends.
-
-    Every upload waits for its own block only: one worker's next stage holds up no other worker's
-    present one.
-
-    Args:
-        store: The parameters.
-        on_failure: Told of an update that failed.
-    """
-
-    def __init__(
-        self, store: HostStore, *, on_failure: Callable[[BaseException, str], None]
-    ) -> None:
-        self._store = store
-        self._on_failure = on_failure
-
-    def updated(self, block: nn.Module) -> Event:
-        """Return the event that a block has the values to compute with."""
-        return self.updated_parameters(self._store.parameters_of(block))
-
-    def updated_parameters(self, parameters: Sequence[nn.Parameter]) -> Event:
-        """Return the event that parameters have the values to compute with."""
-        gate = self._store.gate
-        if gate is None:
-            return DoneEvent("nothing is updated")
-        event = HostEvent("update of parameters")
-
-        def is_over(error: BaseException | None) -> None:
-            if error is None:
-                event.set()
-                return
-            self._on_failure(error, "waiting for the update of parameters")
-            event.abort()
-
-        gate.when_updated(parameters, is_over)
-        return event
+            self._num_parts[unit] -= 1
+            event = None if self._num_parts[unit] > 0 else self._events.get(unit)
+        if event is not None:
+            event.set()
