@@ -262,8 +262,9 @@ def test_nobody_reads_a_block_before_all_its_parts_are_updated() -> None:
         [event] = store.updates_of(layer.parameters())
         allowed.release()  # the part with `inner.weight`
         assert ran.acquire(timeout=60)
-        assert not event.is_done
+        were_done = [event.is_done]
         allowed.release()
         updater.join()
-        assert event.is_done
+        were_done.append(event.is_done)
+    assert were_done == [False, True]
     store.close()
