@@ -4,7 +4,7 @@ The device is a part of host memory that is treated as a device's, so what is me
 engine's own work. Three figures:
 
 - The time of a visit (weights brought into a slot, gradients gathered and sent home, summed in the
-  ledger) for blocks of many small tensors, as in LoRA, against blocks of one tensor of the same
+  reducer) for blocks of many small tensors, as in LoRA, against blocks of one tensor of the same
   size. The visits alternate in one process; the figure is the ratio of their times, pair by pair.
 - What the calling thread spends on it, the same way.
 - Growth over many steps of a small model, each of which begins while the one before drains:
@@ -36,10 +36,10 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import PendingStep
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
-from roundpipe_lightning.engine.transfer.transfers import Logistics
-from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan
-from roundpipe_lightning.engine.transfer.worker_transfers import StepVisits, WaitedFor
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
+from roundpipe_lightning.engine.transfer.transfers import Transfers
+from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
+from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerRuns
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 from tests.kit.plans import default_plan
@@ -85,23 +85,23 @@ class Visitor:
         self._blocks = tuple(module)
         stack = BlockStack(name="blocks", blocks=self._blocks, names=tuple("abcd"))
         store = HostStore(module, self._blocks)
-        self._logistics = Logistics(store, devices=[MemoryDevice()], stacks=[stack])
-        [transfers] = self._logistics.transfers
+        self._everybody = Transfers(store, devices=[MemoryDevice()], stacks=[stack])
+        [transfers] = self._everybody.transfers
         assert transfers is not None
         self._transfers = transfers
         self._stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(BLOCKS))
-        visit = VisitPlan(stage=self._stage, blocks=self._blocks, wanted=self._blocks)
-        self._step = StepVisits(visits=(visit,) * VISITS, num_slots=2, resident=())
+        visit = StageRun(stage=self._stage, blocks=self._blocks, wanted=self._blocks)
+        self._step = WorkerRuns(visits=(visit,) * VISITS, num_slots=2, resident=())
         self._gradients = [torch.ones_like(p) for p in module[0].parameters()]
 
     def run(self) -> tuple[float, float]:
         """Make some visits; return the seconds of one in all, and of the calling thread alone."""
-        ledger = GradientLedger(num_microbatches=VISITS, num_stages=2)
+        reducer = GradientReducer(num_microbatches=VISITS, num_stages=2)
         start, own = time.perf_counter(), time.thread_time()
         self._transfers.begin_step(self._step)
         self._transfers.begin_ahead()
         for number in range(VISITS):
-            visit = self._transfers.weights.enter(self._stage, self._blocks)
+            visit = self._transfers.weights.acquire(self._stage, self._blocks)
             placed = []
             for block in self._blocks:
                 region = visit.regions[block]
@@ -111,9 +111,9 @@ class Visitor:
                     leaf.grad = gradient
                 placed.append((region.layout, leaves))
             self._transfers.send_gradients(
-                1, placed, microbatches=[number], ledger=ledger, last=number, shared=()
+                1, placed, microbatches=[number], reducer=reducer, last=number, shared=()
             )
-            self._transfers.weights.leave()
+            self._transfers.weights.release()
         own = time.thread_time() - own
         self._transfers.drain(timeout_seconds=60.0)
         self._transfers.end_step()
@@ -121,7 +121,7 @@ class Visitor:
 
     def close(self) -> None:
         """Give everything back."""
-        self._logistics.close()
+        self._everybody.close()
 
 
 def many_small_tensors(*, num_tensors: int, num_elements: int, pairs: int) -> dict[str, Any]:

@@ -39,9 +39,9 @@ from roundpipe_lightning.engine.steps import (
     grace_seconds,
 )
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
-from roundpipe_lightning.engine.transfer.transfers import Logistics, plan_visits
-from roundpipe_lightning.engine.transfer.worker_transfers import StepVisits
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
+from roundpipe_lightning.engine.transfer.transfers import Transfers, plan_runs
+from roundpipe_lightning.engine.transfer.worker_transfers import WorkerRuns
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker
@@ -158,8 +158,8 @@ class Engine:
         self._warned_of_unused_stack = False
         self._resources = ExitStack()
         self._store: HostStore | None = None
-        self._logistics: Logistics | None = None
-        self._visits: list[tuple[Plan, bool, tuple[StepVisits, ...]]] = []
+        self._transfers: Transfers | None = None
+        self._visits: list[tuple[Plan, bool, tuple[WorkerRuns, ...]]] = []
         self._workers: tuple[Worker, ...] = ()
 
     def _check_plan(self, plan: Plan) -> None:
@@ -188,9 +188,9 @@ class Engine:
         self._num_threads = self._resources.enter_context(
             divided_intra_op_threads(num_workers=on_host)
         )
-        self._logistics = Logistics(self._store, devices=self._devices, stacks=self._stacks)
-        self._resources.callback(self._logistics.close)
-        pairs = zip(self._devices, self._logistics.transfers, strict=True)
+        self._transfers = Transfers(self._store, devices=self._devices, stacks=self._stacks)
+        self._resources.callback(self._transfers.close)
+        pairs = zip(self._devices, self._transfers.transfers, strict=True)
         self._workers = tuple(
             Worker(
                 index,
@@ -203,7 +203,7 @@ class Engine:
         )
         self._steps = StepsUnderWay(
             workers=self._workers,
-            logistics=self._logistics,
+            transfers=self._transfers,
             timeout_seconds=self._timeout_seconds,
             prepare_thread=self._prepare_thread,
         )
@@ -242,7 +242,7 @@ class Engine:
     @property
     def staging_bytes(self) -> int:
         """Page-locked host memory beside that of the parameters."""
-        return self._open_logistics.host_bytes
+        return self._open_transfers.host_bytes
 
     @property
     def stacks(self) -> tuple[BlockStack, ...]:
@@ -338,7 +338,7 @@ class Engine:
         context = self._context(
             plan,
             told=told.tell,
-            lanes=self._open_logistics.lanes(self._graph_of(plan).lanes),
+            pools=self._open_transfers.pools(self._graph_of(plan).pools),
             call=call,
             backward=backward,
             thread_context=thread_context,
@@ -356,14 +356,14 @@ class Engine:
             told=told,
             devices=self._devices,
             blocks=self._blocks,
-            logistics=self._open_logistics,
+            transfers=self._open_transfers,
             is_watched=not self._num_steps,
             ended=self._step_ended,
         )
         pending.begin(visits)
         return pending
 
-    def _run_plan(self, plan: Plan, *, backward: bool) -> tuple[Plan, tuple[StepVisits, ...]]:
+    def _run_plan(self, plan: Plan, *, backward: bool) -> tuple[Plan, tuple[WorkerRuns, ...]]:
         """End steps until another can begin; return what is run of its plan, and by which workers.
 
         A step that follows one under way begins with the worker after the one that ends that.
@@ -371,13 +371,13 @@ class Engine:
         steps = self._open_steps
         if not steps.are_none:
             following = self._starts.following(plan)
-            visits = self._visits_of(following, backward=backward)
-            steps.wait_for_capacity(visits, lanes=self._graph_of(following).lanes)
+            visits = self._runs_of(following, backward=backward)
+            steps.wait_for_capacity(visits, pools=self._graph_of(following).pools)
             if not steps.are_none:
                 self._starts.began(plan, follows=True)
                 return following, visits
         self._starts.began(plan, follows=False)
-        return plan, self._visits_of(plan, backward=backward)
+        return plan, self._runs_of(plan, backward=backward)
 
     def _step_ended(self, result: StepResult, *, backward: bool) -> None:
         self._num_steps += 1
@@ -419,19 +419,19 @@ class Engine:
             classes=self._classes,
             outside=outside,
         )
-        logistics = self._open_logistics
+        transfers = self._open_transfers
         succeeded, failed = False, None
         try:
-            logistics.begin(self._visits_of(self._plan, backward=False), is_planned=False)
+            transfers.begin(self._runs_of(self._plan, backward=False), is_planned=False)
             result = evaluation.run(
                 call, batch, overrides=overrides or {}, stand_ins=stand_ins or {}
             )
             succeeded = True
         except StepAborted:
-            failed = logistics.take_error()
+            failed = transfers.take_error()
             assert failed is not None, "a copy has failed"
         finally:
-            logistics.end(failed=not succeeded, grace_seconds=grace_seconds(self._timeout_seconds))
+            transfers.end(failed=not succeeded, grace_seconds=grace_seconds(self._timeout_seconds))
         if failed is not None:  # raised here: `StepAborted` would be shown before it
             try:
                 raise_noted(*failed)
@@ -465,7 +465,7 @@ class Engine:
             turns=Turns(graph, before=self._open_steps.turns),
             workers=self._workers,
             classes=self._classes,
-            ledger=GradientLedger(
+            reducer=GradientReducer(
                 num_microbatches=plan.num_microbatches,
                 num_stages=len(plan.partition.backward),
                 take=self._open_store.take_gradients,
@@ -486,12 +486,12 @@ class Engine:
         self._graphs = [(plan, graph), *self._graphs][:_PLANS_REMEMBERED]
         return graph
 
-    def _visits_of(self, plan: Plan, *, backward: bool) -> tuple[StepVisits, ...]:
+    def _runs_of(self, plan: Plan, *, backward: bool) -> tuple[WorkerRuns, ...]:
         """Return what each worker runs of a plan, made once for each of the last plans."""
         for known, is_trained, visits in self._visits:
             if known is plan and is_trained == backward:
                 return visits
-        visits = plan_visits(plan, self._chain, backward=backward)
+        visits = plan_runs(plan, self._chain, backward=backward)
         self._visits = [(plan, backward, visits), *self._visits][:_PLANS_REMEMBERED]
         return visits
 
@@ -501,9 +501,9 @@ class Engine:
         return self._steps
 
     @property
-    def _open_logistics(self) -> Logistics:
-        assert self._logistics is not None, "the engine is entered"
-        return self._logistics
+    def _open_transfers(self) -> Transfers:
+        assert self._transfers is not None, "the engine is entered"
+        return self._transfers
 
     @property
     def _open_store(self) -> HostStore:

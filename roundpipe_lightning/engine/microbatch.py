@@ -33,8 +33,8 @@ from roundpipe_lightning.engine.chain.forward import ChainRun
 from roundpipe_lightning.engine.device.events import Event, StepAborted
 from roundpipe_lightning.engine.device.notes import noted
 from roundpipe_lightning.engine.transfer.boundary import send_to_host
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger, Gradients, fold
-from roundpipe_lightning.engine.transfer.pinned_pool import Lane
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients, fold
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained, shortage_on
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.engine.worker.user_code import Outside, UserCode
@@ -62,9 +62,9 @@ class StepContext:
         turns: The step's gates.
         workers: The workers.
         classes: The classes of views.
-        ledger: Where gradients are summed.
+        reducer: Where gradients are summed.
         draws: The step's random draws.
-        lanes: Memory on the host for what goes from turn to turn, by microbatch; None where no
+        pools: Memory on the host for what goes from turn to turn, by microbatch; None where no
             worker needs any.
         step_seed: The step's random number.
         call: The user's step.
@@ -87,9 +87,9 @@ class StepContext:
     turns: Turns
     workers: Sequence[Worker]
     classes: ViewClasses
-    ledger: GradientLedger
+    reducer: GradientReducer
     draws: StepDraws
-    lanes: Sequence[Lane] | None
+    pools: Sequence[PinnedPool] | None
     step_seed: int
     call: UserStep
     backward: bool
@@ -117,7 +117,7 @@ class Microbatch:
         self.output: Any = None
         self.loss: Tensor | None = None
         #: Memory on the host for what goes from turn to turn.
-        self.lane = None if context.lanes is None else context.lanes[index]
+        self.pool = None if context.pools is None else context.pools[index]
         self._homecomings: list[Event] = []
         self._context = context
         self._batch = batch
@@ -199,13 +199,13 @@ class Microbatch:
     def _end(self) -> None:
         """End the turn; where it is the last of a round, the stage's gradients go home before."""
         self._check_still_runs()
-        stage, ledger = self.stage, self._context.ledger
+        stage, reducer = self.stage, self._context.reducer
         is_last = self._action.key in self._context.graph.ends_run
         if stage.kind is not StageKind.FORWARD:
             self.worker.end_backward(
                 stage,
                 microbatch=self.index,
-                ledger=ledger,
+                reducer=reducer,
                 is_last=is_last,
                 outside=self._user.used_parameters | self._context.repeated,
             )
@@ -296,10 +296,10 @@ class Microbatch:
         del output, loss
         while self._position + 1 < len(self._path):  # nothing left to compute
             self.next_turn()
-        if self.lane is not None:  # another microbatch may have it when this turn has ended
-            self.lane.vacate()
+        if self.pool is not None:  # another microbatch may have it when this turn has ended
+            self.pool.reset()
         self._end()  # brings the last stage's gradients of shared parameters
-        context.ledger.close_microbatch(self.index)
+        context.reducer.close_microbatch(self.index)
 
     def _run_user_code(self) -> Any:
         context, user = self._context, self._user
@@ -359,7 +359,7 @@ class Microbatch:
 
     def add_gradients(self, gradients: Gradients) -> None:
         """Take gradients of parameters that no stage has."""
-        self._context.ledger.add_shared(self.index, gradients)
+        self._context.reducer.add_shared(self.index, gradients)
 
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a proxy."""
@@ -379,7 +379,7 @@ class Microbatch:
                         worker=lambda: self.worker,
                         keeps=operations_kept(context.plan.recompute),
                         stays=lambda: self.stays_here,
-                        lane=self.lane,
+                        pool=self.pool,
                         compiler=context.compiler,
                     ),
                 )
@@ -408,15 +408,15 @@ class Microbatch:
         context, found = self._context, self._user.take_gradients()
         if sum(map(len, found.values())) == len({p for some in found.values() for p in some}):
             for worker, gradients in found.items():
-                promise = context.ledger.promise_shared(self.index)
-                context.workers[worker].send_outside(gradients, landed=promise)
+                add_reserved = context.reducer.reserve_shared(self.index)
+                context.workers[worker].send_outside(gradients, landed=add_reserved)
             return
         total: Gradients = {}  # the same parameter on several workers: one sum of all
         for worker, gradients in found.items():
             device = context.workers[worker].device
             with noted(f"gradients of microbatch {self.index} on {device.name}"):
                 fold(total, {p: device.download(g) for p, g in gradients.items()})
-        context.ledger.add_shared(self.index, total)
+        context.reducer.add_shared(self.index, total)
 
     def _send_home(self, output: Any, loss: Tensor | None) -> None:
         """Send what the user's step has returned to the host, while the backward pass runs."""

@@ -39,8 +39,8 @@ from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.device.notes import noted, raise_noted
 from roundpipe_lightning.engine.device.threads import Countdown, Failure, Run, ThreadTeam
 from roundpipe_lightning.engine.microbatch import Microbatch, StepContext
-from roundpipe_lightning.engine.transfer.transfers import Logistics
-from roundpipe_lightning.engine.transfer.worker_transfers import StepVisits, WorkerTraffic
+from roundpipe_lightning.engine.transfer.transfers import Transfers
+from roundpipe_lightning.engine.transfer.worker_transfers import WorkerRuns, WorkerTraffic
 from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained, shortage_on
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.worker import Worker
@@ -166,7 +166,7 @@ class StepsUnderWay:
 
     Args:
         workers: The workers.
-        logistics: The copies.
+        transfers: The copies.
         timeout_seconds: A step in which no action begins or ends for so long is given up.
         prepare_thread: Called in every thread of a microbatch.
     """
@@ -175,12 +175,12 @@ class StepsUnderWay:
         self,
         *,
         workers: Sequence[Worker],
-        logistics: Logistics,
+        transfers: Transfers,
         timeout_seconds: float,
         prepare_thread: Callable[[], None],
     ) -> None:
         self._workers = workers
-        self._logistics = logistics
+        self._transfers = transfers
         self._timeout_seconds = timeout_seconds
         self._prepare_thread = prepare_thread
         self._steps: list[RunningStep] = []
@@ -190,19 +190,19 @@ class StepsUnderWay:
 
     # ------------------------------------------------------------------------------- the beginning
 
-    def wait_for_capacity(self, visits: Sequence[StepVisits], *, lanes: Sequence[int]) -> None:
+    def wait_for_capacity(self, visits: Sequence[WorkerRuns], *, pools: Sequence[int]) -> None:
         """End steps until another one can begin.
 
         Args:
             visits: What each worker is to run of it.
-            lanes: Numbers of its lanes, by microbatch.
+            pools: Numbers of its pools, by microbatch.
         """
         if len(self._steps) == _MOST_UNDER_WAY:
             self.finish(self._steps[0])
         if not self._steps:
             return
-        logistics = self._logistics
-        if not (logistics.can_follow(visits) and logistics.lanes_can_follow(lanes)):
+        transfers = self._transfers
+        if not (transfers.can_follow(visits) and transfers.pools_can_follow(pools)):
             self.finish(self._steps[-1])
 
     @property
@@ -216,7 +216,7 @@ class StepsUnderWay:
         return self._steps[-1].context.turns if self._steps else None
 
     def start(
-        self, step: RunningStep, visits: Sequence[StepVisits], *, ended: Callable[[bool], None]
+        self, step: RunningStep, visits: Sequence[WorkerRuns], *, ended: Callable[[bool], None]
     ) -> None:
         """Begin a step, for which there is way.
 
@@ -235,9 +235,9 @@ class StepsUnderWay:
         self._ended[step] = ended
         with self._guarded():
             if follows:
-                self._logistics.begin_overlapped(visits)
+                self._transfers.begin_overlapped(visits)
             else:
-                self._logistics.begin(
+                self._transfers.begin(
                     visits, on_failure=self._abort_turns, making_room=step.making_room
                 )
             step.start(self._free_team(len(step.runs)), on_failure=lambda: self._failed(step))
@@ -300,14 +300,14 @@ class StepsUnderWay:
     def _finish_first(self) -> None:
         step = self._steps[0]
         is_alone = len(self._steps) == 1
-        ledger = step.context.ledger
+        reducer = step.context.reducer
         with self._guarded():
             step.watch(step.wait)
-            self._logistics.finish(
+            self._transfers.finish(
                 timeout_seconds=self._timeout_seconds,
                 landed=None
                 if is_alone
-                else lambda seconds: self._has_failed or ledger.await_all(seconds),
+                else lambda seconds: self._has_failed or reducer.await_all(seconds),
             )
         was_aborted = step.context.turns.is_aborted
         if self._has_failed:
@@ -317,14 +317,14 @@ class StepsUnderWay:
         if is_alone:
             self._clear(failed=False)
         else:
-            self._logistics.end_first()
+            self._transfers.end_first()
         self._ended.pop(step)(True)
 
     # ------------------------------------------------------------------------------------ failures
 
     @property
     def _has_failed(self) -> bool:
-        return self._logistics.has_failed or any(step.failures for step in self._steps)
+        return self._transfers.has_failed or any(step.failures for step in self._steps)
 
     def _failed(self, step: RunningStep) -> None:
         """A microbatch has failed; one of a step that was given up no longer matters to others."""
@@ -335,7 +335,7 @@ class StepsUnderWay:
     def abort(self) -> None:
         """Release every waiter of every step, and give up copies that have not begun."""
         self._abort_turns()
-        self._logistics.abort()
+        self._transfers.abort()
 
     def _abort_turns(self) -> None:
         for step in list(self._steps):
@@ -369,8 +369,8 @@ class StepsUnderWay:
         with self._guarded():
             for step in steps:
                 step.watch(step.wait)
-            self._logistics.finish(timeout_seconds=self._timeout_seconds)
-        failed = self._logistics.take_error()
+            self._transfers.finish(timeout_seconds=self._timeout_seconds)
+        failed = self._transfers.take_error()
         self._clear(failed=True)
         self._forget()
         _raise_first(steps)
@@ -392,7 +392,7 @@ class StepsUnderWay:
     def _clear(self, *, failed: bool) -> None:
         for worker in self._workers:
             worker.clear()
-        self._logistics.end(failed=failed, grace_seconds=grace_seconds(self._timeout_seconds))
+        self._transfers.end(failed=failed, grace_seconds=grace_seconds(self._timeout_seconds))
 
     def close(self) -> None:
         """Give up what is under way and join the threads."""
@@ -440,7 +440,7 @@ class PendingStep:
         told: Whose user code has returned.
         devices: One per worker.
         blocks: All blocks.
-        logistics: The copies.
+        transfers: The copies.
         is_watched: Whether it is waited for to its end.
         ended: Told when it has ended well.
     """
@@ -453,7 +453,7 @@ class PendingStep:
         told: Countdown,
         devices: Sequence[Device],
         blocks: Sequence[nn.Module],
-        logistics: Logistics,
+        transfers: Transfers,
         is_watched: bool,
         ended: Ended,
     ) -> None:
@@ -463,7 +463,7 @@ class PendingStep:
         self._told = told
         self._devices = devices
         self._blocks = blocks
-        self._logistics = logistics
+        self._transfers = transfers
         self._is_watched = is_watched
         self._ended = ended
         self._follows = not steps.are_none
@@ -472,7 +472,7 @@ class PendingStep:
         generators = {g for device in devices for g in device.generators()}
         self._states = [(generator, generator.get_state()) for generator in generators]
 
-    def begin(self, visits: Sequence[StepVisits]) -> None:
+    def begin(self, visits: Sequence[WorkerRuns]) -> None:
         """Begin it.
 
         Args:
@@ -494,7 +494,7 @@ class PendingStep:
             WatchdogError: If it makes no progress.
             Exception: What the user's code or a copy has raised, with a note that says where.
         """
-        self._logistics.reserve_second_set()
+        self._transfers.reserve_second_set()
         if self._is_watched:
             self._steps.finish(self._running)
         else:
@@ -544,12 +544,12 @@ class PendingStep:
                     worker.device.synchronize()
         for action, (_, end) in self._context.marks.items():
             self._devices[action.worker].await_mark(end)
-        traffic = self._logistics.traffic(self._context.turns)
+        traffic = self._transfers.traffic(self._context.turns)
         timeline, clock_seconds = self._timeline(traffic)
         self._result = StepResult(
             outputs=tuple(run.output for run in self._runs),
             losses=tuple(run.loss for run in self._runs),
-            gradients=self._context.ledger.sums(),
+            gradients=self._context.reducer.sums(),
             timeline=timeline,
             clock_seconds=clock_seconds,
             chain=Chain.recorded(self._runs[0].links, blocks=self._blocks),

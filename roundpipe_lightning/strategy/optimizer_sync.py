@@ -29,7 +29,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.notes import add_note
-from roundpipe_lightning.engine.update.separable import has_hooks, why_whole
+from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import compat
@@ -176,7 +176,9 @@ class Updates:
         self._clips: list[Callable[[], None]] = []  # of the batch in flight
         self._begins_early = begins_early and overlaps
         self._are_written = are_written
-        self._whole = {optimizer: why_whole(optimizer) for optimizer in optimizers if overlaps}
+        self._whole = {
+            optimizer: reason_not_separable(optimizer) for optimizer in optimizers if overlaps
+        }
         self._loader: Any = None
         self._reading_data: list[Any] = []
         self._front = JoinBeforeReaders(self)
@@ -270,7 +272,7 @@ class Updates:
         if not self._overlaps or has_hooks(optimizer):
             return False
         if optimizer not in self._whole:
-            self._whole[optimizer] = why_whole(optimizer)
+            self._whole[optimizer] = reason_not_separable(optimizer)
         return self._whole[optimizer] is None
 
     @contextmanager

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
-from roundpipe_lightning.engine.update.separable import why_not_with_gradients
+from roundpipe_lightning.engine.update.separable import reason_not_with_gradients
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
 from roundpipe_lightning.precision import RoundPipePrecision
@@ -83,7 +83,7 @@ class GradientFormat:
             ConfigurationError: Naming the first.
         """
         for optimizer in optimizers if self._set else ():
-            reason = None if optimizer in widened else why_not_with_gradients(optimizer)
+            reason = None if optimizer in widened else reason_not_with_gradients(optimizer)
             if reason is not None:
                 raise ConfigurationError(
                     f"gradient_dtype={_name_of(self._dtype)!r}: {type(optimizer).__name__} cannot "

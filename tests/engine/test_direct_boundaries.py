@@ -8,7 +8,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.engine.transfer.pinned_pool import Lane, Lent
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute
 from roundpipe_lightning.planning.cost.traffic import worker_visits
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
@@ -29,13 +29,13 @@ NUM_MICROBATCHES = 3
 def on_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the boundaries that were given a place on the host."""
     sizes: list[int] = []
-    lend = Lane.lend
+    lend = PinnedPool.allocate
 
-    def noted(lane: Lane, num_bytes: int) -> Lent:
+    def noted(pool: PinnedPool, num_bytes: int) -> PinnedBlock:
         sizes.append(num_bytes)
-        return lend(lane, num_bytes)
+        return lend(pool, num_bytes)
 
-    monkeypatch.setattr(Lane, "lend", noted)
+    monkeypatch.setattr(PinnedPool, "lend", noted)
     return sizes
 
 

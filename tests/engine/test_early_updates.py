@@ -16,7 +16,7 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from tests.kit.engine import Regressor, layers_of, plain_step, plan_of, regression_batches
@@ -232,12 +232,12 @@ def test_an_error_of_an_early_update_is_raised_once() -> None:
 
 def test_late_gradients_of_what_was_taken_would_be_seen() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    ledger = GradientLedger(num_microbatches=1, num_stages=1, take=list)
-    ledger.add_stage(0, [0], {parameter: torch.ones(2)})
+    reducer = GradientReducer(num_microbatches=1, num_stages=1, take=list)
+    reducer.add_stage(0, [0], {parameter: torch.ones(2)})
     with pytest.raises(AssertionError, match="uses elsewhere"):
-        ledger.add_shared(0, {parameter: torch.ones(2)})
-    ledger.close_microbatch(0)
-    assert not ledger.sums()
+        reducer.add_shared(0, {parameter: torch.ones(2)})
+    reducer.close_microbatch(0)
+    assert not reducer.sums()
 
 
 def test_nobody_reads_a_block_before_all_its_parts_are_updated() -> None:

@@ -1,4 +1,4 @@
-"""The ledger adds in the order of the microbatches, whoever comes first."""
+"""The reducer adds in the order of the microbatches, whoever comes first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.transfer.gradient_reduce import Account, GradientLedger, fold
+from roundpipe_lightning.engine.transfer.gradient_reduce import (
+    GradientAccumulator,
+    GradientReducer,
+    fold,
+)
 
 
 def _gradients(num: int) -> list[Tensor]:
@@ -29,10 +33,10 @@ def test_every_order_of_arrival_gives_the_sum_in_order() -> None:
     backwards = _in_order(gradients[::-1])
     assert not torch.equal(_in_order(gradients), backwards), "the order should matter here"
     for order in itertools.permutations(range(4)):
-        account = Account(4)
+        accumulator = GradientAccumulator(4)
         for microbatch in order:
-            account.add([microbatch], {parameter: gradients[microbatch].clone()})
-        assert torch.equal(account.sums[parameter], _in_order(gradients))
+            accumulator.add([microbatch], {parameter: gradients[microbatch].clone()})
+        assert torch.equal(accumulator.sums[parameter], _in_order(gradients))
 
 
 @given(st.data())
@@ -42,50 +46,50 @@ def test_microbatches_that_come_together(data: st.DataObject) -> None:
     labels = data.draw(st.lists(st.integers(0, 2), min_size=num, max_size=num))
     groups = [[m for m in range(num) if labels[m] == label] for label in sorted(set(labels))]
     parameter, gradients = nn.Parameter(torch.zeros(16)), _gradients(num)
-    account = Account(num)
+    accumulator = GradientAccumulator(num)
     for group in data.draw(st.permutations(groups)):
-        account.add(group, {parameter: _in_order([gradients[m] for m in group])})
+        accumulator.add(group, {parameter: _in_order([gradients[m] for m in group])})
     by_first = sorted(groups, key=min)
     wanted = _in_order([_in_order([gradients[m] for m in group]) for group in by_first])
-    assert torch.equal(account.sums[parameter], wanted)
+    assert torch.equal(accumulator.sums[parameter], wanted)
 
 
 def test_parameters_that_some_microbatches_do_not_use() -> None:
     one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    account = Account(3)
-    account.add([2], {two: torch.tensor([4.0])})
-    account.add([0], {})
-    assert not account.sums
-    account.add([1], {one: torch.tensor([1.0]), two: torch.tensor([2.0])})
-    assert account.sums == {one: torch.tensor([1.0]), two: torch.tensor([6.0])}
+    accumulator = GradientAccumulator(3)
+    accumulator.add([2], {two: torch.tensor([4.0])})
+    accumulator.add([0], {})
+    assert not accumulator.sums
+    accumulator.add([1], {one: torch.tensor([1.0]), two: torch.tensor([2.0])})
+    assert accumulator.sums == {one: torch.tensor([1.0]), two: torch.tensor([6.0])}
 
 
 def test_ledger_keeps_stages_apart_and_sums_shared_parameters_per_microbatch() -> None:
     mine, shared = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
     a, b, c, d = _gradients(4)
-    ledger = GradientLedger(num_microbatches=2, num_stages=2)
-    ledger.add_shared(1, {shared: c.clone()})
-    ledger.add_stage(1, [1], {mine: b.clone()})
-    ledger.add_shared(1, {shared: d.clone()})
-    ledger.close_microbatch(1)
-    ledger.add_shared(0, {shared: a.clone()})
-    ledger.add_stage(1, [0], {mine: a.clone()})
-    ledger.add_shared(0, {shared: b.clone()})
+    reducer = GradientReducer(num_microbatches=2, num_stages=2)
+    reducer.add_shared(1, {shared: c.clone()})
+    reducer.add_stage(1, [1], {mine: b.clone()})
+    reducer.add_shared(1, {shared: d.clone()})
+    reducer.close_microbatch(1)
+    reducer.add_shared(0, {shared: a.clone()})
+    reducer.add_stage(1, [0], {mine: a.clone()})
+    reducer.add_shared(0, {shared: b.clone()})
     for microbatch in (0, 1):
-        ledger.add_stage(0, [microbatch], {})
-    ledger.close_microbatch(0)
-    sums = ledger.sums()
+        reducer.add_stage(0, [microbatch], {})
+    reducer.close_microbatch(0)
+    sums = reducer.sums()
     assert torch.equal(sums[mine], a + b)
     assert torch.equal(sums[shared], (a + b) + (c + d))
 
 
 def test_a_parameter_of_a_stage_that_user_code_uses_too() -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    ledger = GradientLedger(num_microbatches=1, num_stages=1)
-    ledger.add_stage(0, [0], {parameter: torch.tensor([1.0])})
-    ledger.add_shared(0, {parameter: torch.tensor([2.0])})
-    ledger.close_microbatch(0)
-    assert ledger.sums() == {parameter: torch.tensor([3.0])}
+    reducer = GradientReducer(num_microbatches=1, num_stages=1)
+    reducer.add_stage(0, [0], {parameter: torch.tensor([1.0])})
+    reducer.add_shared(0, {parameter: torch.tensor([2.0])})
+    reducer.close_microbatch(0)
+    assert reducer.sums() == {parameter: torch.tensor([3.0])}
 
 
 def test_sparse_gradients() -> None:
@@ -105,15 +109,15 @@ def test_sparse_gradients() -> None:
 def test_threads_add_at_once() -> None:
     num, parameter = 32, nn.Parameter(torch.zeros(16))
     gradients = [torch.randn(16) for _ in range(num)]
-    account, barrier = Account(num), threading.Barrier(num)
+    accumulator, barrier = GradientAccumulator(num), threading.Barrier(num)
 
     def add(microbatch: int) -> None:
         barrier.wait()
-        account.add([microbatch], {parameter: gradients[microbatch].clone()})
+        accumulator.add([microbatch], {parameter: gradients[microbatch].clone()})
 
     threads = [threading.Thread(target=add, args=(m,)) for m in range(num)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert torch.equal(account.sums[parameter], _in_order(gradients))
+    assert torch.equal(accumulator.sums[parameter], _in_order(gradients))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.planning.schedule.stages import ATTENTION_OPERATIONS
-from tests.engine.test_parcels import Place, lane, places
+from tests.engine.test_parcels import Place, places, pool
 
 __all__ = ["places"]  # a fixture
 
@@ -134,7 +134,7 @@ def test_another_way_through_the_block_is_run() -> None:
 def test_what_is_kept_goes_from_device_to_device(
     places: list[Place], first: int, stays: bool
 ) -> None:
-    kept, block = KeptOutputs(("aten::tanh",), lane=lane()), nn.Tanh()
+    kept, block = KeptOutputs(("aten::tanh",), pool=pool()), nn.Tanh()
     one, other = places[first], places[1 - first]
     with torch.no_grad(), kept.recorded(one, stays=stays):
         wanted = one.device.download(block(one.device.upload(sample())))

@@ -19,7 +19,7 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.optim import HostAdamW
 from tests.kit.engine import WIDTH, Block, Regressor, layers_of, plan_of, regression_batches
@@ -277,10 +277,10 @@ def test_errors_of_sums_are_those_documented(dtype: torch.dtype, mean: int) -> N
     parameter = nn.Parameter(torch.zeros(4096))
     parameter.grad_dtype = dtype
     gradients = torch.randn(16, 4096, generator=generator) + mean
-    ledger = GradientLedger(num_microbatches=16, num_stages=1)
+    reducer = GradientReducer(num_microbatches=16, num_stages=1)
     for index, gradient in enumerate(gradients):
-        ledger.add_stage(0, [index], {parameter: gradient.clone()})
-    total = ledger.sums()[parameter]
+        reducer.add_stage(0, [index], {parameter: gradient.clone()})
+    total = reducer.sums()[parameter]
     assert total.dtype is dtype
     error = total.double() - gradients.double().sum(0)
     roundoff = 16 * torch.finfo(dtype).eps / 2

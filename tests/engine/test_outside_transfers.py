@@ -15,7 +15,7 @@ from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.copy_queue import Job, TransferQueue, Urgency
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
 from roundpipe_lightning.engine.transfer.outside_parameters import (
     OutsideGradients,
@@ -71,8 +71,8 @@ class _Worker:
         )
 
     @property
-    def urgencies(self) -> list[Urgency]:
-        return [job.urgency for job in self.queue.jobs]
+    def priorities(self) -> list[Priority]:
+        return [job.priority for job in self.queue.jobs]
 
 
 @contextmanager
@@ -110,19 +110,19 @@ def test_what_a_visit_has_asked_for_comes_before_it_in_the_next_step(
         for _ in range(2):
             uses.begin_step()
             outside.begin_step([F0, X0, B1], is_planned=True)
-            outside.leave()
-            outside.leave()
+            outside.release()
+            outside.release()
             values = outside.values(tail, wait=_wait)
             assert torch.equal(raw_of(values), tail)
             assert outside.values(tail, wait=_wait) is values
             assert outside.num_bytes == tail.nbytes
             outside.end_step()
             assert outside.num_bytes == 0
-        assert worker.urgencies == [Urgency.WEIGHTS, Urgency.PREFETCH]
+        assert worker.priorities == [Priority.WEIGHTS, Priority.PREFETCH]
         uses.begin_step()
         outside.begin_step([F0, X0, B1], is_planned=True)
         assert len(jobs) == 2  # it is for the visit after the next
-        outside.leave()
+        outside.release()
         assert len(jobs) == 3
         outside.end_step()
         outside.begin_step([F0, X0, B1], is_planned=False)  # an evaluation is not a habit
@@ -130,7 +130,7 @@ def test_what_a_visit_has_asked_for_comes_before_it_in_the_next_step(
         outside.end_step()
         uses.begin_step()
         outside.begin_step([F0, X0, B1], is_planned=True)
-        outside.leave()
+        outside.release()
         assert len(jobs) == 5
 
 
@@ -149,7 +149,7 @@ def test_what_comes_before_the_blocks_of_the_first_visit_goes_before_their_weigh
             outside.values(head, wait=_wait)  # by the next microbatch, after blocks of the first
             outside.end_step()
         assert begun == 3, "that of the head"
-        assert worker.urgencies[2:] == [Urgency.WEIGHTS, Urgency.PREFETCH]
+        assert worker.priorities[2:] == [Priority.WEIGHTS, Priority.PREFETCH]
 
 
 def test_what_one_worker_has_learnt_another_one_expects(
@@ -167,8 +167,8 @@ def test_what_one_worker_has_learnt_another_one_expects(
         one.outside.begin_step([B1, X0], is_planned=True)
         one.outside.begin_ahead()
         other.outside.begin_step([F0], is_planned=True)
-        assert one.urgencies == [Urgency.WEIGHTS, Urgency.PREFETCH]
-        assert other.urgencies == [Urgency.WEIGHTS, Urgency.WEIGHTS]
+        assert one.priorities == [Priority.WEIGHTS, Priority.PREFETCH]
+        assert other.priorities == [Priority.WEIGHTS, Priority.WEIGHTS]
         assert other.outside.values(head, wait=_wait, is_first=True).shape == head.shape
         assert len(other.queue.jobs) == 2
 
@@ -187,11 +187,11 @@ def test_what_a_step_in_flight_needs_comes_ahead_and_what_only_the_last_one_used
         assert len(worker.queue.jobs) == 2, "the tail's, while the first step runs"
         other.outside.follow_step([F0])
         assert len(other.queue.jobs) == 1, "two visits are to come before"
-        other.outside.leave()
+        other.outside.release()
         assert len(other.queue.jobs) == 2
         for one in (worker, other):
             one.outside.leave_step()
-        worker.outside.leave()
+        worker.outside.release()
         worker.outside.values(tail, wait=_wait)
         assert len(worker.queue.jobs) == 2
         assert worker.outside.num_bytes == head.nbytes + tail.nbytes

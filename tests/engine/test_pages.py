@@ -10,7 +10,7 @@ import torch
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.pinned_pool import HostArena
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPools
 from tests.kit.engine import Regressor
 
 
@@ -64,17 +64,17 @@ def test_everything_that_is_locked_can_be_and_is_given_back(
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     device = AcceleratorDevice(torch.device("cuda", 0))
     module = Regressor(6)
-    store, arena = HostStore(module, list(module.layers)), HostArena(device)
+    store, pools = HostStore(module, list(module.layers)), PinnedPools(device)
     store.pin(device)
-    [lane] = arena.begin_step([0])
-    lane.lend(5000)
-    arena.end()
+    [pool] = pools.begin_step([0])
+    pool.allocate(5000)
+    pools.end()
     assert len(runtime.registered) == 6 + 1 + 1  # a flat buffer per block, the rest, boundaries
     size = sum(parameter.nbytes for parameter in module.parameters())
-    assert size <= device.page_locked_bytes - arena.num_bytes <= 1.03 * size + 7 * 64 * 8
+    assert size <= device.page_locked_bytes - pools.num_bytes <= 1.03 * size + 7 * 64 * 8
     before = {name: value.clone() for name, value in module.state_dict().items()}
     store.close()
-    arena.close()
+    pools.close()
     assert not runtime.registered
     assert device.page_locked_bytes == 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

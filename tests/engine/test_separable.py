@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.separable import has_hooks, why_whole
+from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
 from roundpipe_lightning.optim.adamw import HostAdamW
 
 
@@ -101,7 +101,7 @@ def test_parts_give_the_bits_of_the_whole(name: str) -> None:
     ours = parameters(flat=name != "Muon")
     theirs = copy.deepcopy(ours)
     divided, whole = KINDS[name](groups(ours)), KINDS[name](groups(theirs))
-    assert why_whole(divided) is None
+    assert reason_not_separable(divided) is None
     for number in range(5):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn(one.shape)
@@ -222,7 +222,7 @@ def test_optimizers_that_cannot_be_divided(kind: Any, reason: str) -> None:
     optimizer = kind(members)
     before: list[Tensor] = [p.detach().clone() for p in members]
     state = torch.get_rng_state()
-    found = why_whole(optimizer)
+    found = reason_not_separable(optimizer)
     assert found is not None
     assert reason in found
     assert torch.equal(torch.get_rng_state(), state)
@@ -233,9 +233,9 @@ def test_optimizers_that_cannot_be_divided(kind: Any, reason: str) -> None:
 def test_a_replaced_step_is_not_divided_and_a_scheduler_replaces_nothing() -> None:
     optimizer = torch.optim.SGD(parameters(flat=True), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert why_whole(optimizer) is None
+    assert reason_not_separable(optimizer) is None
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-    assert why_whole(optimizer) == "its step was replaced"
+    assert reason_not_separable(optimizer) == "its step was replaced"
 
 
 def test_hooks_are_seen() -> None:

@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger
-from roundpipe_lightning.engine.transfer.transfers import Logistics
-from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
+from roundpipe_lightning.engine.transfer.transfers import Transfers
+from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
 from roundpipe_lightning.engine.transfer.worker_transfers import (
-    StepVisits,
     WaitedFor,
+    WorkerRuns,
     WorkerTransfers,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, Stage, StageKind
@@ -168,14 +168,14 @@ class Many(nn.Module):
 @contextmanager
 def transfers_of(module: nn.ModuleList) -> Iterator[WorkerTransfers]:
     store, stack = HostStore(module, list(module)), stack_of(tuple(module))
-    logistics = Logistics(store, devices=[MemoryDevice()], stacks=[stack])
-    [transfers] = logistics.transfers
+    everybody = Transfers(store, devices=[MemoryDevice()], stacks=[stack])
+    [transfers] = everybody.transfers
     assert transfers is not None
     try:
         yield transfers
-        assert logistics.take_error() is None
+        assert everybody.take_error() is None
     finally:
-        logistics.close()
+        everybody.close()
         store.close()
 
 
@@ -184,9 +184,9 @@ def operations_per_visit(num_parameters: int) -> int:
     module = nn.ModuleList(Many(num_parameters) for _ in range(3))
     blocks = tuple(module)
     stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(3))
-    visit = VisitPlan(stage=stage, blocks=blocks, wanted=blocks)
-    step = StepVisits(visits=(visit,) * 6, num_slots=2, resident=())
-    ledger = GradientLedger(num_microbatches=6, num_stages=2)
+    visit = StageRun(stage=stage, blocks=blocks, wanted=blocks)
+    step = WorkerRuns(visits=(visit,) * 6, num_slots=2, resident=())
+    reducer = GradientReducer(num_microbatches=6, num_stages=2)
     gradients = [torch.ones(4) for _ in range(num_parameters)]
     with transfers_of(module) as transfers:
         transfers.begin_step(step)
@@ -196,7 +196,7 @@ def operations_per_visit(num_parameters: int) -> int:
         for number in range(6):
             if number == 3:  # all that is made once was made
                 counting.enter_context(counted)
-            entered = transfers.weights.enter(stage, blocks)
+            entered = transfers.weights.acquire(stage, blocks)
             placed = []
             for block in blocks:
                 leaves = entered.regions[block].leaves()
@@ -205,15 +205,15 @@ def operations_per_visit(num_parameters: int) -> int:
                 for leaf, gradient in zip(leaves.values(), gradients, strict=True):
                     leaf.grad = gradient
             transfers.send_gradients(
-                1, placed, microbatches=[number], ledger=ledger, last=number, shared=()
+                1, placed, microbatches=[number], reducer=reducer, last=number, shared=()
             )
-            transfers.weights.leave()
+            transfers.weights.release()
         counting.close()
         assert transfers.drain(timeout_seconds=60)
         transfers.end_step()
     for number in range(6):
-        ledger.close_microbatch(number)
-    assert all(torch.equal(g, torch.full((4,), 6.0)) for g in ledger.sums().values())
+        reducer.close_microbatch(number)
+    assert all(torch.equal(g, torch.full((4,), 6.0)) for g in reducer.sums().values())
     return int(counted.num)
 
 

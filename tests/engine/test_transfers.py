@@ -15,8 +15,8 @@ from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAbort
 from roundpipe_lightning.engine.transfer.copy_queue import (
     MOST_UNDER_WAY,
     Job,
+    Priority,
     TransferQueue,
-    Urgency,
 )
 
 CHUNK = 8
@@ -88,16 +88,18 @@ def flat(value: int, num_bytes: int = CHUNK) -> Tensor:
     return torch.full((num_bytes,), value, dtype=torch.uint8)
 
 
-def job(value: int, *, chunks: int = 1, urgency: Urgency = Urgency.WEIGHTS, **given: object) -> Job:
+def job(
+    value: int, *, chunks: int = 1, priority: Priority = Priority.WEIGHTS, **given: object
+) -> Job:
     source = flat(value, chunks * CHUNK)
     pieces = [(torch.zeros_like(source), source)]
-    return Job(name=f"job {value}", urgency=urgency, pieces=pieces, **given)  # type: ignore[arg-type]
+    return Job(name=f"job {value}", priority=priority, pieces=pieces, **given)  # type: ignore[arg-type]
 
 
 def test_an_urgent_job_overtakes_the_chunks_of_a_long_one() -> None:
     device, failures = SteppedDevice(), Failures()
     with queue_of(device, failures) as queue:
-        long, urgent, late = job(1, chunks=5), job(2, urgency=Urgency.BOUNDARY), job(3)
+        long, urgent, late = job(1, chunks=5), job(2, priority=Priority.BOUNDARY), job(3)
         target = long.pieces[0][0]
         events = [queue.submit(long)]
         device.await_given(MOST_UNDER_WAY)
@@ -127,9 +129,9 @@ def test_a_job_that_waits_holds_up_no_other() -> None:
     device, failures = SteppedDevice(), Failures()
     with queue_of(device, failures) as queue:
         compute = HostEvent("compute")
-        first = queue.submit(job(1, urgency=Urgency.BOUNDARY, after=[compute, HostEvent()]))
-        second = queue.submit(job(2, urgency=Urgency.GRADIENTS, after=[compute]))
-        third = queue.submit(job(3, urgency=Urgency.PREFETCH))
+        first = queue.submit(job(1, priority=Priority.BOUNDARY, after=[compute, HostEvent()]))
+        second = queue.submit(job(2, priority=Priority.GRADIENTS, after=[compute]))
+        third = queue.submit(job(3, priority=Priority.PREFETCH))
         device.make()
         third.wait()
         compute.set()
@@ -149,7 +151,7 @@ def test_staged_jobs_go_through_the_queues_own_buffers() -> None:
             target = torch.zeros_like(source)
             staged = Job(
                 name="staged",
-                urgency=Urgency.GRADIENTS,
+                priority=Priority.GRADIENTS,
                 pieces=[(target, source)],
                 is_staged=True,
             )
@@ -219,7 +221,7 @@ def test_a_job_with_nothing_to_copy_is_done() -> None:
     calls: list[str] = []
     with queue_of(SteppedDevice(), Failures()) as queue:
         empty = Job(
-            name="empty", urgency=Urgency.WEIGHTS, pieces=[], done=lambda: calls.append("done")
+            name="empty", priority=Priority.WEIGHTS, pieces=[], done=lambda: calls.append("done")
         )
         queue.submit(empty).wait()
     assert calls == ["done"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.separable import why_whole
+from roundpipe_lightning.engine.update.separable import reason_not_separable
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.models.batches import split_batch
@@ -321,7 +321,7 @@ def test_optimizers_of_bitsandbytes(tmp_path: Path, name: str) -> None:
         pass
 
     Chosen.kind = staticmethod(partial(kind, min_8bit_size=64))
-    assert "keeps tensors" in str(why_whole(kind(Regressor().parameters(), lr=0.01)))
+    assert "keeps tensors" in str(reason_not_separable(kind(Regressor().parameters(), lr=0.01)))
     modules = []
     for strategy, devices in ((PlainLoop(2), 1), (EmulatedStrategy(num_microbatches=2), 2)):
         torch.manual_seed(3)

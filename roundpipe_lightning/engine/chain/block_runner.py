@@ -14,7 +14,7 @@ from roundpipe_lightning.engine.capture.side_outputs import Watch
 from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
 from roundpipe_lightning.engine.chain.values import BlockCall, Outcome
-from roundpipe_lightning.engine.transfer.pinned_pool import Lane
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
@@ -28,7 +28,7 @@ class BlockRunner:
         worker: Returns the worker whose turn it is.
         keeps: Names of operations that a recompute does not run again.
         stays: Says whether what they give may stay on the worker whose turn it is.
-        lane: Where they travel through on the host; None where no worker needs any.
+        pool: Where they travel through on the host; None where no worker needs any.
         compiler: Compiles blocks; None: they run as they are.
     """
 
@@ -39,20 +39,20 @@ class BlockRunner:
         worker: Callable[[], Worker],
         keeps: Sequence[str] = (),
         stays: Callable[[], bool] = lambda: False,
-        lane: Lane | None = None,
+        pool: PinnedPool | None = None,
         compiler: BlockCompiler | None = None,
     ) -> None:
         self._user = user
         self._worker = worker
         self._keeps = keeps
         self._stays = stays
-        self._lane = lane
+        self._pool = pool
         self._compiler = compiler
 
     def prepare(self, call: BlockCall) -> None:
         """Let a call keep what its recompute need not run again, if it will have one."""
         if self._keeps and call.wanted and call.place.segment is None:
-            call.kept = KeptOutputs(self._keeps, lane=self._lane)
+            call.kept = KeptOutputs(self._keeps, pool=self._pool)
 
     def run(
         self,

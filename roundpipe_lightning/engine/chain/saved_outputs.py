@@ -23,8 +23,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_lightning.engine.transfer.boundary import Parcel, Station
-from roundpipe_lightning.engine.transfer.pinned_pool import Lane
+from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 
 _NEEDED_FOR_BACKWARD = "compute_log_sumexp"
 """An argument of attention operations that is False where PyTorch keeps no graph."""
@@ -35,12 +35,12 @@ class KeptOutputs:
 
     Args:
         names: Names of the operations, such as `aten::_scaled_dot_product_flash_attention`.
-        lane: Memory on the host, of the microbatch; None where no worker needs any.
+        pool: Memory on the host, of the microbatch; None where no worker needs any.
     """
 
-    def __init__(self, names: Collection[str], *, lane: Lane | None = None) -> None:
+    def __init__(self, names: Collection[str], *, pool: PinnedPool | None = None) -> None:
         self._names = frozenset(names)
-        self._lane = lane
+        self._pool = pool
         self._entries: list[_Entry] = []
 
     @property
@@ -49,7 +49,7 @@ class KeptOutputs:
         return sum(entry.num_bytes for entry in self._entries)
 
     @contextmanager
-    def recorded(self, worker: Station, *, stays: bool = False) -> Iterator[None]:
+    def recorded(self, worker: TransferEndpoint, *, stays: bool = False) -> Iterator[None]:
         """Keep what the operations give until the context ends, and send it on its way then.
 
         Args:
@@ -60,10 +60,10 @@ class KeptOutputs:
         with _Recorder(self._names, self._entries):
             yield
         for entry in self._entries:
-            entry.send_off(worker, lane=self._lane, stays=stays)
+            entry.send_off(worker, pool=self._pool, stays=stays)
 
     @contextmanager
-    def replayed(self, worker: Station) -> Iterator[None]:
+    def replayed(self, worker: TransferEndpoint) -> Iterator[None]:
         """Give what was kept instead of running the operations, until the context ends.
 
         Args:
@@ -94,14 +94,14 @@ class _Entry:
         return [output for output in self._outputs if isinstance(output, Tensor)]
 
     @property
-    def parcels(self) -> list[Parcel]:
-        return [output for output in self._outputs if isinstance(output, Parcel)]
+    def boundaries(self) -> list[BoundaryTensor]:
+        return [output for output in self._outputs if isinstance(output, BoundaryTensor)]
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors) + sum(p.num_bytes for p in self.parcels)
+        return sum(t.nbytes for t in self.tensors) + sum(p.num_bytes for p in self.boundaries)
 
-    def send_off(self, worker: Station, *, lane: Lane | None, stays: bool) -> None:
+    def send_off(self, worker: TransferEndpoint, *, pool: PinnedPool | None, stays: bool) -> None:
         """Let the tensors travel; forget them if the block has written into one since.
 
         What an operation returns on the host (seeds, offsets) stays there.
@@ -110,21 +110,22 @@ class _Entry:
             self._outputs.clear()
         here = worker.device.torch_device
         self._outputs = [
-            Parcel(output, worker, lane=lane, keeps=stays)
+            BoundaryTensor(output, worker, pool=pool, keeps=stays)
             if isinstance(output, Tensor) and output.device == here
             else output
             for output in self._outputs
         ]
 
-    def send_to(self, worker: Station) -> None:
+    def send_to(self, worker: TransferEndpoint) -> None:
         """Begin to bring the tensors to where they will be asked for."""
-        for parcel in self.parcels:
-            parcel.send_to(worker)
+        for boundary in self.boundaries:
+            boundary.send_to(worker)
 
-    def on(self, worker: Station) -> list[Any]:
+    def on(self, worker: TransferEndpoint) -> list[Any]:
         """Return the outputs on a worker; nothing if they were forgotten."""
         return [
-            output.on(worker) if isinstance(output, Parcel) else output for output in self._outputs
+            output.on(worker) if isinstance(output, BoundaryTensor) else output
+            for output in self._outputs
         ]
 
 
@@ -149,7 +150,9 @@ class _Recorder(TorchDispatchMode):
 class _Replayer(TorchDispatchMode):
     """Gives what was noted, in the same order; what differs is run."""
 
-    def __init__(self, names: frozenset[str], entries: Sequence[_Entry], worker: Station) -> None:
+    def __init__(
+        self, names: frozenset[str], entries: Sequence[_Entry], worker: TransferEndpoint
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._left = iter(entries)

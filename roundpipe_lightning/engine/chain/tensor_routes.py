@@ -14,8 +14,8 @@ from torch import Tensor
 from roundpipe_lightning.engine.chain.segments import Source
 from roundpipe_lightning.engine.chain.values import Value
 from roundpipe_lightning.engine.device.events import Event
-from roundpipe_lightning.engine.transfer.boundary import Parcel
-from roundpipe_lightning.engine.transfer.pinned_pool import Lane
+from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
 
@@ -24,7 +24,7 @@ class Turn(Protocol):
     """Where a microbatch is on its way through the workers."""
 
     @property
-    def lane(self) -> Lane | None:
+    def pool(self) -> PinnedPool | None:
         """The microbatch's memory on the host; None where no worker needs any."""
 
     @property
@@ -57,9 +57,9 @@ class Sources:
     def __init__(self, user: UserCode, turn: Turn) -> None:
         self._user = user
         self._turn = turn
-        self._parcels: dict[Tensor, Parcel] = {}
-        self._taken: dict[Parcel, None] = {}  # in the present turn
-        self.gradients: dict[Source, Parcel] = {}
+        self._boundaries: dict[Tensor, BoundaryTensor] = {}
+        self._taken: dict[BoundaryTensor, None] = {}  # in the present turn
+        self.gradients: dict[Source, BoundaryTensor] = {}
 
     def here(self, source: Source, *, repeats: bool = False) -> Tensor:
         """Return a source on the present worker, without a graph.
@@ -74,21 +74,21 @@ class Sources:
                 return source.here.detach()
             assert source.host is not None, "kept when its turn ended"
             return source.host.on(worker)
-        if source not in self._parcels:
+        if source not in self._boundaries:
             if not repeats and worker.device.holds(source):
                 return source.detach()
             # User code keeps it, too: it need not leave before somebody else asks for it.
             maker = self._user.worker_of(source)
             made = None if maker is worker or maker is None else self._turn.left(maker)
-            self._parcels[source] = Parcel(
-                source, maker, lane=self._turn.lane, keeps=True, made=made
+            self._boundaries[source] = BoundaryTensor(
+                source, maker, pool=self._turn.pool, keeps=True, made=made
             )
-        parcel = self._parcels[source]
+        boundary = self._boundaries[source]
         if repeats:
-            self._taken[parcel] = None
-        return parcel.on(worker)
+            self._taken[boundary] = None
+        return boundary.on(worker)
 
-    def pack(self, tensor: Tensor, *, for_next: bool = False) -> Parcel:
+    def pack(self, tensor: Tensor, *, for_next: bool = False) -> BoundaryTensor:
         """Return a tensor that the present turn has made as something that can travel.
 
         Args:
@@ -99,14 +99,14 @@ class Sources:
         keeps = self._turn.stays_here
         if for_next and maker is not None and follower is not None:
             keeps = keeps or follower.device.reaches(maker.device)
-        return Parcel(tensor, maker, lane=self._turn.lane, keeps=keeps)
+        return BoundaryTensor(tensor, maker, pool=self._turn.pool, keeps=keeps)
 
-    def send_ahead(self, parcels: Iterable[Parcel]) -> None:
+    def send_ahead(self, boundaries: Iterable[BoundaryTensor]) -> None:
         """End the turn: send what the next one is likely to take to its worker."""
         worker = self._turn.next_worker
         if worker is not None:
-            for parcel in (*parcels, *self._taken):
-                parcel.send_to(worker)
+            for boundary in (*boundaries, *self._taken):
+                boundary.send_to(worker)
         self._taken.clear()
 
     def leaf(
@@ -127,6 +127,6 @@ class Sources:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._parcels.clear()
+        self._boundaries.clear()
         self._taken.clear()
         self.gradients.clear()

@@ -15,7 +15,7 @@ from roundpipe_lightning.engine.capture.arguments import Copies, Reference, Swap
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Phantom
 from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
-from roundpipe_lightning.engine.transfer.boundary import Parcel, Station
+from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
 from roundpipe_lightning.errors import CaptureError
 
 Watched: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
@@ -72,7 +72,7 @@ class Value(Reference):
         self.in_object = in_object
         self.segment = segment
         self.here: Tensor | None = tensor
-        self.host: Parcel | None = None
+        self.host: BoundaryTensor | None = None
         self.owner = owner
         self.form = (tensor.shape, tensor.dtype)
         self._phantom: weakref.ref[Phantom] | None = None
@@ -261,7 +261,7 @@ class BlockCall:
         return value
 
     def keeping(
-        self, worker: Station, *, again: bool, stays: Callable[[], bool]
+        self, worker: TransferEndpoint, *, again: bool, stays: Callable[[], bool]
     ) -> AbstractContextManager[None]:
         """Keep, while the block runs, what its recompute need not run again, or give it.
 

@@ -1,4 +1,4 @@
-"""Parcels: tensors that a turn has made and that later turns take, on other workers perhaps.
+"""Boundaries: tensors that a turn has made and that later turns take, on other workers perhaps.
 
 ```
 turn on worker 0    h = block(x) ●                      ●  compute has come so far
@@ -8,9 +8,9 @@ turn on worker 1                                                   ○ await, ne
 ```
 
 The way home begins when the turn ends, and the way to the next worker as soon as it is known which
-one: both while other microbatches compute. A parcel whose takers are all on devices that reach the
-one that made it goes there by one copy, or none where that is the same device, and not to the host
-as long as there is room:
+one: both while other microbatches compute. A boundary whose takers are all on devices that reach
+the one that made it goes there by one copy, or none where that is the same device, and not to the
+host as long as there is room:
 
 ```
 turn on worker 0    h = block(x) ●
@@ -29,13 +29,13 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
-from roundpipe_lightning.engine.transfer.copy_queue import Job, Urgency
-from roundpipe_lightning.engine.transfer.pinned_pool import Lane, Lent
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 
 
-class Station(Protocol):
-    """A worker, as parcels see it."""
+class TransferEndpoint(Protocol):
+    """A worker, as boundaries see it."""
 
     @property
     def device(self) -> Device:
@@ -46,13 +46,13 @@ class Station(Protocol):
         """What moves there; None if it computes in host memory."""
 
 
-class Parcel:
+class BoundaryTensor:
     """A tensor under way. Its methods are called by the thread of its microbatch.
 
     Args:
         tensor: The tensor.
         maker: The worker whose compute has made it; None if it is on the host.
-        lane: Memory on the host, of the microbatch; None where no worker needs any.
+        pool: Memory on the host, of the microbatch; None where no worker needs any.
         keeps: Whether it stays where it is until somebody else asks for it.
         made: When its maker had made it; None: when all compute launched so far is done.
     """
@@ -60,21 +60,21 @@ class Parcel:
     def __init__(
         self,
         tensor: Tensor,
-        maker: Station | None,
+        maker: TransferEndpoint | None,
         *,
-        lane: Lane | None = None,
+        pool: PinnedPool | None = None,
         keeps: bool = False,
         made: Event | None = None,
     ) -> None:
         self.num_bytes = tensor.nbytes
         self._maker = maker
-        self._lane = lane
+        self._pool = pool
         self._made = made
         self._here: Tensor | None = tensor.detach()
         self._host: Tensor | None = None
-        self._lent: Lent | None = None
+        self._lent: PinnedBlock | None = None
         self._landed: Event | None = None
-        self._arriving: tuple[Station, Tensor, Event] | None = None
+        self._arriving: tuple[TransferEndpoint, Tensor, Event] | None = None
         if maker is None or maker.device.shares_host_memory:
             self._host = self._here
         elif not keeps:
@@ -86,22 +86,22 @@ class Parcel:
         assert tensor is not None, "it is still there"
         assert maker is not None, "a worker has made it"
         assert maker.transfers is not None, "the worker moves it"
-        assert self._lane is not None, "a worker moves something"
-        self._lent = self._lane.lend(tensor.nbytes)
+        assert self._pool is not None, "a worker moves something"
+        self._lent = self._pool.allocate(tensor.nbytes)
         flat = self._lent.tensor.view(tensor.dtype)
         self._host = flat.as_strided(tensor.shape, _strides_of_copy(tensor))
         made = self._made or maker.device.mark_event("a boundary is made")
         self._landed = maker.transfers.downloads.submit(
             Job(
                 name="a boundary",
-                urgency=Urgency.BOUNDARY,
+                priority=Priority.BOUNDARY,
                 pieces=[(self._host, tensor)],
                 after=[made, *self._lent.after],
             )
         )
         self._lent.used_until(self._landed)
 
-    def send_to(self, worker: Station) -> None:
+    def send_to(self, worker: TransferEndpoint) -> None:
         """Begin to bring it to a worker that will ask for it next.
 
         A device without memory, or one that is gone, is not that of the calling thread, whose error
@@ -110,7 +110,7 @@ class Parcel:
         with contextlib.suppress(RuntimeError):
             self._send_to(worker)
 
-    def _send_to(self, worker: Station) -> None:
+    def _send_to(self, worker: TransferEndpoint) -> None:
         transfers = worker.transfers
         if transfers is None or self._is_here(worker):
             return
@@ -122,7 +122,7 @@ class Parcel:
         arrived = transfers.uploads.submit(
             Job(
                 name="a boundary",
-                urgency=Urgency.BOUNDARY,
+                priority=Priority.BOUNDARY,
                 pieces=[(there, source)],
                 after=after,
                 is_direct=source is self._here,
@@ -132,13 +132,13 @@ class Parcel:
             self._lent.used_until(arrived)
         self._arriving = (worker, there, arrived)
 
-    def _is_here(self, worker: Station) -> bool:
+    def _is_here(self, worker: TransferEndpoint) -> bool:
         """Say whether it is in the memory of a worker's device."""
         if self._here is None or self._maker is None:
             return False
         return worker is self._maker or worker.device.name == self._maker.device.name
 
-    def _source_for(self, worker: Station) -> tuple[Tensor, list[Event]]:
+    def _source_for(self, worker: TransferEndpoint) -> tuple[Tensor, list[Event]]:
         """Return what is to be copied to a worker, and what is to be waited for."""
         maker = self._maker
         if self._here is not None and maker is not None and worker.device.reaches(maker.device):
@@ -150,7 +150,7 @@ class Parcel:
         assert self._host is not None, "it has been sent home"
         return self._host, [] if self._landed is None else [self._landed]
 
-    def on(self, worker: Station | None) -> Tensor:
+    def on(self, worker: TransferEndpoint | None) -> Tensor:
         """Return it on a worker, without a graph, for compute that is launched from now on.
 
         Args:
@@ -191,7 +191,7 @@ def send_to_host(
     """
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     host = flat.as_strided(tensor.shape, _strides_of_copy(tensor))
-    job = Job(name="an output", urgency=Urgency.WEIGHTS, pieces=[(host, tensor)], after=[after])
+    job = Job(name="an output", priority=Priority.WEIGHTS, pieces=[(host, tensor)], after=[after])
     return host, transfers.downloads.submit(job)
 
 

@@ -41,7 +41,7 @@ MOST_UNDER_WAY = 2
 """Chunks that a queue has given to its device."""
 
 
-class Urgency(IntEnum):
+class Priority(IntEnum):
     """What goes first."""
 
     BOUNDARY = 0
@@ -63,7 +63,7 @@ class Job:
 
     Attributes:
         name: For people.
-        urgency: What it is for.
+        priority: What it is for.
         pieces: Pairs of destination and source; flat ones of bytes are cut into chunks.
         after: What must be done before the first copy.
         is_staged: Whether the host's side is not page-locked: each chunk then goes through a
@@ -75,7 +75,7 @@ class Job:
     """
 
     name: str
-    urgency: Urgency
+    priority: Priority
     pieces: Sequence[tuple[Tensor, Tensor]]
     after: Sequence[Event] = ()
     is_staged: bool = False
@@ -225,7 +225,7 @@ class TransferQueue:
                 self._push(entry)
 
     def _push(self, entry: _Entry) -> None:
-        heapq.heappush(self._ready, (entry.job.urgency, self._entries[entry], entry))
+        heapq.heappush(self._ready, (entry.job.priority, self._entries[entry], entry))
         self._changed.notify_all()
 
     def abort(self) -> None:

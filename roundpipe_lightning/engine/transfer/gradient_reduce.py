@@ -1,4 +1,4 @@
-"""The gradient ledger: sums gradients on the host in the order of the microbatches.
+"""The gradient reducer: sums gradients on the host in the order of the microbatches.
 
 Floating-point addition is not associative, so a sum that depends on who finished first would make
 the result depend on the number of workers. Contributions that arrive early wait for their turn:
@@ -30,7 +30,7 @@ from roundpipe_lightning.engine.store.block_layout import (
     gradient_dtype,
 )
 from roundpipe_lightning.engine.store.host_store import TakeGradients
-from roundpipe_lightning.engine.transfer.copy_queue import Job, TransferQueue, Urgency
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
@@ -94,7 +94,7 @@ class FlatGradients:
         return True
 
 
-class Account:
+class GradientAccumulator:
     """The sums of one stage, or of all that is used outside the blocks.
 
     Args:
@@ -116,7 +116,7 @@ class Account:
 
         Args:
             microbatches: Their indices, ascending; a device that sums over a round gives several.
-            gradients: Host tensors, which the ledger takes over. May be empty.
+            gradients: Host tensors, which the reducer takes over. May be empty.
         """
         with self._lock:
             self._held[microbatches[0]] = (microbatches, gradients)
@@ -151,7 +151,7 @@ class _Pending:
     def __init__(self) -> None:
         self.sums: Gradients = {}
         self.come: dict[int, Gradients] = {}
-        self.num_promised = self.num_folded = 0
+        self.num_reserved = self.num_folded = 0
         self.is_closed = False
 
     def fold(self) -> None:
@@ -161,7 +161,7 @@ class _Pending:
             self.num_folded += 1
 
 
-class GradientLedger:
+class GradientReducer:
     """All gradients of one step, on the host.
 
     Args:
@@ -184,8 +184,8 @@ class GradientLedger:
         self._take = take
         self._taken: set[nn.Parameter] = set()
         self._elsewhere = set(shared)
-        self._stages = tuple(Account(num_microbatches) for _ in range(num_stages))
-        self._shared = Account(num_microbatches)
+        self._stages = tuple(GradientAccumulator(num_microbatches) for _ in range(num_stages))
+        self._shared = GradientAccumulator(num_microbatches)
         self._open = Countdown(num_stages + 1)
         self._lock = threading.Lock()
         self._pending = tuple(_Pending() for _ in range(num_microbatches))
@@ -202,14 +202,14 @@ class GradientLedger:
         """
         if not isinstance(gradients, FlatGradients):  # those have it already
             gradients = _in_their_dtype(gradients)
-        account = self._stages[stage]
-        is_complete = account.add(microbatches, gradients)
+        accumulator = self._stages[stage]
+        is_complete = accumulator.add(microbatches, gradients)
         if is_complete and self._take is not None:
             with self._lock:
-                alone = {p: g for p, g in account.sums.items() if p not in self._elsewhere}
+                alone = {p: g for p, g in accumulator.sums.items() if p not in self._elsewhere}
             for parameter in self._take(alone) if alone else ():
                 self._taken.add(parameter)
-                del account.sums[parameter]
+                del accumulator.sums[parameter]
         if is_complete:
             self._open.tell()
 
@@ -228,9 +228,9 @@ class GradientLedger:
 
     def add_shared(self, microbatch: int, gradients: Gradients) -> None:
         """Add gradients of parameters with several uses; they are summed per microbatch first."""
-        self.promise_shared(microbatch)(gradients)
+        self.reserve_shared(microbatch)(gradients)
 
-    def promise_shared(self, microbatch: int) -> Callable[[Gradients], None]:
+    def reserve_shared(self, microbatch: int) -> Callable[[Gradients], None]:
         """Say that such gradients will come, to be added in the order of the promises.
 
         Returns:
@@ -238,8 +238,8 @@ class GradientLedger:
         """
         pending = self._pending[microbatch]
         with self._lock:
-            number = pending.num_promised
-            pending.num_promised += 1
+            number = pending.num_reserved
+            pending.num_reserved += 1
 
         def keep(gradients: Gradients) -> None:
             gradients = _in_their_dtype(gradients)
@@ -259,7 +259,7 @@ class GradientLedger:
     def _close(self, microbatch: int) -> None:
         pending = self._pending[microbatch]
         with self._lock:
-            if not pending.is_closed or pending.num_folded < pending.num_promised:
+            if not pending.is_closed or pending.num_folded < pending.num_reserved:
                 return
             pending.is_closed = False  # once
         if self._shared.add([microbatch], pending.sums):
@@ -268,8 +268,8 @@ class GradientLedger:
     def sums(self) -> Gradients:
         """Return the sums, after all microbatches are closed. Call it once."""
         total: Gradients = {}
-        for account in (*self._stages, self._shared):
-            fold(total, account.sums)
+        for accumulator in (*self._stages, self._shared):
+            fold(total, accumulator.sums)
         return total
 
 
@@ -350,7 +350,7 @@ class GradientStaging:
         self._landed = self._downloads.submit(
             Job(
                 name="gradients",
-                urgency=Urgency.GRADIENTS,
+                priority=Priority.GRADIENTS,
                 pieces=[(home.flat, self._memory.bytes_at(0, layout.num_bytes))],
                 after=[gathered],
                 is_staged=True,

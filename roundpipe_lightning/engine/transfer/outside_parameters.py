@@ -30,7 +30,7 @@ from roundpipe_lightning.engine.store.block_layout import bytes_of
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.weight_versions import Serving
-from roundpipe_lightning.engine.transfer.copy_queue import CHUNK_BYTES, Job, TransferQueue, Urgency
+from roundpipe_lightning.engine.transfer.copy_queue import CHUNK_BYTES, Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
 from roundpipe_lightning.planning.schedule.stages import Stage
 
@@ -126,14 +126,14 @@ class OutsideWeights:
         if self._is_planned and stages:
             for parameter, is_first in self._uses.expected(stages[0]).items():
                 if is_first:
-                    self._bring(parameter, Urgency.WEIGHTS)
+                    self._bring(parameter, Priority.WEIGHTS)
 
     def begin_ahead(self) -> None:
         """Begin what else the present visit and the next one need."""
         with self._lock:
             for stage in self._stages[self._number : self._number + 2] if self._is_planned else ():
                 for parameter in self._uses.expected(stage):
-                    self._bring(parameter, Urgency.PREFETCH)
+                    self._bring(parameter, Priority.PREFETCH)
 
     def follow_step(self, stages: Sequence[Stage] = ()) -> None:
         """Hear that a step follows the one that runs. It may be given other values.
@@ -200,7 +200,7 @@ class OutsideWeights:
 
     # -------------------------------------------------------------------------------- the values
 
-    def _bring(self, parameter: nn.Parameter, urgency: Urgency) -> None:
+    def _bring(self, parameter: nn.Parameter, priority: Priority) -> None:
         source = parameter.detach()
         if parameter in self._here or source.is_inference() or not fills_its_memory(source):
             return
@@ -209,7 +209,7 @@ class OutsideWeights:
             values = flat.view(source.dtype).as_strided(source.shape, source.stride())
         job = Job(
             name="a parameter outside the blocks",
-            urgency=urgency,
+            priority=priority,
             pieces=(),
             after=self._store.updates_of([parameter]),
         )
@@ -240,7 +240,7 @@ class OutsideWeights:
             if self._is_planned and self._number < len(self._stages):
                 self._uses.note(self._stages[self._number], parameter, is_first=is_first)
             self._last_used[parameter] = self._num_left
-            self._bring(parameter, Urgency.WEIGHTS)
+            self._bring(parameter, Priority.WEIGHTS)
             if parameter not in self._here:  # memory with gaps: one by one
                 self._here[parameter] = self._device.upload(self._store.value(parameter))
                 self.num_bytes += parameter.nbytes
@@ -289,7 +289,7 @@ class OutsideGradients:
         return self._downloads.submit(
             Job(
                 name="gradients of parameters outside the blocks",
-                urgency=Urgency.GRADIENTS,
+                priority=Priority.GRADIENTS,
                 pieces=pieces,
                 after=[self._device.mark_event("gradients outside the blocks are made")],
                 is_staged=longest <= self._longest or self._longest >= CHUNK_BYTES,

@@ -1,19 +1,19 @@
-"""Page-locked host memory for boundaries, divided into lanes: one per microbatch under way.
+"""Page-locked host memory for boundaries, divided into pools: one per microbatch under way.
 
-A microbatch borrows in the order of its own thread, from the lane that it has, and what it gives
+A microbatch borrows in the order of its own thread, from the pool that it has, and what it gives
 back can be lent again at once: whoever writes there next waits for the copies that were still using
-it. So what a lane needs follows from what the microbatch sends home, not from who was faster. A
-lane goes to another microbatch when the schedule says that the one before has ended (`lane_numbers`
-of `worker/turns.py`), and the lanes of two steps under way are apart:
+it. So what a pool needs follows from what the microbatch sends home, not from who was faster. A
+pool goes to another microbatch when the schedule says that the one before has ended (`pool_numbers`
+of `worker/turns.py`), and the pools of two steps under way are apart:
 
 ```
 addresses   0 .............. set 0 .............. set 1 .............. length of the buffer
-            [ lane 0        ][ lane 1        ]   [ lane 0 ][ lane 1 ]
+            [ pool 0        ][ pool 1        ]   [ pool 0 ][ pool 1 ]
               lent  gap lent   lent     gap
 ```
 
 Page-locking takes long and stops the device, so it is done between steps only. What a microbatch
-needs beyond its lane it gets from ordinary memory, whose copies are slower, and the lanes of that
+needs beyond its pool it gets from ordinary memory, whose copies are slower, and the pools of that
 number are made as long as that microbatch has needed. From the second step of a kind on everything
 is page-locked.
 """
@@ -37,8 +37,8 @@ _ENDLESS = 1 << 62
 _MOST_SETS = 2  # as many as there are steps under way
 
 
-class Lent:
-    """A part of a lane; it goes back when nobody refers to this any more.
+class PinnedBlock:
+    """A part of a pool; it goes back when nobody refers to this any more.
 
     Attributes:
         tensor: The memory, as flat bytes.
@@ -58,13 +58,13 @@ class Lent:
         self._used.append(event)
 
     def __del__(self) -> None:
-        # Not to the lane itself, at which its microbatch may be at work.
+        # Not to the pool itself, at which its microbatch may be at work.
         self._back.append(self._used)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Gap:
-    """A part of a lane that can be lent.
+    """A part of a pool that can be lent.
 
     Attributes:
         start: Its first byte.
@@ -77,7 +77,7 @@ class _Gap:
     used: tuple[Event, ...] = ()
 
 
-class Lane:
+class PinnedPool:
     """Memory of one microbatch after the other. Called by the thread of the one that has it.
 
     Args:
@@ -99,7 +99,7 @@ class Lane:
         """Whether it has needed more than is page-locked."""
         return self.num_bytes > self._buffer.nbytes
 
-    def lend(self, num_bytes: int) -> Lent:
+    def allocate(self, num_bytes: int) -> PinnedBlock:
         """Lend some memory, from the first gap that is wide enough."""
         self._take_back()
         size = max(1, -(-num_bytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
@@ -111,7 +111,7 @@ class Lane:
         self.num_bytes = max(self.num_bytes, stop)
         used: list[Event] = []
         self._lent[id(used)] = (start, stop, used)
-        return Lent(self._tensor(start, num_bytes), after=after, used=used, back=self._back)
+        return PinnedBlock(self._tensor(start, num_bytes), after=after, used=used, back=self._back)
 
     def _found(self, size: int) -> tuple[int, int]:
         """Return the first and the last of the neighbouring gaps that together are so wide."""
@@ -139,7 +139,7 @@ class Lane:
         """Lend nothing of the page-locked memory any more: its step was given up."""
         self._buffer = self._buffer[:0]
 
-    def vacate(self) -> None:
+    def reset(self) -> None:
         """Hear that the microbatch that has it takes nothing from it any more."""
         self._take_back()
         spans = [_Gap(start=a, stop=b, used=tuple(used)) for a, b, used in self._lent.values()]
@@ -153,8 +153,8 @@ def _to_come(gaps: Iterable[_Gap]) -> tuple[Event, ...]:
     return tuple(dict.fromkeys(e for gap in gaps for e in gap.used if not e.is_done))
 
 
-class HostArena:
-    """Makes the lanes. Its methods are called by the Trainer's thread.
+class PinnedPools:
+    """Makes the pools. Its methods are called by the Trainer's thread.
 
     Args:
         device: Page-locks for all devices of its kind.
@@ -163,11 +163,11 @@ class HostArena:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._lengths: list[int] = []  # that are needed, of the lanes of a set, by their numbers
+        self._lengths: list[int] = []  # that are needed, of the pools of a set, by their numbers
         self._made: tuple[tuple[int, ...], int] = ((), 1)  # what there is, and the number of sets
         self._num_wanted = 1  # sets
-        self._was_without = False  # whether a step has followed another without lanes of its own
-        self._sets: list[list[Lane]] = [[]]
+        self._was_without = False  # whether a step has followed another without pools of its own
+        self._sets: list[list[PinnedPool]] = [[]]
         self._busy: list[int] = []  # sets of the steps under way
 
     @property
@@ -175,33 +175,35 @@ class HostArena:
         """Bytes that are page-locked."""
         return self._buffer.nbytes
 
-    def begin_step(self, numbers: Sequence[int]) -> tuple[Lane, ...]:
-        """Give a lane to each microbatch of a step, which may follow one that is under way.
+    def begin_step(self, numbers: Sequence[int]) -> tuple[PinnedPool, ...]:
+        """Give a pool to each microbatch of a step, which may follow one that is under way.
 
         Args:
-            numbers: Of the lanes, by microbatch.
+            numbers: Of the pools, by microbatch.
         """
         free = next(i for i in range(_MOST_SETS) if i not in self._busy)
         self._busy.append(free)
         while len(self._sets) <= free:
             self._sets.append([])
-        lanes = self._sets[free]
-        lanes += (Lane(torch.empty(0, dtype=torch.uint8)) for _ in range(len(lanes), _num(numbers)))
-        return tuple(lanes[number] for number in numbers)
+        pools = self._sets[free]
+        pools += (
+            PinnedPool(torch.empty(0, dtype=torch.uint8)) for _ in range(len(pools), _num(numbers))
+        )
+        return tuple(pools[number] for number in numbers)
 
     def end_first(self) -> None:
         """Hear that the step that has begun first has ended, and another goes on."""
         del self._busy[0]
 
     def want_two(self) -> None:
-        """Have lanes for two steps when no step is under way."""
+        """Have pools for two steps when no step is under way."""
         self._num_wanted = _MOST_SETS
 
     def can_follow(self, numbers: Sequence[int]) -> bool:
-        """Say whether a step can begin while one is under way: there are lanes for both.
+        """Say whether a step can begin while one is under way: there are pools for both.
 
         Args:
-            numbers: Of the lanes of the step, by microbatch.
+            numbers: Of the pools of the step, by microbatch.
         """
         lengths, num_sets = self._made
         if num_sets < _MOST_SETS and not self._was_without:
@@ -209,26 +211,26 @@ class HostArena:
             self._was_without = True
             return True  # for once in ordinary memory
         is_made = num_sets == _MOST_SETS and _num(numbers) <= len(lengths)
-        return is_made and not any(lane.is_short for lane in self._all)
+        return is_made and not any(pool.is_short for pool in self._all)
 
     def end(self, *, failed: bool = False) -> None:
-        """Hear that no step is under way: make lanes as long as steps have needed.
+        """Hear that no step is under way: make pools as long as steps have needed.
 
         Args:
             failed: Whether steps were given up, so that threads may still have some.
         """
         self._busy.clear()
         if failed:
-            for lane in self._all:
-                lane.retire()
+            for pool in self._all:
+                pool.retire()
             self._divide()
             return
         for one in self._sets:
-            for number, lane in enumerate(one):
-                lane.vacate()
+            for number, pool in enumerate(one):
+                pool.reset()
                 if number == len(self._lengths):
                     self._lengths.append(0)
-                self._lengths[number] = max(self._lengths[number], lane.num_bytes)
+                self._lengths[number] = max(self._lengths[number], pool.num_bytes)
         if self._made != (tuple(self._lengths), self._num_wanted):
             self._made = (tuple(self._lengths), self._num_wanted)
             self._device.unpin(self._buffer)
@@ -238,18 +240,18 @@ class HostArena:
             self._divide()
 
     @property
-    def _all(self) -> Iterator[Lane]:
+    def _all(self) -> Iterator[PinnedPool]:
         return itertools.chain.from_iterable(self._sets)
 
     def _divide(self) -> None:
-        """Cut the buffer into lanes."""
+        """Cut the buffer into pools."""
         lengths, num_sets = self._made
         start, self._sets = 0, []
         with torch.inference_mode(mode=False):
             for _ in range(num_sets):
                 self._sets.append([])
                 for length in lengths:
-                    self._sets[-1].append(Lane(self._buffer[start : start + length]))
+                    self._sets[-1].append(PinnedPool(self._buffer[start : start + length]))
                     start += length
 
     def close(self) -> None:
@@ -260,5 +262,5 @@ class HostArena:
 
 
 def _num(numbers: Sequence[int]) -> int:
-    """Return how many lanes there are of some numbers."""
+    """Return how many pools there are of some numbers."""
     return max(numbers, default=-1) + 1

@@ -24,10 +24,10 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.outside_parameters import OutsideUses
-from roundpipe_lightning.engine.transfer.pinned_pool import HostArena, Lane
-from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
+from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
 from roundpipe_lightning.engine.transfer.worker_transfers import (
-    StepVisits,
+    WorkerRuns,
     WorkerTraffic,
     WorkerTransfers,
 )
@@ -39,7 +39,7 @@ from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
 
 
-class Logistics:
+class Transfers:
     """Everything that moves between the host and the workers.
 
     Args:
@@ -59,11 +59,11 @@ class Logistics:
         self._store = store
         self._layouts = Layouts(store)
         moving = [device for device in devices if not device.shares_host_memory]
-        self._arena = HostArena(moving[0]) if moving else None
+        self._pools = PinnedPools(moving[0]) if moving else None
         self._uses = OutsideUses()
         self._error: tuple[BaseException, str] | None = None
         self._serving = store.serving  # that of the last step
-        self._last: Sequence[StepVisits] = ()
+        self._last: Sequence[WorkerRuns] = ()
         self._tell_step: Callable[[], None] = _nobody
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
             None
@@ -83,7 +83,7 @@ class Logistics:
 
     def begin(
         self,
-        steps: Sequence[StepVisits],
+        steps: Sequence[WorkerRuns],
         *,
         is_planned: bool = True,
         on_failure: Callable[[], None] = lambda: None,
@@ -114,7 +114,7 @@ class Logistics:
             for transfers in self._moving:
                 transfers.begin_ahead()
 
-    def can_follow(self, steps: Sequence[StepVisits]) -> bool:
+    def can_follow(self, steps: Sequence[WorkerRuns]) -> bool:
         """Say whether a step can begin while one runs: memory and layouts stay as they are.
 
         Args:
@@ -131,7 +131,7 @@ class Logistics:
             and all(one is None or one.can_follow(step) for step, one in pairs)
         )
 
-    def begin_overlapped(self, steps: Sequence[StepVisits]) -> None:
+    def begin_overlapped(self, steps: Sequence[WorkerRuns]) -> None:
         """Begin the transfers of a step that can follow the one that runs."""
         self._serving, self._last = self._store.serving, steps
         self._uses.follow_step()
@@ -139,29 +139,29 @@ class Logistics:
             if transfers is not None:
                 transfers.follow_step(step)
 
-    # ------------------------------------------------------------------------------------- lanes
+    # ------------------------------------------------------------------------------------- pools
 
-    def lanes_can_follow(self, numbers: Sequence[int]) -> bool:
-        """Say whether there are lanes for a step and for the one that is under way.
+    def pools_can_follow(self, numbers: Sequence[int]) -> bool:
+        """Say whether there are pools for a step and for the one that is under way.
 
         Args:
-            numbers: Of the lanes, by microbatch.
+            numbers: Of the pools, by microbatch.
         """
-        return self._arena is None or self._arena.can_follow(numbers)
+        return self._pools is None or self._pools.can_follow(numbers)
 
-    def lanes(self, numbers: Sequence[int]) -> tuple[Lane, ...] | None:
-        """Return the lanes of a step that begins, by microbatch; None if no worker needs any."""
-        return None if self._arena is None else self._arena.begin_step(numbers)
+    def pools(self, numbers: Sequence[int]) -> tuple[PinnedPool, ...] | None:
+        """Return the pools of a step that begins, by microbatch; None if no worker needs any."""
+        return None if self._pools is None else self._pools.begin_step(numbers)
 
     def reserve_second_set(self) -> None:
-        """Have lanes for two steps as soon as none is under way."""
-        if self._arena is not None:
-            self._arena.want_two()
+        """Have pools for two steps as soon as none is under way."""
+        if self._pools is not None:
+            self._pools.want_two()
 
     def end_first(self) -> None:
         """Hear that the step that has begun first has ended, and another goes on."""
-        if self._arena is not None:
-            self._arena.end_first()
+        if self._pools is not None:
+            self._pools.end_first()
         for transfers in self._moving:
             transfers.outside.end_first()
 
@@ -224,8 +224,8 @@ class Logistics:
                 transfers.abort()
                 transfers.drain(timeout_seconds=grace_seconds)
             transfers.end_step(failed=failed)
-        if self._arena is not None:
-            self._arena.end(failed=failed)
+        if self._pools is not None:
+            self._pools.end(failed=failed)
 
     def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
         """Return what each worker has moved for a step, when that is over on the devices."""
@@ -236,15 +236,15 @@ class Logistics:
     @property
     def host_bytes(self) -> int:
         """Page-locked bytes beside those of the parameters."""
-        arena = 0 if self._arena is None else self._arena.num_bytes
-        return arena + sum(transfers.host_bytes for transfers in self._moving)
+        pools = 0 if self._pools is None else self._pools.num_bytes
+        return pools + sum(transfers.host_bytes for transfers in self._moving)
 
     def close(self) -> None:
         """End the threads and give all memory back."""
         for transfers in self._moving:
             transfers.close()
-        if self._arena is not None:
-            self._arena.close()
+        if self._pools is not None:
+            self._pools.close()
 
 
 def _drained(transfers: WorkerTransfers, seconds: float) -> bool:
@@ -255,7 +255,7 @@ def _nobody() -> None:
     """Tell nobody."""
 
 
-def plan_visits(plan: Plan, chain: Chain, *, backward: bool) -> tuple[StepVisits, ...]:
+def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, ...]:
     """Return what each worker runs.
 
     Args:
@@ -271,7 +271,7 @@ def plan_visits(plan: Plan, chain: Chain, *, backward: bool) -> tuple[StepVisits
         stages = [plan.partition.stage(kind, index) for (kind, index), _ in runs]
         stays = plan.resident[worker] if plan.resident else ()
         found.append(
-            StepVisits(
+            WorkerRuns(
                 visits=tuple(_visit(stage, chain, backward=backward) for stage in stages),
                 num_slots=plan.weight_slots,
                 resident=_unique(chain.links[position].block for position in stays),
@@ -283,12 +283,12 @@ def plan_visits(plan: Plan, chain: Chain, *, backward: bool) -> tuple[StepVisits
     return tuple(replace(step, room_for=everybody) for step in found)
 
 
-def _visit(stage: Stage, chain: Chain, *, backward: bool) -> VisitPlan:
+def _visit(stage: Stage, chain: Chain, *, backward: bool) -> StageRun:
     links = chain.links[stage.blocks.start : stage.blocks.stop]
     wanted: Iterable[nn.Module] = (link.block for link in links)
     if stage.kind is StageKind.BACKWARD:
         wanted = (link.block for link in links if link.backward and backward)
-    return VisitPlan(
+    return StageRun(
         stage=stage, blocks=_unique(link.block for link in links), wanted=_unique(wanted)
     )
 

@@ -26,13 +26,13 @@ from roundpipe_lightning.engine.device.events import DoneEvent, Event
 from roundpipe_lightning.engine.store.block_layout import Layouts, region_bytes
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.weight_versions import Serving
-from roundpipe_lightning.engine.transfer.copy_queue import Job, TransferQueue, Urgency
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory, Region
 from roundpipe_lightning.planning.schedule.stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisitPlan:
+class StageRun:
     """A visit.
 
     Attributes:
@@ -47,7 +47,7 @@ class VisitPlan:
 
 
 @dataclass(kw_only=True, eq=False)
-class Visit:
+class StageWeights:
     """The weights of a visit, there or under way.
 
     Attributes:
@@ -58,7 +58,7 @@ class Visit:
         brought: Blocks that are there or under way.
     """
 
-    plan: VisitPlan
+    plan: StageRun
     regions: Mapping[nn.Module, Region]
     serving: Serving
     events: dict[nn.Module, Event] = field(default_factory=dict)
@@ -134,9 +134,11 @@ class WorkerWeights:
         self._worker = worker
         self._slots: list[Memory] = []
         self._stays: dict[nn.Module, _Stay] = {}
-        self._visits: list[Visit | None] = []  # of the step, as far as their uploads have begun
-        self._places: dict[tuple[VisitPlan, int], Mapping[nn.Module, Region]] = {}  # and the slot
-        self._plans: Sequence[tuple[VisitPlan, Serving]] = ()
+        self._visits: list[
+            StageWeights | None
+        ] = []  # of the step, as far as their uploads have begun
+        self._places: dict[tuple[StageRun, int], Mapping[nn.Module, Region]] = {}  # and the slot
+        self._plans: Sequence[tuple[StageRun, Serving]] = ()
         self._serving = layouts.serving  # that of the last step
         self._number = 0  # of the visit that computes, or computes next
         self._lock = threading.RLock()
@@ -144,7 +146,7 @@ class WorkerWeights:
     # --------------------------------------------------------------------------------- the memory
 
     def prepare(
-        self, plans: Iterable[VisitPlan], *, num_slots: int, resident: Sequence[nn.Module] = ()
+        self, plans: Iterable[StageRun], *, num_slots: int, resident: Sequence[nn.Module] = ()
     ) -> None:
         """Make room for some visits. Memory is made, or made larger, here and nowhere else.
 
@@ -199,7 +201,7 @@ class WorkerWeights:
 
     # ----------------------------------------------------------------------------------- a step
 
-    def begin_step(self, plans: Sequence[VisitPlan]) -> None:
+    def begin_step(self, plans: Sequence[StageRun]) -> None:
         """Begin the uploads of a step's first visit.
 
         Args:
@@ -216,7 +218,7 @@ class WorkerWeights:
         for _ in self._slots[1:]:
             self._begin_next()
 
-    def _served(self, plans: Iterable[VisitPlan]) -> list[tuple[VisitPlan, Serving]]:
+    def _served(self, plans: Iterable[StageRun]) -> list[tuple[StageRun, Serving]]:
         return [(plan, self._serving) for plan in plans]
 
     @property
@@ -225,12 +227,12 @@ class WorkerWeights:
         stays = (stay.region.layout.pieces for stay in self._stays.values())
         return not any(piece.trained for pieces in stays for piece in pieces)
 
-    def has_room_for(self, plans: Iterable[VisitPlan]) -> bool:
+    def has_room_for(self, plans: Iterable[StageRun]) -> bool:
         """Say whether the slots are long enough for some visits."""
         room = min((slot.num_bytes for slot in self._slots), default=0)
         return all(self._slot_bytes(plan.blocks) <= room for plan in plans)
 
-    def follow(self, plans: Sequence[VisitPlan]) -> None:
+    def follow(self, plans: Sequence[StageRun]) -> None:
         """Take the visits of the next step while those of a step may still run.
 
         Args:
@@ -253,17 +255,17 @@ class WorkerWeights:
         visit = self._placed(plan, number % len(self._slots), serving)
         self._visits.append(visit)
         is_next = number == self._number
-        self._bring(visit, plan.wanted, Urgency.WEIGHTS if is_next else Urgency.PREFETCH)
+        self._bring(visit, plan.wanted, Priority.WEIGHTS if is_next else Priority.PREFETCH)
 
-    def _placed(self, plan: VisitPlan, number: int, serving: Serving) -> Visit:
+    def _placed(self, plan: StageRun, number: int, serving: Serving) -> StageWeights:
         """Say where the blocks of a visit lie in the slot of that number."""
         regions = self._places.get((plan, number))
         if regions is None:
             regions = self._newly_placed(plan, self._slots[number])
             self._places[plan, number] = regions
-        return Visit(plan=plan, regions=regions, serving=serving)
+        return StageWeights(plan=plan, regions=regions, serving=serving)
 
-    def _newly_placed(self, plan: VisitPlan, slot: Memory) -> Mapping[nn.Module, Region]:
+    def _newly_placed(self, plan: StageRun, slot: Memory) -> Mapping[nn.Module, Region]:
         regions: dict[nn.Module, Region] = {}
         end = 0
         for block in plan.blocks:
@@ -279,7 +281,7 @@ class WorkerWeights:
             self._places.clear()
         return regions
 
-    def _bring(self, visit: Visit, blocks: Iterable[nn.Module], urgency: Urgency) -> None:
+    def _bring(self, visit: StageWeights, blocks: Iterable[nn.Module], priority: Priority) -> None:
         for block in blocks:
             if block in visit.brought:
                 continue
@@ -291,7 +293,7 @@ class WorkerWeights:
             trained_only = stay is not None and stay.has_frozen_part
             job = Job(
                 name=f"weights of {self._names[block]}",
-                urgency=urgency,
+                priority=priority,
                 pieces=(),
                 after=(
                     region.memory.free,
@@ -304,7 +306,7 @@ class WorkerWeights:
             if stay is not None:
                 stay.uploaded(visit.events[block])
 
-    def enter(self, stage: Stage, blocks: Sequence[nn.Module]) -> Visit:
+    def enter(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
         """Return the visit that computes now.
 
         Args:
@@ -319,20 +321,20 @@ class WorkerWeights:
             visit = self._visits[self._number]
             assert visit is not None, "it has not ended"
             assert visit.plan.stage == stage, "visits come in the order of the plan"
-            self._bring(visit, blocks, Urgency.WEIGHTS)
+            self._bring(visit, blocks, Priority.WEIGHTS)
             return visit
 
-    def _enter_unplanned(self, stage: Stage, blocks: Sequence[nn.Module]) -> Visit:
+    def _enter_unplanned(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
         present = self._visits[self._number] if self._number < len(self._visits) else None
         if present is not None and present.plan.stage != stage:
             self.leave()
             present = None
         if present is None:
             unique = tuple(dict.fromkeys(blocks))
-            plan = VisitPlan(stage=stage, blocks=unique, wanted=unique)
+            plan = StageRun(stage=stage, blocks=unique, wanted=unique)
             present = self._placed(plan, self._number % len(self._slots), self._serving)
             self._visits.append(present)
-        self._bring(present, blocks, Urgency.WEIGHTS)
+        self._bring(present, blocks, Priority.WEIGHTS)
         return present
 
     def leave(self) -> None:
@@ -346,7 +348,7 @@ class WorkerWeights:
             if self._plans:
                 self._begin_next()
 
-    def _set_free(self, visit: Visit) -> None:
+    def _set_free(self, visit: StageWeights) -> None:
         """Have what is uploaded next in a visit's place wait for the compute launched so far."""
         free = self._device.mark_event(f"{self._worker} has left {visit.plan.stage}")
         for region in visit.regions.values():

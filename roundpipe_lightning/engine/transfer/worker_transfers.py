@@ -26,7 +26,7 @@ from roundpipe_lightning.engine.transfer.copy_queue import (
 )
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     FlatGradients,
-    GradientLedger,
+    GradientReducer,
     GradientStaging,
 )
 from roundpipe_lightning.engine.transfer.outside_parameters import (
@@ -34,7 +34,7 @@ from roundpipe_lightning.engine.transfer.outside_parameters import (
     OutsideUses,
     OutsideWeights,
 )
-from roundpipe_lightning.engine.transfer.weight_prefetch import VisitPlan, WorkerWeights
+from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun, WorkerWeights
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
@@ -75,7 +75,7 @@ class WorkerTraffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepVisits:
+class WorkerRuns:
     """A worker's part of a plan.
 
     Attributes:
@@ -85,10 +85,10 @@ class StepVisits:
         room_for: What else it may run of other batches, for which memory is made, too.
     """
 
-    visits: tuple[VisitPlan, ...]
+    visits: tuple[StageRun, ...]
     num_slots: int
     resident: tuple[nn.Module, ...]
-    room_for: tuple[VisitPlan, ...] = ()
+    room_for: tuple[StageRun, ...] = ()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -150,14 +150,14 @@ class WorkerTransfers:
             device, layouts=layouts, downloads=self.downloads, worker=worker
         )
         self._staging: dict[CopyQueue, list[Tensor]] = {}
-        self._prepared: tuple[StepVisits, int] | None = None
+        self._prepared: tuple[WorkerRuns, int] | None = None
         self._waits: list[tuple[WaitedFor, Any, Any]] = []
         self._ended: dict[object, list[tuple[WaitedFor, Any, Any]]] = {}  # by their steps
         self._before = (0, 0, 0)
 
     # ----------------------------------------------------------------------------------- a step
 
-    def begin_step(self, step: StepVisits, *, is_planned: bool = True) -> None:
+    def begin_step(self, step: WorkerRuns, *, is_planned: bool = True) -> None:
         """Make room, and begin the uploads of the first visit.
 
         Args:
@@ -178,7 +178,7 @@ class WorkerTransfers:
         self.weights.begin_ahead()
         self.outside.begin_ahead()
 
-    def can_follow(self, step: StepVisits) -> bool:
+    def can_follow(self, step: WorkerRuns) -> bool:
         """Say whether a step can begin while a planned one runs: its memory has been made."""
         if self._prepared is None or self._prepared[1] != self._layouts.version:
             return False
@@ -190,7 +190,7 @@ class WorkerTransfers:
             and self._staged_bytes(step.visits) <= self._num_staged(CopyQueue.UPLOAD)
         )
 
-    def follow_step(self, step: StepVisits) -> None:
+    def follow_step(self, step: WorkerRuns) -> None:
         """Begin the first uploads of a step while the one before it may still run.
 
         Args:
@@ -204,7 +204,7 @@ class WorkerTransfers:
         self._ended[step], self._waits = self._waits, []
         self.outside.leave_step()
 
-    def _prepare(self, step: StepVisits) -> None:
+    def _prepare(self, step: WorkerRuns) -> None:
         visits = (*step.visits, *step.room_for)
         self.weights.prepare(visits, num_slots=step.num_slots, resident=step.resident)
         gradients = self._gradient_bytes(visits)
@@ -212,7 +212,7 @@ class WorkerTransfers:
         self._stage(CopyQueue.DOWNLOAD, max(gradients, self._longest_outside))
         self._stage(CopyQueue.UPLOAD, self._staged_bytes(visits))
 
-    def _gradient_bytes(self, visits: Iterable[VisitPlan]) -> int:
+    def _gradient_bytes(self, visits: Iterable[StageRun]) -> int:
         """Return the bytes of the gradients of the largest visit."""
         return max(
             (
@@ -223,7 +223,7 @@ class WorkerTransfers:
             default=0,
         )
 
-    def _staged_bytes(self, visits: Iterable[VisitPlan]) -> int:
+    def _staged_bytes(self, visits: Iterable[StageRun]) -> int:
         """Return how long the buffers for staged uploads must be."""
         blocks = {block for visit in visits for block in visit.blocks}
         # A job with one piece that is not page-locked stages all of its pieces.
@@ -267,32 +267,32 @@ class WorkerTransfers:
         blocks: Sequence[tuple[BlockLayout, Sequence[nn.Parameter]]],
         *,
         microbatches: Sequence[int],
-        ledger: GradientLedger,
+        reducer: GradientReducer,
         last: int,
         shared: Sequence[Set[nn.Parameter]],
     ) -> None:
-        """Send a visit's gradients to the ledger.
+        """Send a visit's gradients to the reducer.
 
         Args:
             stage: Index of the stage.
             blocks: Its blocks, with their leaves.
             microbatches: Whose gradients they are, ascending.
-            ledger: Takes them when they have landed.
+            reducer: Takes them when they have landed.
             last: The microbatch that ends the visit.
             shared: Parameters that have others, too: summed per microbatch first.
         """
         several = {p for layout, _ in blocks for known in shared for p in layout.trained & known}
-        promise = ledger.promise_shared(last) if several else None
+        add_reserved = reducer.reserve_shared(last) if several else None
 
         def landed(gradients: FlatGradients) -> None:
-            if promise is not None:
-                promise(gradients.take(several))
-            ledger.add_stage(stage, microbatches, gradients)
+            if add_reserved is not None:
+                add_reserved(gradients.take(several))
+            reducer.add_stage(stage, microbatches, gradients)
 
         if not self._gradients.send(blocks, landed=landed):
-            if promise is not None:
-                promise({})
-            ledger.add_stage(stage, microbatches, {})
+            if add_reserved is not None:
+                add_reserved({})
+            reducer.add_stage(stage, microbatches, {})
 
     @property
     def num_bytes(self) -> int:

@@ -39,7 +39,7 @@ _OF_EVERY_OPTIMIZER = frozenset(
 )
 
 
-def why_whole(optimizer: Optimizer) -> str | None:
+def reason_not_separable(optimizer: Optimizer) -> str | None:
     """Say why an optimizer must be stepped as a whole; None if it may be stepped in parts.
 
     Args:
@@ -66,7 +66,7 @@ def why_whole(optimizer: Optimizer) -> str | None:
         generator.set_state(before)
 
 
-def why_not_with_gradients(optimizer: Optimizer) -> str | None:
+def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
     """Say why an optimizer cannot step with gradients of its parameters' `grad_dtype`.
 
     It is tried on small tensors: the step must be, but for rounding, the one with gradients of the

@@ -29,7 +29,7 @@ from roundpipe_lightning.engine.store.block_layout import BlockLayout, gradient_
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
 from roundpipe_lightning.engine.transfer.weight_buffers import Region
-from roundpipe_lightning.engine.transfer.weight_prefetch import Visit
+from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import StageKind
 
@@ -127,7 +127,7 @@ class ResidentBlocks:
         store: HostStore,
         device: Device,
         classes: ViewClasses,
-        visit: Visit | None = None,
+        visit: StageWeights | None = None,
         await_upload: Callable[[Event], None] | None = None,
     ) -> None:
         self.kind = kind

@@ -42,7 +42,7 @@ class TurnGraph:
         ends_run: Actions after which the worker goes on with another stage, or is done.
         first: Every worker's first action, by its number.
         last: Every worker's last action.
-        lanes: A number per microbatch: those of the same number are never under way together.
+        pools: A number per microbatch: those of the same number are never under way together.
     """
 
     actions: dict[ActionKey, Action]
@@ -52,7 +52,7 @@ class TurnGraph:
     ends_run: frozenset[ActionKey]
     first: dict[int, ActionKey]
     last: dict[int, ActionKey]
-    lanes: tuple[int, ...]
+    pools: tuple[int, ...]
 
     @classmethod
     def of(cls, plan: Plan) -> TurnGraph:
@@ -87,11 +87,11 @@ class TurnGraph:
             ends_run=frozenset(ends_run),
             first={actions[0].worker: actions[0].key for actions in busy},
             last={actions[0].worker: actions[-1].key for actions in busy},
-            lanes=lane_numbers(paths, waits),
+            pools=pool_numbers(paths, waits),
         )
 
 
-def lane_numbers(
+def pool_numbers(
     paths: Sequence[Sequence[Action]], waits: Mapping[ActionKey, Collection[ActionKey]]
 ) -> tuple[int, ...]:
     """Number microbatches so that those of one number are never under way together.

@@ -23,8 +23,8 @@ from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientLedger, Gradients
-from roundpipe_lightning.engine.transfer.weight_prefetch import Visit
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients
+from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.out_of_memory import HeldMemory
@@ -81,11 +81,11 @@ class Worker:
             self._evict()
             visit = None
             if self.transfers is not None:
-                visit = self.transfers.weights.enter(stage, blocks)
+                visit = self.transfers.weights.acquire(stage, blocks)
             self._resident = self._new_resident(stage.kind, visit)
             self._stage = stage
         elif self.transfers is not None:
-            self.transfers.weights.enter(stage, blocks)
+            self.transfers.weights.acquire(stage, blocks)
         self._resident.bring(blocks)
         self._brought = blocks
         self.count_bytes(0)
@@ -109,7 +109,7 @@ class Worker:
             self._streamed_bytes = 0
             blocks.close()
 
-    def _new_resident(self, kind: StageKind, visit: Visit | None = None) -> ResidentBlocks:
+    def _new_resident(self, kind: StageKind, visit: StageWeights | None = None) -> ResidentBlocks:
         return ResidentBlocks(
             kind,
             store=self._store,
@@ -139,7 +139,7 @@ class Worker:
         stage: Stage,
         *,
         microbatch: int,
-        ledger: GradientLedger,
+        reducer: GradientReducer,
         is_last: bool,
         outside: Set[nn.Parameter],
     ) -> None:
@@ -148,15 +148,15 @@ class Worker:
         Args:
             stage: The FUSED or BACKWARD stage that has ended.
             microbatch: Of which microbatch.
-            ledger: Where to.
+            reducer: Where to.
             is_last: Whether the worker's next action is of another stage.
             outside: Parameters that the user's code has used outside the stages: their gradients
                 are summed per microbatch first.
         """
-        ledger.note_elsewhere(outside)
+        reducer.note_elsewhere(outside)
         resident = self._resident
         if resident is None or self._stage != stage:  # nothing was computed in this turn
-            ledger.add_stage(stage.index, [microbatch], {})
+            reducer.add_stage(stage.index, [microbatch], {})
             return
         resident.end_backward(microbatch)
         if not (is_last or self.device.shares_host_memory):
@@ -166,7 +166,7 @@ class Worker:
                 stage.index,
                 resident.placed(),
                 microbatches=resident.take_microbatches(),
-                ledger=ledger,
+                reducer=reducer,
                 last=microbatch,
                 shared=(self._store.shared, outside),
             )
@@ -177,8 +177,8 @@ class Worker:
         for parameter in shared:
             del gradients[parameter]
         if shared:
-            ledger.add_shared(microbatch, shared)
-        ledger.add_stage(stage.index, microbatches, gradients)
+            reducer.add_shared(microbatch, shared)
+        reducer.add_stage(stage.index, microbatches, gradients)
 
     @property
     def has_room(self) -> bool:
@@ -189,8 +189,8 @@ class Worker:
         """Let go of a stage's blocks: the worker goes on with another stage."""
         if self.transfers is not None:
             self._evict()
-            self.transfers.weights.leave()
-            self.transfers.outside.leave()
+            self.transfers.weights.release()
+            self.transfers.outside.release()
 
     def leave_step(self, step: object) -> None:
         """Hear that the worker has had its last turn of a step."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.separable import why_whole
+from roundpipe_lightning.engine.update.separable import reason_not_separable
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.kernel import KernelChoice, StepKernel
@@ -162,7 +162,7 @@ def test_may_be_stepped_in_parts(moments: str, offload: str | None, tmp_path: Pa
     options: dict[str, Any] = {"moments": moments, "offload": offload, "offload_dir": tmp_path}
     whole, parts = parameters(), parameters()
     with closing(HostAdamW(whole, **options)) as one, closing(HostAdamW(parts, **options)) as other:
-        assert why_whole(other) is None
+        assert reason_not_separable(other) is None
         train(one)
 
         def in_parts() -> None:

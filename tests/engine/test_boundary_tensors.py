@@ -13,9 +13,9 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag, tag_of, untag
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.boundary import Parcel
-from roundpipe_lightning.engine.transfer.pinned_pool import Lane
-from roundpipe_lightning.engine.transfer.transfers import Logistics
+from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
+from roundpipe_lightning.engine.transfer.transfers import Transfers
 from roundpipe_lightning.engine.transfer.worker_transfers import WorkerTransfers
 from tests.kit.engine import stack_of
 
@@ -38,15 +38,15 @@ class LockingDevice(EmulatedDevice):
 
 @dataclass
 class Place:
-    """A worker, as parcels see it."""
+    """A worker, as boundaries see it."""
 
     device: Device
     transfers: WorkerTransfers | None
 
 
-def lane() -> Lane:
-    """A lane of ordinary memory."""
-    return Lane(torch.empty(0, dtype=torch.uint8))
+def pool() -> PinnedPool:
+    """A pool of ordinary memory."""
+    return PinnedPool(torch.empty(0, dtype=torch.uint8))
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def places() -> Iterator[list[Place]]:
     module = nn.ModuleList([nn.Linear(2, 2)])
     store, stack = HostStore(module, list(module)), stack_of(tuple(module))
     devices = [LockingDevice(0), LockingDevice(1)]
-    logistics = Logistics(store, devices=devices, stacks=[stack])
-    pairs = zip(devices, logistics.transfers, strict=True)
+    transfers = Transfers(store, devices=devices, stacks=[stack])
+    pairs = zip(devices, transfers.transfers, strict=True)
     yield [Place(device, transfers) for device, transfers in pairs]
-    assert logistics.take_error() is None
-    logistics.close()
+    assert transfers.take_error() is None
+    transfers.close()
     assert not devices[0].locked
 
 
@@ -81,25 +81,27 @@ FORMS = {
 def test_values_and_strides_arrive(places: list[Place], form: str, *, keeps: bool) -> None:
     tensor, (first, second) = FORMS[form], places
     here = tag(tensor, first.device.name)
-    parcel = Parcel(here, first, lane=lane(), keeps=keeps)
+    boundary = BoundaryTensor(here, first, pool=pool(), keeps=keeps)
     for worker in (second, first, second):
-        there = parcel.on(worker)
+        there = boundary.on(worker)
         assert tag_of(there) == worker.device.name
         assert torch.equal(untag(there), tensor)
         assert there.stride() == tensor.to(tensor.dtype, copy=True).stride()
-    assert torch.equal(parcel.on(None), tensor)
+    assert torch.equal(boundary.on(None), tensor)
 
 
 def test_what_its_maker_takes_again_does_not_move(places: list[Place]) -> None:
     first, second = places
-    parcel = Parcel(tag(torch.ones(1000), first.device.name), first, lane=lane(), keeps=True)
-    parcel.send_to(first)
-    parcel.on(first)
+    boundary = BoundaryTensor(
+        tag(torch.ones(1000), first.device.name), first, pool=pool(), keeps=True
+    )
+    boundary.send_to(first)
+    boundary.on(first)
     for place in places:
         assert place.transfers is not None
         assert place.transfers.drain(timeout_seconds=60)
         assert place.transfers.uploads.num_bytes == place.transfers.downloads.num_bytes == 0
-    parcel.send_to(second)
-    parcel.on(second)
+    boundary.send_to(second)
+    boundary.on(second)
     assert second.transfers is not None
     assert second.transfers.uploads.num_bytes <= 4000

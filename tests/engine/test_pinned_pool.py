@@ -18,7 +18,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedDevice, EmulatedServer
 from roundpipe_lightning.engine.device.events import DoneEvent, HostEvent
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.transfer.pinned_pool import HostArena, Lane, Lent
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool, PinnedPools
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
@@ -57,20 +57,20 @@ def place_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-# ---------------------------------------------------------------------------------------- one lane
+# ---------------------------------------------------------------------------------------- one pool
 
 
 def test_what_is_lent_at_once_lies_apart() -> None:
-    lane = Lane(torch.empty(16384, dtype=torch.uint8))
-    lent = [lane.lend(size) for size in (1000, 300, 5000, 0, 1)]
+    pool = PinnedPool(torch.empty(16384, dtype=torch.uint8))
+    lent = [pool.allocate(size) for size in (1000, 300, 5000, 0, 1)]
     places = sorted(place_of(one.tensor) for one in lent)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(places))
-    assert lane.num_bytes == 1024 + 512 + 5120 + 256 + 256  # each to 256 bytes
+    assert pool.num_bytes == 1024 + 512 + 5120 + 256 + 256  # each to 256 bytes
 
 
 def test_who_writes_next_waits_for_the_copies_that_used_the_place() -> None:
-    lane = Lane(torch.empty(2048, dtype=torch.uint8))
-    first, second = lane.lend(1000), lane.lend(500)
+    pool = PinnedPool(torch.empty(2048, dtype=torch.uint8))
+    first, second = pool.allocate(1000), pool.allocate(500)
     landed, arrived, other = HostEvent("landed"), HostEvent("arrived"), HostEvent("other")
     place = place_of(first.tensor)
     for event in (landed, arrived, DoneEvent()):
@@ -78,21 +78,21 @@ def test_who_writes_next_waits_for_the_copies_that_used_the_place() -> None:
     second.used_until(other)
     landed.set()
     del first
-    again = lane.lend(1000)
+    again = pool.allocate(1000)
     assert place_of(again.tensor) == place
     assert again.after == (arrived,)  # what has happened need not be waited for
     del again, second
-    wide = lane.lend(1500)  # over the gaps of both
+    wide = pool.allocate(1500)  # over the gaps of both
     assert place_of(wide.tensor)[0] == place[0]
     assert wide.after == (other,)  # whoever had it waited for the rest
 
 
 def test_a_gap_that_is_split_keeps_what_is_to_be_waited_for() -> None:
-    lane = Lane(torch.empty(4096, dtype=torch.uint8))
-    first, event = lane.lend(1024), HostEvent("arrived")
+    pool = PinnedPool(torch.empty(4096, dtype=torch.uint8))
+    first, event = pool.allocate(1024), HostEvent("arrived")
     first.used_until(event)
     del first
-    parts = [lane.lend(256) for _ in range(5)]
+    parts = [pool.allocate(256) for _ in range(5)]
     assert [part.after for part in parts] == [(event,)] * 4 + [()]
 
 
@@ -101,20 +101,20 @@ def test_places_do_not_depend_on_which_copies_have_ended(seed: int) -> None:
     """The same borrowing, with every copy over at once, never, and at random."""
 
     def places(is_over: Callable[[], bool]) -> list[tuple[int, int]]:
-        lane, drawn = Lane(buffer), random.Random(seed)
-        lent: list[Lent] = []
+        pool, drawn = PinnedPool(buffer), random.Random(seed)
+        lent: list[PinnedBlock] = []
         found: list[tuple[int, int]] = []
         for _ in range(200):
             if lent and drawn.random() < 0.5:
                 del lent[drawn.randrange(len(lent))]
             else:
-                one, event = lane.lend(drawn.randrange(1, 4000)), HostEvent("a copy")
+                one, event = pool.allocate(drawn.randrange(1, 4000)), HostEvent("a copy")
                 one.used_until(event)
                 if is_over():
                     event.set()
                 lent.append(one)
                 found.append(place_of(one.tensor))
-        return [*found, (0, lane.num_bytes)]
+        return [*found, (0, pool.num_bytes)]
 
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
     luck = random.Random(seed + 1)
@@ -125,85 +125,85 @@ def test_places_do_not_depend_on_which_copies_have_ended(seed: int) -> None:
 
 
 def test_the_next_microbatch_has_the_whole_lane() -> None:
-    lane = Lane(torch.empty(2048, dtype=torch.uint8))
-    first, event = lane.lend(1024), HostEvent("arrived")
+    pool = PinnedPool(torch.empty(2048, dtype=torch.uint8))
+    first, event = pool.allocate(1024), HostEvent("arrived")
     place = place_of(first.tensor)
     first.used_until(event)
-    lane.vacate()
-    second = lane.lend(600)  # while somebody still refers to the first one
+    pool.reset()
+    second = pool.allocate(600)  # while somebody still refers to the first one
     assert place_of(second.tensor)[0] == place[0]
     assert second.after == (event,)
-    del first  # has no meaning for the lane any more
-    third = lane.lend(300)
+    del first  # has no meaning for the pool any more
+    third = pool.allocate(300)
     assert place_of(third.tensor)[0] == place[0] + 768
-    assert lane.num_bytes == 768 + 512
+    assert pool.num_bytes == 768 + 512
 
 
-# --------------------------------------------------------------------------------------- the arena
+# --------------------------------------------------------------------------------------- the pools
 
 
 def test_lanes_are_made_between_steps_as_long_as_was_needed() -> None:
     device = LockingDevice()
-    arena = HostArena(device)
+    pools = PinnedPools(device)
     for sizes in ((1000, 300), (300, 1000), (100, 900), (1000, 300)):
-        lanes = arena.begin_step([0, 1, 0])
-        assert lanes[0] is lanes[2]
-        lent = [lane.lend(size) for lane, size in zip(lanes, sizes, strict=False)]
-        arena.end()
-        assert [*device.locked.values()] == [arena.num_bytes]
+        pools = pools.begin_step([0, 1, 0])
+        assert pools[0] is pools[2]
+        lent = [pool.allocate(size) for pool, size in zip(pools, sizes, strict=False)]
+        pools.end()
+        assert [*device.locked.values()] == [pools.num_bytes]
         del lent
-    assert arena.num_bytes == 2 * 1024
-    first, second = arena.begin_step([0, 1])
+    assert pools.num_bytes == 2 * 1024
+    first, second = pools.begin_step([0, 1])
     [locked] = device.locked
-    assert place_of(first.lend(1024).tensor)[0] == locked
-    assert place_of(second.lend(1024).tensor)[0] == locked + 1024
-    ordinary = first.lend(2000)
-    assert not locked <= place_of(ordinary.tensor)[0] < locked + arena.num_bytes
+    assert place_of(first.allocate(1024).tensor)[0] == locked
+    assert place_of(second.allocate(1024).tensor)[0] == locked + 1024
+    ordinary = first.allocate(2000)
+    assert not locked <= place_of(ordinary.tensor)[0] < locked + pools.num_bytes
     assert first.is_short
-    arena.close()
+    pools.close()
     assert not device.locked
 
 
 def test_steps_under_way_have_lanes_apart() -> None:
     device = LockingDevice()
-    arena = HostArena(device)
-    arena.begin_step([0])[0].lend(500)
-    assert arena.can_follow([0])  # for once in ordinary memory
-    arena.begin_step([0])
-    arena.end_first()
-    assert not arena.can_follow([0])
-    arena.end()
-    assert arena.num_bytes == 2 * 512
+    pools = PinnedPools(device)
+    pools.begin_step([0])[0].allocate(500)
+    assert pools.can_follow([0])  # for once in ordinary memory
+    pools.begin_step([0])
+    pools.end_first()
+    assert not pools.can_follow([0])
+    pools.end()
+    assert pools.num_bytes == 2 * 512
     for _ in range(3):
-        [one] = arena.begin_step([0])
-        assert arena.can_follow([0])
-        assert not arena.can_follow([0, 1])  # it needs another lane
-        [other] = arena.begin_step([0])
-        (start, stop), (begin, end) = (place_of(lane.lend(512).tensor) for lane in (one, other))
+        [one] = pools.begin_step([0])
+        assert pools.can_follow([0])
+        assert not pools.can_follow([0, 1])  # it needs another pool
+        [other] = pools.begin_step([0])
+        (start, stop), (begin, end) = (place_of(pool.allocate(512).tensor) for pool in (one, other))
         assert stop <= begin or end <= start
-        arena.end_first()
-        [third] = arena.begin_step([0])
-        assert place_of(third.lend(512).tensor) == (start, stop)
-        arena.end()
-    assert arena.num_bytes == 2 * 512
-    arena.close()
+        pools.end_first()
+        [third] = pools.begin_step([0])
+        assert place_of(third.allocate(512).tensor) == (start, stop)
+        pools.end()
+    assert pools.num_bytes == 2 * 512
+    pools.close()
 
 
 def test_who_comes_back_late_from_a_failed_step_gets_ordinary_memory() -> None:
-    arena = HostArena(LockingDevice())
-    arena.begin_step([0])[0].lend(500)
-    arena.end()
-    [late] = arena.begin_step([0])
-    arena.end(failed=True)
-    [lane] = arena.begin_step([0])
-    place, ordinary = place_of(lane.lend(512).tensor), place_of(late.lend(512).tensor)
+    pools = PinnedPools(LockingDevice())
+    pools.begin_step([0])[0].allocate(500)
+    pools.end()
+    [late] = pools.begin_step([0])
+    pools.end(failed=True)
+    [pool] = pools.begin_step([0])
+    place, ordinary = place_of(pool.allocate(512).tensor), place_of(late.allocate(512).tensor)
     assert ordinary[1] <= place[0] or place[1] <= ordinary[0]
-    arena.end()
-    assert arena.num_bytes == 512
-    arena.close()
+    pools.end()
+    assert pools.num_bytes == 512
+    pools.close()
 
 
-# ------------------------------------------------------------------------------- who shares a lane
+# ------------------------------------------------------------------------------- who shares a pool
 
 
 @settings(deadline=None)
@@ -216,10 +216,10 @@ def test_microbatches_of_one_lane_are_never_under_way_together(plan: Plan) -> No
             before[follower] |= before[key] | {key}
     for one, path in enumerate(graph.paths):
         for other in range(one):
-            if graph.lanes[one] == graph.lanes[other]:
+            if graph.pools[one] == graph.pools[other]:
                 there = graph.paths[other]
                 assert there[-1].key in before[path[0].key] or path[-1].key in before[there[0].key]
-    assert sorted({*graph.lanes}) == [*range(max(graph.lanes) + 1)]
+    assert sorted({*graph.pools}) == [*range(max(graph.pools) + 1)]
 
 
 def test_rounds_take_over_the_lanes_of_rounds_that_have_ended() -> None:
@@ -230,9 +230,9 @@ def test_rounds_take_over_the_lanes_of_rounds_that_have_ended() -> None:
         round_size=2,
         partition=Partition(forward=(2,), backward=(1, 2)),
     )
-    lanes = TurnGraph.of(plan).lanes
-    assert lanes[:2] == (0, 1)
-    assert max(lanes) < 6
+    pools = TurnGraph.of(plan).pools
+    assert pools[:2] == (0, 1)
+    assert max(pools) < 6
 
 
 # -------------------------------------------------------------------------------- the whole engine
