@@ -92,7 +92,7 @@ def starting(*, goes_round: bool) -> Iterator[None]:
         return
     with (
         mock.patch("roundpipe_lightning.engine.engine.turns_of_batch", return_value=0),
-        mock.patch("roundpipe_lightning.engine.transfer.transfers.turns_of_batch", return_value=0),
+        mock.patch("roundpipe_lightning.engine.chain.stage_runs.turns_of_batch", return_value=0),
     ):
         yield
 

@@ -83,9 +83,10 @@ class Visitor:
     def __init__(self, num_tensors: int, num_elements: int) -> None:
         module = nn.ModuleList(Parameters(num_tensors, num_elements) for _ in range(BLOCKS))
         self._blocks = tuple(module)
-        stack = BlockStack(name="blocks", blocks=self._blocks, names=tuple("abcd"))
         store = HostStore(module, self._blocks)
-        self._everybody = Transfers(store, devices=[MemoryDevice()], stacks=[stack])
+        self._everybody = Transfers(
+            store, devices=[MemoryDevice()], names=dict(zip(self._blocks, "abcd", strict=True))
+        )
         [transfers] = self._everybody.transfers
         assert transfers is not None
         self._transfers = transfers

@@ -25,6 +25,7 @@ from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.randomness import RandomLock, StepDraws
 from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.chain.stage_runs import plan_runs
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.device.notes import raise_noted
@@ -40,7 +41,7 @@ from roundpipe_lightning.engine.steps import (
 )
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
-from roundpipe_lightning.engine.transfer.transfers import Transfers, plan_runs
+from roundpipe_lightning.engine.transfer.transfers import Transfers
 from roundpipe_lightning.engine.transfer.worker_transfers import WorkerRuns
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
@@ -139,6 +140,7 @@ class Engine:
         self._upload_dtype = upload_dtype if moves else None
         self._compiler = compiler
         self._stacks = _as_stacks(stack)
+        self._names = {b: n for s in self._stacks for b, n in zip(s.blocks, s.names, strict=True)}
         self._blocks = tuple(block for s in self._stacks for block in s.blocks)
         self._chain = Chain.of(self._stacks) if chain is None else chain
         self._devices = tuple(devices)
@@ -188,7 +190,7 @@ class Engine:
         self._num_threads = self._resources.enter_context(
             divided_intra_op_threads(num_workers=on_host)
         )
-        self._transfers = Transfers(self._store, devices=self._devices, stacks=self._stacks)
+        self._transfers = Transfers(self._store, devices=self._devices, names=self._names)
         self._resources.callback(self._transfers.close)
         pairs = zip(self._devices, self._transfers.transfers, strict=True)
         self._workers = tuple(

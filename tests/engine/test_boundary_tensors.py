@@ -17,7 +17,6 @@ from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.transfers import Transfers
 from roundpipe_lightning.engine.transfer.worker_transfers import WorkerTransfers
-from tests.kit.engine import stack_of
 
 
 class LockingDevice(EmulatedDevice):
@@ -52,9 +51,9 @@ def pool() -> PinnedPool:
 @pytest.fixture
 def places() -> Iterator[list[Place]]:
     module = nn.ModuleList([nn.Linear(2, 2)])
-    store, stack = HostStore(module, list(module)), stack_of(tuple(module))
+    store = HostStore(module, list(module))
     devices = [LockingDevice(0), LockingDevice(1)]
-    transfers = Transfers(store, devices=devices, stacks=[stack])
+    transfers = Transfers(store, devices=devices, names={module[0]: "0"})
     pairs = zip(devices, transfers.transfers, strict=True)
     yield [Place(device, transfers) for device, transfers in pairs]
     assert transfers.take_error() is None

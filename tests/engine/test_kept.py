@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.planning.schedule.stages import ATTENTION_OPERATIONS
-from tests.engine.test_parcels import Place, places, pool
+from tests.engine.test_boundary_tensors import Place, places, pool
 
 __all__ = ["places"]  # a fixture
 

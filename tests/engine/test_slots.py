@@ -37,7 +37,6 @@ from tests.kit.engine import (
     plain_step,
     plan_of,
     regression_batches,
-    stack_of,
 )
 
 BLOCKS = 6
@@ -167,8 +166,8 @@ class Many(nn.Module):
 
 @contextmanager
 def transfers_of(module: nn.ModuleList) -> Iterator[WorkerTransfers]:
-    store, stack = HostStore(module, list(module)), stack_of(tuple(module))
-    everybody = Transfers(store, devices=[MemoryDevice()], stacks=[stack])
+    store, names = HostStore(module, list(module)), {b: str(i) for i, b in enumerate(module)}
+    everybody = Transfers(store, devices=[MemoryDevice()], names=names)
     [transfers] = everybody.transfers
     assert transfers is not None
     try:

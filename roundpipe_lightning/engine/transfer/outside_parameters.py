@@ -167,7 +167,7 @@ class OutsideWeights:
             self._begin(serving, stages)
             self.begin_ahead()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Go on to the next visit."""
         with self._lock:
             self._number += 1

@@ -10,31 +10,24 @@ begin ── uploads of first visits ── microbatches run ── finish: what
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import nn
 
-from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.outside_parameters import OutsideUses
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
-from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
 from roundpipe_lightning.engine.transfer.worker_transfers import (
     WorkerRuns,
     WorkerTraffic,
     WorkerTransfers,
 )
 from roundpipe_lightning.errors import WatchdogError
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import turns_of_batch
-from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
 
@@ -45,16 +38,15 @@ class Transfers:
     Args:
         store: The parameters.
         devices: One per worker.
-        stacks: All blocks.
+        names: All blocks, each with what it is called.
 
     Attributes:
         transfers: One per worker; None for those that compute in host memory.
     """
 
     def __init__(
-        self, store: HostStore, *, devices: Sequence[Device], stacks: Sequence[BlockStack]
+        self, store: HostStore, *, devices: Sequence[Device], names: Mapping[nn.Module, str]
     ) -> None:
-        names = {b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)}
         self._blocks = tuple(names)
         self._store = store
         self._layouts = Layouts(store)
@@ -253,45 +245,3 @@ def _drained(transfers: WorkerTransfers, seconds: float) -> bool:
 
 def _nobody() -> None:
     """Tell nobody."""
-
-
-def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, ...]:
-    """Return what each worker runs.
-
-    Args:
-        plan: The plan.
-        chain: The calls of blocks that it is for.
-        backward: Whether BACKWARD stages have anything to do.
-
-    Where batches in flight begin with other workers there is room on each for what any one runs.
-    """
-    found = []
-    for worker, actions in enumerate(plan.schedule.workers):
-        runs = groupby(actions, key=lambda action: (action.kind, action.stage))
-        stages = [plan.partition.stage(kind, index) for (kind, index), _ in runs]
-        stays = plan.resident[worker] if plan.resident else ()
-        found.append(
-            WorkerRuns(
-                visits=tuple(_visit(stage, chain, backward=backward) for stage in stages),
-                num_slots=plan.weight_slots,
-                resident=_unique(chain.links[position].block for position in stays),
-            )
-        )
-    if not turns_of_batch(plan):
-        return tuple(found)
-    everybody = tuple(dict.fromkeys(visit for step in found for visit in step.visits))
-    return tuple(replace(step, room_for=everybody) for step in found)
-
-
-def _visit(stage: Stage, chain: Chain, *, backward: bool) -> StageRun:
-    links = chain.links[stage.blocks.start : stage.blocks.stop]
-    wanted: Iterable[nn.Module] = (link.block for link in links)
-    if stage.kind is StageKind.BACKWARD:
-        wanted = (link.block for link in links if link.backward and backward)
-    return StageRun(
-        stage=stage, blocks=_unique(link.block for link in links), wanted=_unique(wanted)
-    )
-
-
-def _unique(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    return tuple(dict.fromkeys(blocks))

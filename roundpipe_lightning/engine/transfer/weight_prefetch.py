@@ -306,7 +306,7 @@ class WorkerWeights:
             if stay is not None:
                 stay.uploaded(visit.events[block])
 
-    def enter(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
+    def acquire(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
         """Return the visit that computes now.
 
         Args:
@@ -315,7 +315,7 @@ class WorkerWeights:
         """
         with self._lock:
             if not self._plans:
-                return self._enter_unplanned(stage, blocks)
+                return self._acquire_unplanned(stage, blocks)
             while len(self._visits) <= self._number:
                 self._begin_next()
             visit = self._visits[self._number]
@@ -324,10 +324,10 @@ class WorkerWeights:
             self._bring(visit, blocks, Priority.WEIGHTS)
             return visit
 
-    def _enter_unplanned(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
+    def _acquire_unplanned(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
         present = self._visits[self._number] if self._number < len(self._visits) else None
         if present is not None and present.plan.stage != stage:
-            self.leave()
+            self.release()
             present = None
         if present is None:
             unique = tuple(dict.fromkeys(blocks))
@@ -337,7 +337,7 @@ class WorkerWeights:
         self._bring(present, blocks, Priority.WEIGHTS)
         return present
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """End the present visit: all its compute was launched. Its slot is for the next but one."""
         with self._lock:
             if self._number < len(self._visits):
