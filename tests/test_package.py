@@ -86,10 +86,10 @@ def imported(*names):
     return [name for name in names if name in sys.modules]
 
 import_all("roundpipe_lightning")
-early = imported("hydra", "omegaconf", "llvmlite")
+early = imported("hydra", "omegaconf", "numba")
 import hydra, omegaconf
 import_all("roundpipe_lightning.cli.train", "roundpipe_lightning.cli.plan")
-early += imported("peft", "bitsandbytes", "llvmlite")
+early += imported("peft", "bitsandbytes", "numba")
 import peft
 after = import_all(*sys.argv[1:])
 print(json.dumps({"changed": changed, "after": after, "early": early}))

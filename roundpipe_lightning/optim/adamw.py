@@ -12,8 +12,8 @@ memory      gradient bf16     moments             master fp32         copy bf16
 memory                          ▼                   ▼
 ```
 
-Machine code does so in registers (`optim/native.py`), where it cannot be made torch's
-operations do on pieces that stay in the cache (`optim/torch_step.py`), with the same bits.
+Machine code does so in registers (`optim/native.py`). Where it cannot be made, torch's operations
+do on pieces that stay in the cache (`optim/torch_step.py`), with the same bits.
 
 The state of a parameter is found in `state[parameter]`, whatever object the parameter is, so the
 optimizer may be stepped in parts (`update/partial_step.py`).
@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,15 @@ from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.disk import StateFiles
 from roundpipe_lightning.optim.kernel import KernelChoice, StepKernel
-from roundpipe_lightning.optim.moments import MomentFormat
-from roundpipe_lightning.optim.pieces import Settings, Stepped, UploadCopies, flat, flat_like
-from roundpipe_lightning.optim.state import StateLayout, StatePlace, check_options
+from roundpipe_lightning.optim.pieces import (
+    FlatParameter,
+    Settings,
+    UploadCopies,
+    flattened,
+    flattened_like,
+    shaped,
+)
+from roundpipe_lightning.optim.state import MomentFormat, StateLayout, StatePlace, check_options
 
 _HOW_TORCH_STEPS = {
     "amsgrad": False,
@@ -47,6 +54,7 @@ _HOW_TORCH_STEPS = {
     "fused": True,
     "decoupled_weight_decay": True,
 }  # the options of `torch.optim.AdamW` that are settled here; in every group, for checkpoints
+_Choice = TypeVar("_Choice", bound=Enum)
 _STEPPED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -100,14 +108,14 @@ class HostAdamW(Optimizer):
     ) -> None:
         if num_threads is not None and num_threads < 1:
             raise ConfigurationError(f"num_threads={num_threads!r}: give 1 or more, or None.")
-        self._layout = StateLayout(form=_moment_format(moments))
+        self._layout = StateLayout(form=_chosen(MomentFormat, moments=moments))
         self._files = _files(offload, offload_dir)
         self._copies = UploadCopies()
         self._kernel = StepKernel(
             moments=self._layout.form,
             stochastic_rounding=stochastic_rounding,
             num_threads=num_threads,
-            choice=_kernel_choice(kernel),
+            choice=_chosen(KernelChoice, kernel=kernel),
         )
         self.rounds_stochastically = stochastic_rounding
         """Whether masters of bfloat16 are rounded here; nobody else needs to, then."""
@@ -189,30 +197,25 @@ class HostAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        entries, odd = self._entries()
-        if entries:
-            torch._foreach_add_([entry.step for entry in entries], 1)
-            self._kernel.run(entries, self._files)
-        for parameter, values in odd:
-            parameter.copy_(values)
-        return loss
-
-    def _entries(self) -> tuple[list[Stepped], list[tuple[Tensor, Tensor]]]:
-        """Return what is to be stepped, and masters with gaps beside the flat copies stepped."""
-        entries, odd = [], []
+        stepped, with_gaps = [], []
         for group in self.param_groups:
             settings = _settings(group)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                values = flat(parameter)
+                values = flattened(parameter)
                 if values is None:
-                    values = flat_like(parameter, parameter)
-                    odd.append((parameter, values))
-                entries.append(self._entry(parameter, values, settings))
-        return entries, [(p, _unflattened(values, p)) for p, values in odd]
+                    values = flattened_like(parameter, parameter)
+                    with_gaps.append((parameter, values))
+                stepped.append(self._flat(parameter, values, settings))
+        if stepped:
+            torch._foreach_add_([parameter.step for parameter in stepped], 1)
+            self._kernel.step(stepped, self._files)
+        for parameter, values in with_gaps:
+            parameter.copy_(shaped(values, parameter))
+        return loss
 
-    def _entry(self, parameter: Tensor, values: Tensor, settings: Settings) -> Stepped:
+    def _flat(self, parameter: Tensor, values: Tensor, settings: Settings) -> FlatParameter:
         gradient = parameter.grad
         assert gradient is not None, "asked only for parameters with a gradient"
         if gradient.layout is not torch.strided:
@@ -224,12 +227,12 @@ class HostAdamW(Optimizer):
         if "step" not in state:
             state.update(step=_zero(), **self._layout.allocate(parameter))
         seed = state.get("noise_seed", self._seed)
-        return Stepped(
+        return FlatParameter(
             values=values,
-            gradient=flat_like(gradient, parameter),
+            gradient=flattened_like(gradient, parameter),
             state=self._layout.flat(state, parameter),
             step=state["step"],
-            copy=self._copies.of(parameter),
+            copy=self._copies.copy_of(parameter),
             seed=mix(seed, int(state["step"]) + 1),
             settings=settings,
         )
@@ -241,7 +244,7 @@ class HostAdamW(Optimizer):
             copies: For each parameter, a tensor of its shape in any floating dtype: what is
                 uploaded to the devices. A parameter must stay in its memory while it has one.
         """
-        self._copies.set(copies)
+        self._copies.replace(copies)
 
     def close(self) -> None:
         """End the threads and finish what is being written; a later step starts them again."""
@@ -263,7 +266,7 @@ class HostAdamW(Optimizer):
             for number, parameter in zip(saved["params"], group["params"], strict=True)
         }
         form["state"] = {
-            number: self._layout.ordinary(state, ids[number])
+            number: self._layout.export(state, ids[number])
             for number, state in form["state"].items()
             if number in ids and int(state.get("step", 0))
         }
@@ -288,18 +291,20 @@ class HostAdamW(Optimizer):
         for old, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             group.update(_HOW_TORCH_STEPS)
             for number, parameter in zip(old["params"], group["params"], strict=True):
-                self._take(parameter, saved.get(number))
+                self._restore(parameter, saved.get(number))
 
-    def _take(self, parameter: Tensor, saved: Mapping[str, Any] | None) -> None:
+    def _restore(self, parameter: Tensor, saved: Mapping[str, Any] | None) -> None:
         state = self.state[parameter]
         if not saved:
-            self._layout.clear(state)
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
             return
         if "step" not in state:
             self._number([parameter])
         if "step" not in state:
             state.update(step=_zero(), **self._layout.allocate(parameter))
-        self._layout.take(saved, state, parameter, name=self.name_of(parameter))
+        self._layout.restore(saved, state, parameter, name=self.name_of(parameter))
 
     @property
     def kernel(self) -> str:
@@ -311,14 +316,15 @@ class HostAdamW(Optimizer):
     @property
     def state_place(self) -> StatePlace:
         """What the state takes, and where."""
-        return StatePlace.of(self._layout, on_disk=self._files is not None)
+        return _place(self._layout, on_disk=self._files is not None)
 
     @classmethod
     def planned_state_place(
         cls, *, moments: str = "fp32", offload: str | None = None, **_: Any
     ) -> StatePlace:
         """Return what the state would take of an optimizer made with these options."""
-        return StatePlace.of(StateLayout(form=_moment_format(moments)), on_disk=offload == "disk")
+        layout = StateLayout(form=_chosen(MomentFormat, moments=moments))
+        return _place(layout, on_disk=offload == "disk")
 
 
 def _release(kernel: StepKernel, files: StateFiles | None) -> None:
@@ -327,22 +333,14 @@ def _release(kernel: StepKernel, files: StateFiles | None) -> None:
         files.dismiss()
 
 
-def _moment_format(name: str) -> MomentFormat:
+def _chosen(kind: type[_Choice], **option: str) -> _Choice:
+    """Return the member of an enumeration that an option names."""
+    ((name, value),) = option.items()
     try:
-        return MomentFormat(name)
+        return kind(value)
     except ValueError:
-        raise ConfigurationError(
-            f"moments={name!r}: choose one of {', '.join(form.value for form in MomentFormat)}."
-        ) from None
-
-
-def _kernel_choice(name: str) -> KernelChoice:
-    try:
-        return KernelChoice(name)
-    except ValueError:
-        raise ConfigurationError(
-            f"kernel={name!r}: choose one of {', '.join(choice.value for choice in KernelChoice)}."
-        ) from None
+        choices = ", ".join(member.value for member in kind)
+        raise ConfigurationError(f"{name}={value!r}: choose one of {choices}.") from None
 
 
 def _files(offload: str | None, folder: str | Path | None) -> StateFiles | None:
@@ -383,9 +381,9 @@ def _settings(group: Mapping[str, Any]) -> Settings:
     )
 
 
-def _unflattened(values: Tensor, like: Tensor) -> Tensor:
-    form = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
-    return values.as_strided(form.shape, form.stride())
+def _place(layout: StateLayout, *, on_disk: bool) -> StatePlace:
+    size = layout.bytes_per_parameter()
+    return StatePlace(memory_bytes=0.0 if on_disk else size, disk_bytes=size if on_disk else 0.0)
 
 
 def _zero() -> Tensor:

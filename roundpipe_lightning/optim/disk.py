@@ -35,7 +35,7 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device.threads import Failure, Run, ThreadTeam
 from roundpipe_lightning.errors import OffloadError
-from roundpipe_lightning.optim.moments import Field, dense_like
+from roundpipe_lightning.optim.state import Field
 from roundpipe_lightning.planning.model.storage import STATE_WINDOW_BYTES
 
 T = TypeVar("T")
@@ -103,12 +103,9 @@ class StateFile:
 
     def tensor(self, field: Field, parameter: Tensor, *, offset: int) -> Tensor:
         """Return a tensor of a parameter's state at an offset."""
-        count = parameter.numel() if field.numel is None else field.numel
+        count = field.count(parameter)
         vector = torch.frombuffer(self._map, dtype=field.dtype, count=count, offset=offset)
-        if field.numel is not None:
-            return vector
-        form = dense_like(parameter)
-        return vector.as_strided(form.shape, form.stride())
+        return field.place(vector, parameter)
 
     def read_ahead(self, part: Range) -> None:
         """Have the system read a part into its cache, without waiting for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,13 @@ from torch import Tensor
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
 from roundpipe_lightning.optim.disk import StateFiles
-from roundpipe_lightning.optim.moments import MomentFormat, moments_in
-from roundpipe_lightning.optim.pieces import Piece, Stepped, tasks
-from roundpipe_lightning.optim.scratch import Scratch
-from roundpipe_lightning.optim.threads import KernelThreads, node_of
-from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, TorchStep
+from roundpipe_lightning.optim.pieces import FlatParameter, Scratch, Task, cut_into_tasks
+from roundpipe_lightning.optim.state import MomentFormat, moments_in
+from roundpipe_lightning.optim.threads import KernelThreads
+from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, step_with_torch
 
 if TYPE_CHECKING:
-    from roundpipe_lightning.optim.native import Prepared
+    from roundpipe_lightning.optim.native import PieceStep
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ PIECE_ELEMENTS = 262144
 """Elements of a task: 1 MiB of float32 for each tensor. Machine code does not care. Smaller ones
 would fit a core's own cache, but with torch's operations every task passes Python's lock several
 times: 64Ki take half as long again, 512Ki as long."""
-
-Task = tuple[Piece, ...]
 
 
 class KernelChoice(Enum):
@@ -47,9 +44,7 @@ class KernelChoice(Enum):
 
 
 class StepKernel:
-    """Steps parameters with AdamW.
-
-    Copies of this object are the object itself.
+    """Steps parameters with AdamW. Copies of this object are the object itself.
 
     Args:
         moments: How the two moments are kept.
@@ -75,15 +70,9 @@ class StepKernel:
         self._stochastic = stochastic_rounding
         self._piece_elements = piece_elements
         self._num_threads = num_threads
-        self._torch = TorchStep(
-            moments=moments_in(moments), stochastic_rounding=stochastic_rounding
-        )
         self._choice = choice
         if choice is KernelChoice.NATIVE and (problem := _why_not_native()) is not None:
-            raise ConfigurationError(
-                f"kernel='native' is not possible here: {problem}. Choose kernel='auto' or "
-                "'torch'; llvmlite has wheels for the usual systems, and needs no compiler."
-            )
+            raise _not_possible(problem)
         self._threads: KernelThreads[Task] | None = None
 
     @property
@@ -91,29 +80,29 @@ class StepKernel:
         """Whether machine code steps what it can."""
         return self._choice is not KernelChoice.TORCH and _why_not_native() is None
 
-    def run(self, entries: Sequence[Stepped], files: StateFiles | None) -> None:
+    def step(self, parameters: Sequence[FlatParameter], files: StateFiles | None) -> None:
         """Step all parameters and wait.
 
         Args:
-            entries: The parameters.
+            parameters: What is stepped.
             files: Where the state is, if it is on disk.
+
+        Raises:
+            ConfigurationError: Machine code is wanted, and has not the bits of torch here.
         """
-        work = self._work(entries)
-        cut = list(tasks(entries, size=self._piece_elements))
+        work = self._work(parameters)
+        tasks = list(cut_into_tasks(parameters, size=self._piece_elements))
+        threads = self._started()
         if files is None:
-            self._run(cut, work)
+            threads.process(work, tasks)
             return
-        for window in files.windows(cut, _state_of):
+        for window in files.windows(tasks, _state_of):
             with files.using(window.ranges):
-                self._run(window.tasks, work)
+                threads.process(work, window.tasks)
         files.check()
 
-    def _run(self, cut: Sequence[Task], work: Callable[[Task, Scratch], None]) -> None:
-        threads = self._started()
-        threads.run(work, _by_node(cut, threads.nodes))
-
     def close(self) -> None:
-        """End the threads; a later `run` starts new ones."""
+        """End the threads; a later `step` starts new ones."""
         if self._threads is not None:
             self._threads.close()
             self._threads = None
@@ -129,78 +118,86 @@ class StepKernel:
     def _started(self) -> KernelThreads[Task]:
         if self._threads is None:
             self._threads = KernelThreads(
-                num_threads=self._num_threads,
-                num_scratch=NUM_SCRATCH * self._piece_elements,
+                num_threads=self._num_threads, num_scratch=NUM_SCRATCH * self._piece_elements
             )
         return self._threads
 
-    def _work(self, entries: Sequence[Stepped]) -> Callable[[Task, Scratch], None]:
+    def _work(self, parameters: Sequence[FlatParameter]) -> Callable[[Task, Scratch], None]:
         """Return what steps a task."""
+        with_torch = functools.partial(
+            step_with_torch,
+            moments=moments_in(self._moments),
+            stochastic_rounding=self._stochastic,
+        )
         if not self.is_native:
-            return self._torch.run
-        from roundpipe_lightning.optim import native
-
-        prepared: dict[Stepped, Prepared | None] = {
-            entry: native.prepare(
-                entry, moments=self._moments, stochastic_rounding=self._stochastic
-            )
-            for entry in entries
-        }
+            return with_torch
+        steps = {parameter: self._native_step(parameter) for parameter in parameters}
 
         def work(task: Task, scratch: Scratch) -> None:
             rest = []
-            pairs = []
             for piece in task:
-                how = prepared[piece.of]
-                if how is None:
+                step = steps[piece.parameter]
+                if step is None:
                     rest.append(piece)
                 else:
-                    pairs.append((how, piece))
-            native.run(pairs)
+                    step(piece.start, piece.stop)
             if rest:
-                self._torch.run(rest, scratch)
+                with_torch(tuple(rest), scratch)
 
         return work
+
+    def _native_step(self, parameter: FlatParameter) -> PieceStep | None:
+        """Return what steps a parameter in machine code; None: torch's operations have to."""
+        from roundpipe_lightning.optim import native  # only now: importing numba takes a while
+
+        try:
+            return native.prepare(
+                parameter, moments=self._moments, stochastic_rounding=self._stochastic
+            )
+        except native.UnusableCodeError as error:
+            if self._choice is KernelChoice.NATIVE:
+                raise _not_possible(str(error)) from error
+            _warn(str(error))
+            return None
 
 
 @functools.cache
 def _why_not_native() -> str | None:
     """Return why nothing is stepped in machine code, and say so once in the log; None: it is."""
     try:
-        importlib.import_module("llvmlite.binding")
+        importlib.import_module("numba")
     except (ImportError, OSError) as error:  # OSError: its library does not fit this system
-        problem: str | None = f"llvmlite cannot be imported ({error})"
+        problem: str | None = f"numba cannot be imported ({error})"
     else:
         from roundpipe_lightning.optim import native
 
         problem = native.why_not()
     if problem is not None:
-        log.warning(
-            "HostAdamW steps with torch's operations, which takes longer than machine code: %s.",
-            problem,
-        )
+        _warn(problem)
     return problem
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    """Say in the log, once, that torch steps."""
+    log.warning(
+        "HostAdamW steps with torch's operations, which takes longer than machine code: %s.",
+        problem,
+    )
+
+
+def _not_possible(problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"kernel='native' is not possible here: {problem}. Choose kernel='auto' or 'torch'; numba "
+        "has wheels for the usual systems, and needs no compiler."
+    )
 
 
 def _state_of(task: Task) -> Iterator[Tensor]:
     """Return the pieces of state that a task uses."""
     for piece in task:
-        for vector in piece.of.state.values():
-            if vector.numel() == piece.of.values.numel():
+        for vector in piece.parameter.state.values():
+            if vector.numel() == piece.parameter.values.numel():
                 yield vector[piece.start : piece.stop]
             else:  # scales of blocks
                 yield vector[piece.start // BLOCK : num_blocks(piece.stop)]
-
-
-def _by_node(cut: Iterable[Task], nodes: Sequence[int]) -> list[list[Task]]:
-    """Sort tasks by the node in whose memory they are."""
-    if len(nodes) == 1:
-        return [list(cut)]
-    queues: list[list[Task]] = [[] for _ in nodes]
-    places = {node: index for index, node in enumerate(nodes)}
-    for index, task in enumerate(cut):
-        piece = task[0]
-        values = piece.of.values
-        node = node_of(values.data_ptr() + piece.start * values.element_size())
-        queues[places.get(-1 if node is None else node, index % len(nodes))].append(task)
-    return queues

@@ -1,283 +1,519 @@
-"""Steps of AdamW in machine code, made for this processor when they are first wanted.
+"""Steps of AdamW in machine code, compiled by numba when they are first wanted.
 
-The code is written by `piece_code.py` and compiled by LLVM, which comes with llvmlite, in some
-hundredths of a second; no compiler has to be installed. It is used only if it gives, on a parameter
-made for the purpose, the bits that torch's operations give here: a torch that computes in another
-order is noticed, and its own operations are used.
+A step is one loop over the memory: gradient, master and moments are read, the copy is written in
+the same pass. Moments of 8 bits go block by block, because the largest number of a block is what
+the others are encoded with:
+
+```
+codes ── decode ──▶ 256 numbers in the L1 cache ── step ──▶ the same ── encode ──▶ codes
+```
+
+The bits are those of torch's fused kernel, which rounds certain products and sums together. Whether
+a loop has them is tried on a small parameter, beside torch's operations.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import logging
+import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from fractions import Fraction
+from typing import Any, TypeVar, cast
 
-import llvmlite.binding as llvm
+import numba
+import numpy as np
 import torch
+from llvmlite import binding, ir
+from numba import types
+from numba.core.errors import NumbaError
+from numba.extending import intrinsic
 from torch import Tensor
 
-from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
-from roundpipe_lightning.optim.moments import Field, MomentFormat, moments_in
-from roundpipe_lightning.optim.piece_code import (
-    NAME,
-    Arithmetic,
-    Factors,
-    Form,
-    Job,
-    factors,
-    written,
+from roundpipe_lightning.optim.blockwise import (
+    BLOCK,
+    FIRST_MOMENT,
+    NOISE_LEVELS,
+    SECOND_MOMENT,
+    PowerCode,
 )
-from roundpipe_lightning.optim.pieces import ROUNDED, Piece, Settings, Stepped
-from roundpipe_lightning.optim.scratch import Scratch
-from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, TorchStep
+from roundpipe_lightning.optim.pieces import (
+    ALIGNMENT,
+    ROUNDED,
+    FlatParameter,
+    Piece,
+    Scratch,
+    Settings,
+)
+from roundpipe_lightning.optim.rounding import CUT_BITS, FIRST_FACTOR, SECOND_FACTOR
+from roundpipe_lightning.optim.state import MomentFormat, StateLayout
+from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, step_with_torch
 
-log = logging.getLogger(__name__)
-
-_READ = (torch.float32, torch.bfloat16, torch.float16)
-_TRIED = 2 * BLOCK + 31  # numbers that a new function is compared on: all of its loops run
+_NEEDED = ("avx2", "fma", "f16c")  # of x86: without them LLVM calls functions that may be missing
+_WIDTHS = (8, 4, 16)  # numbers that torch's kernel may step at a time; in torch 2.13 it is 8
+_TRIED = 2 * BLOCK + 31  # numbers that a new loop is compared on: whole blocks, and what is left
 _TRIED_SETTINGS = (
     Settings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, maximize=False),
     Settings(lr=0.1, beta1=0.4, beta2=0.95, eps=1e-5, weight_decay=0.3, maximize=True),
 )
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "x86_64": ("avx2", "fma"),
-    "amd64": ("avx2", "fma"),
-    "aarch64": (),
-    "arm64": (),
-}  # instructions without which LLVM would call functions that the process need not have
-_KNOWN = (
-    Arithmetic(width=8, contracts=True),  # torch 2.13 with AVX2 or AVX-512
-    Arithmetic(width=8, contracts=False),  # the same without
-    Arithmetic(width=4, contracts=True),
-    Arithmetic(width=16, contracts=True),
+
+# ------------------------------------------------------------- instructions that numba has not got
+
+Code = TypeVar("Code", bound=Callable[..., Any])
+_FLOAT, _HALF, _INT16, _INT32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
+
+
+def _compiled(function: Code) -> Code:
+    """Compile when it is called first; it runs without Python's lock and divides by 0 as IEEE."""
+    return cast("Code", numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def _instruction(given: Any, made: Any, write: Callable[[Any, Any], Any]) -> Any:
+    """Return what compiled code may call on one number, with what writes LLVM's instructions."""
+
+    @intrinsic
+    def call(_typing: Any, _number: Any) -> Any:
+        return made(given), lambda context, builder, signature, x: write(builder, x[0])
+
+    return call
+
+
+def _instruction_of_three(kind: Any, write: Callable[..., Any]) -> Any:
+    """Return the same for three numbers of one type."""
+
+    @intrinsic
+    def call(_typing: Any, _one: Any, _two: Any, _three: Any) -> Any:
+        return kind(kind, kind, kind), lambda context, builder, signature, x: write(builder, *x)
+
+    return call
+
+
+def _write_noise(builder: Any, index: Any, low: Any, high: Any) -> Any:
+    """Write the hash of `rounding.noise`; with numba's 64 bits it would be half as fast."""
+
+    def folded(x: Any, places: int) -> Any:
+        return builder.xor(x, builder.lshr(x, _INT32(places)))
+
+    x = folded(builder.xor(index, low), 16)
+    x = builder.add(builder.mul(x, _INT32(FIRST_FACTOR)), high)
+    x = builder.mul(folded(x, 15), _INT32(SECOND_FACTOR))
+    return builder.lshr(x, _INT32(CUT_BITS))
+
+
+_fma = _instruction_of_three(types.float32, lambda builder, a, b, c: builder.fma(a, b, c))
+_noise = _instruction_of_three(types.uint32, _write_noise)
+_bits_of = _instruction(types.float32, types.uint32, lambda builder, x: builder.bitcast(x, _INT32))
+_number_of = _instruction(
+    types.uint32, types.float32, lambda builder, x: builder.bitcast(x, _FLOAT)
+)
+_from_float16 = _instruction(
+    types.uint16,
+    types.float32,
+    lambda builder, x: builder.fpext(builder.bitcast(x, _HALF), _FLOAT),
+)
+_float16_bits = _instruction(
+    types.float32,
+    types.uint16,
+    lambda builder, x: builder.bitcast(builder.fptrunc(x, _HALF), _INT16),
 )
 
+# ----------------------------------------------------------------------- numbers as they are kept
 
-class Function:
-    """A compiled step. Stays in memory as long as the object.
+# numba computes with wider numbers where a result is not made narrow again.
+_uint32, _uint16, _float32 = np.uint32, np.uint16, np.float32
+_CUT, _QUIET, _UP, _ONE, _NONE = map(np.uint32, (CUT_BITS, 1 << 22, 0x7FFF, 1, 0))
+_INFINITY = np.float32(math.inf)
 
-    Args:
-        form: What it reads and writes.
+
+@_compiled
+def _same(number: Any) -> Any:
+    return number
+
+
+@_compiled
+def _from_bfloat16(bits: Any) -> Any:
+    return _number_of(_uint32(_uint32(bits) << _CUT))
+
+
+# What writes takes noise, too, although only the last one uses it.
+
+
+@_compiled
+def _to_float32(number: Any, _noise: Any) -> Any:
+    return number
+
+
+@_compiled
+def _to_float16(number: Any, _noise: Any) -> Any:
+    return _float16_bits(number)
+
+
+@_compiled
+def _to_bfloat16(number: Any, _noise: Any) -> Any:
+    """Round to the nearest, of two as near to the even one."""
+    bits = _bits_of(number)
+    up = _uint32(((bits >> _CUT) & _ONE) + _UP)
+    is_number = number == number
+    return _uint16(_uint32(bits + up if is_number else bits | _QUIET) >> _CUT)
+
+
+@_compiled
+def _to_bfloat16_at_random(number: Any, noise: Any) -> Any:
+    """Round as `round_stochastically`: infinities and what is no number stay so."""
+    up = noise if abs(number) < _INFINITY else _NONE
+    is_number = number == number
+    quiet = _NONE if is_number else _QUIET
+    return _uint16(_uint32(_uint32(_bits_of(number) + up) | quiet) >> _CUT)
+
+
+_READERS = {torch.float32: _same, torch.bfloat16: _from_bfloat16, torch.float16: _from_float16}
+_WRITERS = {torch.float32: _to_float32, torch.bfloat16: _to_bfloat16, torch.float16: _to_float16}
+_NARROW = (torch.bfloat16, torch.float16)
+
+# --------------------------------------------------------------------------------------- the step
+
+
+def factors_of(settings: Settings, step: float) -> tuple[Any, ...]:
+    """Return what a step of AdamW multiplies with, rounded to float32 where torch's kernel does."""
+    pull = np.float32(1 - settings.beta1)
+    is_small = bool(pull < 0.5)
+    numbers = (
+        -1 if settings.maximize else 1,
+        float(1 - Fraction(settings.lr) * Fraction(settings.weight_decay)),  # an fma, too
+        pull if is_small else pull - np.float32(1),
+        settings.beta2,
+        1 - settings.beta2,
+        math.sqrt(1 - settings.beta2**step),
+        settings.eps,
+        -settings.lr / (1 - settings.beta1**step),
+    )
+    return (*map(np.float32, numbers), is_small)
+
+
+@_compiled
+def _adamw(number: Any, gradient: Any, moments: Any, factors: Any, whole: Any) -> Any:
+    """Return master and moments after a step.
+
+    `whole`: torch computes these numbers in a vector; what is left of a parameter one by one, and
+    then it rounds the second moment in another order.
     """
-
-    def __init__(self, form: Form) -> None:
-        self.form = form
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
-        )
-        module = llvm.parse_assembly(written(form))
-        module.verify()
-        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
-        passes.getModulePassManager().run(module, passes)
-        self._engine = llvm.create_mcjit_compiler(module, machine)
-        self._engine.finalize_object()
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64)
-        self._call = kind(self._engine.get_function_address(NAME))
-
-    def run(self, jobs: ctypes.Array[Job]) -> None:
-        """Step pieces, without Python's lock."""
-        self._call(ctypes.addressof(jobs), len(jobs))
+    sign, decay, pull, beta2, share, root, eps, change, pull_is_small = factors
+    first, second = moments
+    gradient = sign * gradient
+    # As torch's `lerp`: from the end that is nearer.
+    first = _fma(pull, gradient - first, first if pull_is_small else gradient)
+    part = share * gradient
+    if whole:
+        second = _fma(part, gradient, second * beta2)
+    else:
+        second = _fma(second, beta2, part * gradient)
+    below = math.sqrt(second) / root + eps
+    return number * decay + change * first / below, first, second
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A parameter that is stepped by machine code.
+class Form:
+    """What a step reads and writes.
 
     Attributes:
-        function: Steps its pieces.
-        of: The parameter.
-        factors: What the step depends on.
+        values: Dtype of the master.
+        gradient: Dtype of the gradient.
+        copy: Dtype of the copy; None: there is none.
+        moments: How the moments are kept.
+        stochastic: Whether a master of bfloat16 is rounded at random.
     """
 
-    function: Function
-    of: Stepped
-    factors: Factors
-
-    def job(self, start: int, stop: int) -> Job:
-        """Return what the function is told of the elements from `start` to `stop`."""
-        of, state = self.of, self.of.state
-        fields: dict[str, Any] = {
-            "values": _address(of.values, start),
-            "gradient": _address(of.gradient, start),
-            "copy": 0 if of.copy is None else _address(of.copy, start),
-            "factors": ctypes.addressof(self.factors),
-            "count": stop - start,
-            "start": start,
-        }
-        for number, what in enumerate(ROUNDED):
-            fields[f"{what}_seed"] = (of.seed + number) % (1 << 64)
-        for what, name in (("first", "exp_avg"), ("second", "exp_avg_sq")):
-            if self.function.form.moments is MomentFormat.EIGHT_BITS:
-                fields[what] = _address(state[f"{name}_codes"], start)
-                fields[f"{what}_scales"] = _address(state[f"{name}_scales"], start // BLOCK)
-            else:
-                fields[what] = _address(state[name], start)
-        return Job(**fields)
+    values: torch.dtype
+    gradient: torch.dtype
+    copy: torch.dtype | None
+    moments: MomentFormat
+    stochastic: bool
 
 
-def prepare(entry: Stepped, *, moments: MomentFormat, stochastic_rounding: bool) -> Prepared | None:
-    """Return how machine code steps a parameter; None: torch's operations have to."""
-    known = arithmetic_of_torch()
-    if known is None or not _readable(entry, moments):
+def _plain(form: Form) -> Callable[..., None]:
+    """Return what steps arrays whose moments are arrays of numbers.
+
+    It takes master `p`, gradient `g`, `moments`, copy `c` (may be empty), `factors_of` the step,
+    `keys` (number of the first element, then two of `rounding.noise` for each of `ROUNDED`), and
+    `width` as in `_WIDTHS`.
+    """
+    read, read_gradient = _READERS[form.values], _READERS[form.gradient]
+    read_moment: Any = _same
+    write_moment: Any = _to_float32
+    if form.moments is MomentFormat.BF16:
+        read_moment, write_moment = _from_bfloat16, _to_bfloat16_at_random
+    write = _to_bfloat16_at_random if form.stochastic else _WRITERS[form.values]
+    write_copy = _to_float32 if form.copy is None else _WRITERS[form.copy]
+
+    @_compiled
+    def loop(p: Any, g: Any, m: Any, v: Any, c: Any, factors: Any, keys: Any, whole: Any) -> None:
+        first, low, high, m_low, m_high, v_low, v_high = keys
+        for i in range(len(p)):
+            index = _uint32(first + _uint32(i))
+            number, gradient = read(p[i]), read_gradient(g[i])
+            before = read_moment(m[i]), read_moment(v[i])
+            number, mean, square = _adamw(number, gradient, before, factors, whole)
+            m[i] = write_moment(mean, _noise(index, m_low, m_high))
+            v[i] = write_moment(square, _noise(index, v_low, v_high))
+            kept = write(number, _noise(index, low, high))
+            p[i] = kept
+            if len(c):
+                c[i] = write_copy(read(kept), _NONE)
+
+    @_compiled
+    def step(p: Any, g: Any, moments: Any, c: Any, factors: Any, keys: Any, width: Any) -> None:
+        m, v = moments
+        end = len(p) // width * width
+        loop(p[:end], g[:end], m[:end], v[:end], c[:end], factors, keys, True)
+        keys = (_uint32(keys[0] + _uint32(end)), *keys[1:])
+        loop(p[end:], g[end:], m[end:], v[end:], c[end:], factors, keys, False)
+
+    return step
+
+
+def _blockwise(form: Form) -> Callable[..., None]:
+    """Return what steps arrays whose moments are (codes, scales, codes, scales)."""
+    plain = _plain(form)
+    decode_first, decode_second = _decoder(FIRST_MOMENT), _decoder(SECOND_MOMENT)
+    encode_first, encode_second = _encoder(FIRST_MOMENT), _encoder(SECOND_MOMENT)
+
+    @_compiled
+    def step(p: Any, g: Any, moments: Any, c: Any, factors: Any, keys: Any, width: Any) -> None:
+        means, mean_scales, squares, square_scales = moments
+        one, two = np.empty(ALIGNMENT, np.float32), np.empty(ALIGNMENT, np.float32)
+        # More than a block at a time: every slice counts its references.
+        for start in range(0, len(p), ALIGNMENT):
+            stop, block = min(start + ALIGNMENT, len(p)), start // BLOCK
+            m, m_codes, m_scales = one[: stop - start], means[start:stop], mean_scales[block:]
+            v, v_codes, v_scales = two[: stop - start], squares[start:stop], square_scales[block:]
+            decode_first(m_codes, m_scales, m)
+            decode_second(v_codes, v_scales, v)
+            place = (_uint32(keys[0] + _uint32(start)), *keys[1:])
+            plain(p[start:stop], g[start:stop], (m, v), c[start:stop], factors, place, width)
+            encode_first(m, m_codes, m_scales, place[0], keys[3], keys[4])
+            encode_second(v, v_codes, v_scales, place[0], keys[5], keys[6])
+
+    return step
+
+
+@_compiled
+def _squared(x: Any) -> Any:
+    return x * x
+
+
+@_compiled
+def _fourth_power(x: Any) -> Any:
+    return x * x * (x * x)
+
+
+@_compiled
+def _fourth_root(x: Any) -> Any:
+    return math.sqrt(math.sqrt(x))
+
+
+@_compiled
+def _square_root(x: Any) -> Any:
+    return math.sqrt(x)
+
+
+@functools.cache
+def _decoder(code: PowerCode) -> Callable[..., None]:
+    """Return what decodes blocks, with the bits of `PowerCode.decode`."""
+    signed, largest = code.signed, np.float32(code.largest)
+    power = _fourth_power if code.squarings == 2 else _squared
+
+    @_compiled
+    def decode_block(codes: Any, scale: Any, numbers: Any) -> None:
+        for i in range(len(codes)):
+            part = _float32(codes[i]) / largest
+            numbers[i] = (part * abs(part) if signed else power(part)) * scale
+
+    @_compiled
+    def decode(codes: Any, scales: Any, numbers: Any) -> None:
+        for start in range(0, len(codes), BLOCK):
+            stop = start + BLOCK
+            decode_block(codes[start:stop], scales[start // BLOCK], numbers[start:stop])
+
+    return decode
+
+
+@functools.cache
+def _encoder(code: PowerCode) -> Callable[..., None]:
+    """Return what encodes blocks, with the bits of `PowerCode.encode`."""
+    signed, largest, stored = code.signed, np.float32(code.largest), _STORED[code.dtype]
+    power = _fourth_power if code.squarings == 2 else _squared
+    root = _fourth_root if code.squarings == 2 else _square_root
+    step, level = np.float32(1 / code.largest), np.float32(1 / NOISE_LEVELS)
+    nothing, one, magnitude = np.float32(0), np.float32(1), np.uint32(0x7FFFFFFF)
+
+    @_compiled
+    def encode_block(numbers: Any, codes: Any, first: Any, low: Any, high: Any) -> Any:
+        most = _uint32(0)  # as bits: in the same order, and beyond them what is not a number
+        for i in range(len(numbers)):
+            most = max(most, _uint32(_bits_of(numbers[i]) & magnitude))
+        scale = _number_of(most)
+        unit = one if scale == nothing else scale
+        for i in range(len(numbers)):
+            x = (abs(numbers[i]) if signed else numbers[i]) / unit
+            below = np.floor(root(x) * largest)
+            near = power(below * step)
+            share = (x - near) / (power((below + one) * step) - near)
+            if share < nothing:  # by a rounding error
+                share = nothing
+            drawn = _float32(np.int32(_noise(_uint32(first + _uint32(i)), low, high)))
+            chosen = below + np.floor(share + drawn * level)
+            if chosen > largest:
+                chosen = largest
+            if signed:
+                chosen = math.copysign(chosen, numbers[i])
+            elif chosen < one and x != nothing:  # what is not 0 must not become 0
+                chosen = one
+            is_number = chosen == chosen
+            codes[i] = stored(np.int32(chosen if is_number else nothing))
+        return scale
+
+    @_compiled
+    def encode(numbers: Any, codes: Any, scales: Any, first: Any, low: Any, high: Any) -> None:
+        for start in range(0, len(codes), BLOCK):
+            stop, index = start + BLOCK, _uint32(first + _uint32(start))
+            scale = encode_block(numbers[start:stop], codes[start:stop], index, low, high)
+            scales[start // BLOCK] = scale
+
+    return encode
+
+
+_STORED: dict[torch.dtype, Any] = {torch.int8: np.int8, torch.uint8: np.uint8}
+
+# ------------------------------------------------------------------------------ steps of parameters
+
+
+class UnusableCodeError(Exception):
+    """A loop cannot be compiled, or has other bits than torch's operations."""
+
+
+class PieceStep:
+    """Steps pieces of a parameter, in any thread, without Python's lock.
+
+    Args:
+        parameter: Whose.
+        form: What is read and written.
+        function: Of that form.
+        width: Numbers that torch's kernel steps at a time.
+    """
+
+    def __init__(
+        self, parameter: FlatParameter, form: Form, function: Callable[..., None], width: int
+    ) -> None:
+        self._function, self._width, self._seed = function, width, parameter.seed
+        self._values, self._gradient = _array(parameter.values), _array(parameter.gradient)
+        self._copy = _array(torch.empty(0) if parameter.copy is None else parameter.copy)
+        self._factors = factors_of(parameter.settings, float(parameter.step))
+        per_scale = BLOCK if form.moments is MomentFormat.EIGHT_BITS else 1
+        self._moments = [
+            (_array(vector), per_scale if name.endswith("_scales") else 1)
+            for name, vector in parameter.state.items()
+        ]
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Step the elements from `start`, a multiple of `ALIGNMENT`, to `stop`."""
+        self._function(
+            self._values[start:stop],
+            self._gradient[start:stop],
+            tuple(array[start // size : -(-stop // size)] for array, size in self._moments),
+            self._copy[start:stop],
+            self._factors,
+            noise_keys(self._seed, start),
+            self._width,
+        )
+
+
+def noise_keys(seed: int, start: int) -> tuple[Any, ...]:
+    """Return what the noise from element `start` on depends on, as in `rounding.noise`."""
+    keys = [start]
+    for number in range(len(ROUNDED)):
+        keys += [(seed + number) ^ (start >> 32), (seed + number) >> 32]
+    return tuple(np.uint32(key & 0xFFFFFFFF) for key in keys)
+
+
+def prepare(
+    parameter: FlatParameter, *, moments: MomentFormat, stochastic_rounding: bool
+) -> PieceStep | None:
+    """Return what steps a parameter; None: torch's operations have to.
+
+    Raises:
+        UnusableCodeError: The loop has not the bits of torch's operations, or cannot be made.
+    """
+    if not _is_readable(parameter, moments):
         return None
-    function = _function(
-        Form(
-            values=entry.values.dtype,
-            gradient=entry.gradient.dtype,
-            copy=None if entry.copy is None else entry.copy.dtype,
-            moments=moments,
-            stochastic=stochastic_rounding and entry.values.dtype is torch.bfloat16,
-            arithmetic=known,
-        )
+    values, copy = parameter.values, parameter.copy
+    form = Form(
+        values=values.dtype,
+        gradient=parameter.gradient.dtype,
+        copy=None if copy is None else copy.dtype,
+        moments=moments,
+        stochastic=stochastic_rounding and values.dtype is torch.bfloat16,
     )
-    return None if function is None else prepared(function, entry)
-
-
-@functools.cache
-def _function(form: Form) -> Function | None:
-    """Return the function of a form, or say once in the log that torch's operations are used."""
-    function = checked(form)
-    if function is None:
-        log.warning(
-            "Machine code for a step with %s has other bits than torch %s, whose operations are "
-            "used instead, which takes longer.",
-            form,
-            torch.__version__,
+    try:
+        function, width = checked(form)
+    except (RuntimeError, NumbaError) as error:  # of this processor or this system's memory
+        raise UnusableCodeError(f"numba makes no machine code ({error})") from error
+    if width is None:
+        raise UnusableCodeError(
+            f"torch {torch.__version__} computes AdamW in an order that is not known "
+            f"({torch.backends.cpu.get_cpu_capability()}, {form})"
         )
-    return function
+    return PieceStep(parameter, form, function, width)
 
 
-def _readable(entry: Stepped, moments: MomentFormat) -> bool:
-    """Say whether all tensors are what machine code takes them for: it knows addresses only."""
-    whole = [t for t in (entry.values, entry.gradient, entry.copy) if t is not None]
-    count = entry.values.numel()
-    sizes = (count, num_blocks(count))
-    state = _state_of(moments)
-    return (
-        all(type(t) is Tensor and t.device.type == "cpu" for t in (*whole, *entry.state.values()))
-        and all(t.dtype in _READ and t.numel() == count for t in whole)
-        and all(
-            t.dtype is state[name].dtype and t.numel() == sizes[state[name].numel is not None]
-            for name, t in entry.state.items()
-        )
-    )
-
-
-@functools.cache
-def _state_of(moments: MomentFormat) -> Mapping[str, Field]:
-    """Return the tensors of a parameter's state, by the example of one of float32."""
-    example = torch.empty(1, dtype=torch.float32, device="cpu")
-    fields = [moment.fields(example) for moment in moments_in(moments)]
-    return MappingProxyType({**fields[0], **fields[1]})
-
-
-def prepared(function: Function, entry: Stepped) -> Prepared:
-    """Return how a function steps a parameter."""
-    numbers = factors(entry.settings, step=float(entry.step), arithmetic=function.form.arithmetic)
-    return Prepared(function=function, of=entry, factors=numbers)
-
-
-def run(pieces: Sequence[tuple[Prepared, Piece]]) -> None:
-    """Step pieces, in any thread; several of one function in one call."""
-    if not pieces:
-        return
-    function = pieces[0][0].function
-    if any(how.function is not function for how, _ in pieces):
-        for pair in pieces:
-            run([pair])
-        return
-    function.run((Job * len(pieces))(*(how.job(piece.start, piece.stop) for how, piece in pieces)))
-
-
-@functools.cache
 def why_not() -> str | None:
     """Return why nothing can be stepped in machine code on this machine; None: it can."""
-    machine = platform.machine()
-    needed = _NEEDED.get(machine.lower())
-    if needed is None:
-        return f"machine code is not written for processors of the kind {machine}"
-    try:
-        has = llvm.get_host_cpu_features()
-        if missing := [name for name in needed if not has.get(name)]:
-            return f"this processor, or virtual machine, has no {' and no '.join(missing)}"
-        known = arithmetic_of_torch()
-    except RuntimeError as error:  # LLVM's, about this processor or this system's memory
-        return f"LLVM makes no machine code for it: {error}"
-    if known is None:
-        return (
-            f"torch {torch.__version__} computes AdamW in an order that is not known "
-            f"({torch.backends.cpu.get_cpu_capability()})"
-        )
+    if getattr(numba.core.config, "DISABLE_JIT", False):
+        return "NUMBA_DISABLE_JIT is set"
+    has = binding.get_host_cpu_features()
+    missing = [name for name in _NEEDED if not has.get(name)]
+    if platform.machine().lower() in ("x86_64", "amd64") and missing:
+        return f"this processor, or virtual machine, has no {' and no '.join(missing)}"
     return None
 
 
 @functools.cache
-def arithmetic_of_torch() -> Arithmetic | None:
-    """Return how torch's kernel computes on this machine; None: in no known way."""
-    for known in _KNOWN:
-        form = Form(
-            values=torch.float32,
-            gradient=torch.float32,
-            copy=None,
-            moments=MomentFormat.FP32,
-            stochastic=False,
-            arithmetic=known,
-        )
-        if checked(form) is not None:
-            return known
-    return None
-
-
-@functools.cache
-def checked(form: Form) -> Function | None:
-    """Return the function of a form; None if its bits are not those of torch's operations.
-
-    Remembered, because it depends on nothing but the form and the machine.
-    """
-    function = Function(form)
+def checked(form: Form) -> tuple[Callable[..., None], int | None]:
+    """Return the function of a form, and the width with which it has the bits of torch, if any."""
+    in_blocks = form.moments is MomentFormat.EIGHT_BITS
+    function = _blockwise(form) if in_blocks else _plain(form)
     with torch.device("cpu"):  # whatever the caller's default is
-        return function if _has_bits_of_torch(function) else None
+        same = (width for width in _WIDTHS if _has_bits_of_torch(form, function, width))
+        return function, next(same, None)
 
 
-def _has_bits_of_torch(function: Function) -> bool:
-    form = function.form
-    reference = TorchStep(moments=moments_in(form.moments), stochastic_rounding=form.stochastic)
+def _has_bits_of_torch(form: Form, function: Callable[..., None], width: int) -> bool:
     for settings in _TRIED_SETTINGS:
         mine, theirs = (_trial(form, settings) for _ in range(2))
-        for step in (1, 2, 3):
-            mine.step.fill_(step)
-            theirs.step.fill_(step)
-            run([(prepared(function, mine), Piece(of=mine, start=0, stop=_TRIED))])
-            whole = Piece(of=theirs, start=0, stop=_TRIED)
-            reference.run([whole], Scratch(NUM_SCRATCH * _TRIED))
-        if not _same(mine, theirs):
+        for number in (1, 2, 3):
+            mine.step.fill_(number)
+            theirs.step.fill_(number)
+            PieceStep(mine, form, function, width)(0, _TRIED)
+            step_with_torch(
+                (Piece(parameter=theirs, start=0, stop=_TRIED),),
+                Scratch(NUM_SCRATCH * _TRIED),
+                moments=StateLayout(form=form.moments).moments,
+                stochastic_rounding=form.stochastic,
+            )
+        if not all(map(torch.equal, _written(mine), _written(theirs))):
             return False
     return True
 
 
-def _trial(form: Form, settings: Settings) -> Stepped:
+def _trial(form: Form, settings: Settings) -> FlatParameter:
     """Return a small parameter, always the same one."""
     generator = torch.Generator().manual_seed(0)
-    values, gradient = (
-        torch.randn(_TRIED, generator=generator, dtype=torch.float32) for _ in range(2)
-    )
-    values = values.to(form.values)
-    state = {
-        name: field.zeros(values)
-        for moment in moments_in(form.moments)
-        for name, field in moment.fields(values).items()
-    }
-    return Stepped(
+    drawn = torch.randn(2, _TRIED, generator=generator, dtype=torch.float32)
+    values = drawn[0].to(form.values)
+    return FlatParameter(
         values=values,
-        gradient=gradient.to(form.gradient),
-        state=state,
+        gradient=drawn[1].to(form.gradient),
+        state=StateLayout(form=form.moments).allocate(values),
         step=torch.zeros((), dtype=torch.float32),
         copy=None if form.copy is None else torch.zeros(_TRIED, dtype=form.copy),
         seed=1,
@@ -285,15 +521,26 @@ def _trial(form: Form, settings: Settings) -> Stepped:
     )
 
 
-def _same(one: Stepped, other: Stepped) -> bool:
-    pairs = [
-        (one.values, other.values),
-        *zip(one.state.values(), other.state.values(), strict=True),
-    ]
-    if one.copy is not None and other.copy is not None:
-        pairs.append((one.copy, other.copy))
-    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+def _written(parameter: FlatParameter) -> list[Tensor]:
+    copies = [] if parameter.copy is None else [parameter.copy]
+    return [parameter.values, *copies, *parameter.state.values()]
 
 
-def _address(tensor: Tensor, element: int) -> int:
-    return tensor.data_ptr() + element * tensor.element_size()
+def _is_readable(parameter: FlatParameter, moments: MomentFormat) -> bool:
+    """Return whether all tensors are what numpy can share, and what compiled code expects."""
+    values, state = parameter.values, parameter.state
+    whole = [t for t in (values, parameter.gradient, parameter.copy) if t is not None]
+    fields = StateLayout(form=moments).fields(values)
+    return (
+        all(type(t) is Tensor and t.device.type == "cpu" for t in (*whole, *state.values()))
+        and all(t.dtype in _READERS and t.numel() == values.numel() for t in whole)
+        and all(
+            state[name].dtype is field.dtype and state[name].numel() == field.count(values)
+            for name, field in fields.items()
+        )
+    )
+
+
+def _array(tensor: Tensor) -> Any:
+    """Return a tensor's memory for numpy, which knows no bfloat16: 16 bits as whole numbers."""
+    return (tensor.view(torch.uint16) if tensor.dtype in _NARROW else tensor).numpy()

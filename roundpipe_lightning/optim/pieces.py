@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.blockwise import BLOCK
-from roundpipe_lightning.optim.moments import dense_like
 
 ALIGNMENT = 1024
 """Elements; a multiple of a vector register and of a block of 8 bit codes."""
-
 
 ROUNDED = ("values", "first", "second")
 """What of a parameter noise is drawn for: the master and its two moments."""
@@ -50,7 +48,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stepped:
+class FlatParameter:
     """A parameter about to be stepped; all tensors flat, in the order of the parameter's memory.
 
     Attributes:
@@ -76,25 +74,26 @@ class Stepped:
 class Piece:
     """Elements `start` to `stop` of a parameter."""
 
-    of: Stepped
+    parameter: FlatParameter
     start: int
     stop: int
 
 
-def tasks(entries: Sequence[Stepped], *, size: int) -> Iterator[tuple[Piece, ...]]:
-    """Cut parameters into tasks.
+Task = tuple[Piece, ...]
+"""Pieces with the same settings that one thread steps."""
 
-    Args:
-        entries: The parameters.
-        size: Most elements of a task; a multiple of `ALIGNMENT`.
-    """
+
+def cut_into_tasks(parameters: Sequence[FlatParameter], *, size: int) -> Iterator[Task]:
+    """Cut parameters into tasks of at most `size` elements, a multiple of `ALIGNMENT`."""
     group: list[Piece] = []
     filled = 0
-    for entry in entries:
-        for start in range(0, entry.values.numel(), size):
-            piece = Piece(of=entry, start=start, stop=min(start + size, entry.values.numel()))
+    for parameter in parameters:
+        count = parameter.values.numel()
+        for start in range(0, count, size):
+            piece = Piece(parameter=parameter, start=start, stop=min(start + size, count))
             weight = math.ceil((piece.stop - start) / BLOCK) * BLOCK
-            if group and (filled + weight > size or group[0].of.settings != entry.settings):
+            differs = group and group[0].parameter.settings != parameter.settings
+            if group and (filled + weight > size or differs):
                 yield tuple(group)
                 group, filled = [], 0
             group.append(piece)
@@ -103,7 +102,44 @@ def tasks(entries: Sequence[Stepped], *, size: int) -> Iterator[tuple[Piece, ...
         yield tuple(group)
 
 
-def flat(tensor: Tensor) -> Tensor | None:
+class Scratch:
+    """float32 memory, small enough for the cache, in which a thread converts its pieces.
+
+    Args:
+        num_elements: How much there is; what is asked for beyond it is allocated.
+    """
+
+    def __init__(self, num_elements: int) -> None:
+        self._memory = torch.empty(num_elements, dtype=torch.float32)
+        self._used = 0
+
+    def allocate(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory for so many numbers, until `clear`."""
+        start, stop = self._used, self._used + count
+        if dtype is not torch.float32 or stop > self._memory.numel():
+            return torch.empty(count, dtype=dtype)
+        self._used = stop
+        return self._memory[start:stop]
+
+    def clear(self) -> None:
+        self._used = 0
+
+
+# ------------------------------------------------------------------------------- order in memory
+
+
+def dense_like(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that has the shape and order of another, without gaps."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a view of a flat tensor with the shape, and the order in memory, of another."""
+    form = dense_like(like)
+    return flat.as_strided(form.shape, form.stride())
+
+
+def flattened(tensor: Tensor) -> Tensor | None:
     """Return a view of a tensor as one vector, in the order of its memory; None if it has gaps."""
     if tensor.is_contiguous():
         return tensor.detach().view(-1)
@@ -112,7 +148,7 @@ def flat(tensor: Tensor) -> Tensor | None:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
+def flattened_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor's elements in the order of another's memory; a copy where they differ."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and like.is_contiguous():
@@ -134,7 +170,7 @@ class UploadCopies:
     def __init__(self) -> None:
         self._flat: dict[tuple[int, int], Tensor] = {}
 
-    def set(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
+    def replace(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
         """Take the copies, in place of those before.
 
         Raises:
@@ -142,23 +178,23 @@ class UploadCopies:
         """
         self._flat = {}
         for parameter, copy in copies.items():
-            mine = flat_like(copy, parameter)
+            mine = flattened_like(copy, parameter)
             if copy.shape != parameter.shape or mine.data_ptr() != copy.data_ptr():
                 raise ConfigurationError(
                     f"The copy of a parameter of shape {tuple(parameter.shape)} and strides "
                     f"{parameter.stride()} has shape {tuple(copy.shape)} and strides "
                     f"{copy.stride()}: both must be the same, without gaps."
                 )
-            if flat(parameter) is not None:
-                self._flat[_place(parameter)] = mine
+            if flattened(parameter) is not None:
+                self._flat[_memory_of(parameter)] = mine
 
-    def of(self, parameter: Tensor) -> Tensor | None:
+    def copy_of(self, parameter: Tensor) -> Tensor | None:
         """Return the flat copy of a parameter, or of an alias of it; None: it has none."""
-        return self._flat.get(_place(parameter))
+        return self._flat.get(_memory_of(parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UploadCopies:
         return self
 
 
-def _place(parameter: Tensor) -> tuple[int, int]:
+def _memory_of(parameter: Tensor) -> tuple[int, int]:
     return parameter.data_ptr(), parameter.numel()

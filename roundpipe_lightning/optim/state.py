@@ -1,30 +1,212 @@
-"""The state of a parameter: its tensors, and the ordinary form that checkpoints have.
+"""The state of a parameter: how its two moments lie in memory, and the form that checkpoints have.
 
 ```
-kept      step   noise_seed   exp_avg | exp_avg_codes + exp_avg_scales    (and so exp_avg_sq)
-ordinary  step   noise_seed   exp_avg                                     exp_avg_sq
+fp32        step                exp_avg                            exp_avg_sq
+bf16        step   noise_seed   exp_avg (bfloat16)                 exp_avg_sq (bfloat16)
+8bit        step   noise_seed   exp_avg_codes, exp_avg_scales      exp_avg_sq_codes, ..._scales
+checkpoint  step   noise_seed   exp_avg                            exp_avg_sq
 ```
+
+A step works on pieces of flat tensors. For each piece a moment is *loaded* as a tensor of the
+working dtype (its own memory where it already is that, else scratch memory), stepped in place, and
+*saved*.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.optim.moments import (
-    Field,
-    MomentFormat,
-    dense_like,
-    moments_in,
+from roundpipe_lightning.optim.blockwise import (
+    BLOCK,
+    FIRST_MOMENT,
+    SECOND_MOMENT,
+    Noise,
+    PowerCode,
+    num_blocks,
 )
-from roundpipe_lightning.optim.pieces import flat_like
+from roundpipe_lightning.optim.pieces import Scratch, dense_like, flattened_like, shaped
+from roundpipe_lightning.optim.rounding import round_stochastically
 
 _LARGE = 1 << 20  # elements of a parameter whose bytes are those of a large model
+_PIECE = 1 << 18  # elements that a whole moment is converted by; a multiple of BLOCK
+
+
+class MomentFormat(Enum):
+    """How the moments are kept."""
+
+    FP32 = "fp32"
+    """float32: 8 bytes per parameter, the numbers of `torch.optim.AdamW(fused=True)`."""
+
+    BF16 = "bf16"
+    """bfloat16, rounded at random: 4 bytes per parameter."""
+
+    EIGHT_BITS = "8bit"
+    """Blocks of 8 bit codes (`optim/blockwise.py`): 2.03 bytes per parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A tensor of a parameter's state.
+
+    Attributes:
+        dtype: Its dtype.
+        numel: Its size, if it is flat; None: shape and strides are the parameter's.
+    """
+
+    dtype: torch.dtype
+    numel: int | None = None
+
+    def count(self, parameter: Tensor) -> int:
+        return parameter.numel() if self.numel is None else self.numel
+
+    def num_bytes(self, parameter: Tensor) -> int:
+        return self.count(parameter) * self.dtype.itemsize
+
+    def place(self, flat: Tensor, parameter: Tensor) -> Tensor:
+        """Return a flat tensor in the shape of this field."""
+        return flat if self.numel is not None else shaped(flat, parameter)
+
+    def zeros(self, parameter: Tensor) -> Tensor:
+        return self.place(torch.zeros(self.count(parameter), dtype=self.dtype), parameter)
+
+
+class Moment(ABC):
+    """One of the two moments in one format.
+
+    Args:
+        name: As `torch.optim.AdamW` calls it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def fields(self, parameter: Tensor) -> dict[str, Field]:
+        """Return the tensors that the state of a parameter has for this moment."""
+
+    @abstractmethod
+    def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
+        """Return elements `start` (a multiple of `BLOCK`) to `stop` in the working dtype.
+
+        Args:
+            flat: The fields, flat, in the order of the parameter's memory.
+            start: First element.
+            stop: End of the piece.
+            scratch: Where to put what has to be converted.
+        """
+
+    @abstractmethod
+    def save(self, loaded: Tensor, flat: Mapping[str, Tensor], random: Noise) -> None:
+        """Write a piece back, which began at `random.offset`; `loaded` may be overwritten."""
+
+    @abstractmethod
+    def export(self, flat: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """Return the whole moment as checkpoints have it: a tensor like the parameter."""
+
+    @abstractmethod
+    def restore(self, values: Tensor, flat: Mapping[str, Tensor]) -> None:
+        """Take the whole moment, flat, from a checkpoint; rounds to the nearest."""
+
+
+class PlainMoment(Moment):
+    """A moment as an ordinary tensor.
+
+    Args:
+        name: As `torch.optim.AdamW` calls it.
+        dtype: None: the working dtype, so nothing is converted.
+    """
+
+    def __init__(self, name: str, *, dtype: torch.dtype | None) -> None:
+        super().__init__(name)
+        self._dtype = dtype
+
+    def fields(self, parameter: Tensor) -> dict[str, Field]:
+        return {self.name: Field(dtype=self._dtype or working_dtype(parameter))}
+
+    def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
+        piece = flat[self.name][start:stop]
+        return piece if self._dtype is None else scratch.allocate(stop - start).copy_(piece)
+
+    def save(self, loaded: Tensor, flat: Mapping[str, Tensor], random: Noise) -> None:
+        if self._dtype is not None:
+            piece = flat[self.name][random.offset : random.offset + loaded.numel()]
+            round_stochastically(loaded, out=piece, seed=random.seed, offset=random.offset)
+
+    def export(self, flat: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        return shaped(flat[self.name], like)
+
+    def restore(self, values: Tensor, flat: Mapping[str, Tensor]) -> None:
+        flat[self.name].copy_(values)
+
+
+class BlockwiseMoment(Moment):
+    """A moment in codes of 8 bits.
+
+    Args:
+        name: As `torch.optim.AdamW` calls it.
+        code: What the codes stand for.
+    """
+
+    def __init__(self, name: str, *, code: PowerCode) -> None:
+        super().__init__(name)
+        self._code = code
+        self._codes, self._scales = f"{name}_codes", f"{name}_scales"
+
+    def fields(self, parameter: Tensor) -> dict[str, Field]:
+        return {
+            self._codes: Field(dtype=self._code.dtype),
+            self._scales: Field(dtype=torch.float32, numel=num_blocks(parameter.numel())),
+        }
+
+    def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
+        codes, scales = self._piece(flat, start, stop)
+        return self._code.decode(codes, scales, out=scratch.allocate(stop - start))
+
+    def save(self, loaded: Tensor, flat: Mapping[str, Tensor], random: Noise) -> None:
+        codes, scales = self._piece(flat, random.offset, random.offset + loaded.numel())
+        self._code.encode(loaded, codes=codes, scales=scales, random=random)
+
+    def export(self, flat: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        numbers = torch.empty(flat[self._codes].numel(), dtype=torch.float32)
+        for start in range(0, numbers.numel(), _PIECE):
+            part = numbers[start : start + _PIECE]
+            codes, scales = self._piece(flat, start, start + part.numel())
+            self._code.decode(codes, scales, out=part)
+        return shaped(numbers, like)
+
+    def restore(self, values: Tensor, flat: Mapping[str, Tensor]) -> None:
+        for start in range(0, values.numel(), _PIECE):
+            numbers = values[start : start + _PIECE].to(torch.float32, copy=True)
+            codes, scales = self._piece(flat, start, start + numbers.numel())
+            self._code.encode(numbers, codes=codes, scales=scales, random=None)
+
+    def _piece(self, flat: Mapping[str, Tensor], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        blocks = slice(start // BLOCK, num_blocks(stop))
+        return flat[self._codes][start:stop], flat[self._scales][blocks]
+
+
+def moments_in(form: MomentFormat) -> tuple[Moment, Moment]:
+    """Return the first and the second moment in a format."""
+    if form is MomentFormat.EIGHT_BITS:
+        return (
+            BlockwiseMoment("exp_avg", code=FIRST_MOMENT),
+            BlockwiseMoment("exp_avg_sq", code=SECOND_MOMENT),
+        )
+    dtype = torch.bfloat16 if form is MomentFormat.BF16 else None
+    return PlainMoment("exp_avg", dtype=dtype), PlainMoment("exp_avg_sq", dtype=dtype)
+
+
+def working_dtype(parameter: Tensor) -> torch.dtype:
+    """Return what a parameter's step is computed in: float32, or float64 for float64."""
+    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 
 class StateLayout:
@@ -47,7 +229,7 @@ class StateLayout:
         return {**first, **second}
 
     def rounds(self, parameter: Tensor) -> bool:
-        """Say whether something of a parameter is rounded at random."""
+        """Return whether something of a parameter is rounded at random."""
         return self.form is not MomentFormat.FP32 or parameter.dtype is torch.bfloat16
 
     def allocate(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -61,17 +243,16 @@ class StateLayout:
             for name in self.fields(parameter)
         }
 
-    def ordinary(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def export(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Return a state as `torch.optim.AdamW` has it."""
         vectors = self.flat(state, parameter)
-        moments = {m.name: m.read(vectors, parameter) for m in self.moments}
-        rest = {key: value for key, value in state.items() if key not in vectors}
-        return {**rest, **moments}
+        moments = {m.name: m.export(vectors, parameter) for m in self.moments}
+        return {**{key: state[key] for key in state if key not in vectors}, **moments}
 
-    def take(
+    def restore(
         self, saved: Mapping[str, Any], state: dict[str, Any], parameter: Tensor, *, name: str
     ) -> None:
-        """Copy an ordinary state into a parameter's.
+        """Copy what `export` returned, or `torch.optim.AdamW` has, into a parameter's state.
 
         Args:
             saved: From a checkpoint.
@@ -96,16 +277,10 @@ class StateLayout:
                     f"does not fit: {moment.name} {found}. Resume with the kind of optimizer that "
                     "wrote the checkpoint, or start it anew from the weights alone."
                 )
-            moment.write(flat_like(values.to("cpu"), dense_like(parameter)), vectors)
+            moment.restore(flattened_like(values.to("cpu"), dense_like(parameter)), vectors)
         state["step"].fill_(float(saved["step"]))
         if "noise_seed" in saved:
             state["noise_seed"] = int(saved["noise_seed"])
-
-    def clear(self, state: Mapping[str, Any]) -> None:
-        """Set the moments and the number of steps to zero."""
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
 
     def bytes_per_parameter(self) -> float:
         """Return the bytes of the moments per parameter, for large parameters of float32."""
@@ -124,12 +299,6 @@ class StatePlace:
 
     memory_bytes: float
     disk_bytes: float
-
-    @classmethod
-    def of(cls, layout: StateLayout, *, on_disk: bool) -> StatePlace:
-        """Return what a layout takes in the one place or the other."""
-        size = layout.bytes_per_parameter()
-        return cls(memory_bytes=0.0 if on_disk else size, disk_bytes=size if on_disk else 0.0)
 
 
 def check_options(group: Mapping[str, Any]) -> None:

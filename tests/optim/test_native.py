@@ -8,17 +8,15 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW, kernel, native
-from roundpipe_lightning.optim.moments import MomentFormat
-from roundpipe_lightning.optim.piece_code import Arithmetic, Form, Job
-from roundpipe_lightning.optim.pieces import Settings, Stepped
+from roundpipe_lightning.optim.pieces import FlatParameter, Settings
 from roundpipe_lightning.optim.rounding import round_stochastically
+from roundpipe_lightning.optim.state import MomentFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 7, 8, 31, 256, 1000, 5003)  # all loops, with and without what is left over
@@ -56,30 +54,26 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+F32, BF16, F16 = FLOATS
+
+
 @pytest.mark.parametrize(
-    ("moments", "values"),
+    ("moments", "values", "gradient", "copy", "offset"),
     [
-        ("fp32", torch.float32),
-        ("fp32", torch.bfloat16),
-        ("fp32", torch.float16),
-        ("bf16", torch.float32),
-        ("8bit", torch.float32),
-        ("8bit", torch.bfloat16),
-    ],
-)
-@pytest.mark.parametrize(
-    ("gradient", "copy", "offset"),
-    [
-        (torch.float32, None, 0),
-        (torch.bfloat16, torch.bfloat16, 0),
-        (torch.bfloat16, torch.bfloat16, 3),
-        (torch.float16, torch.float16, 32),
+        ("fp32", F32, F32, None, 0),
+        ("fp32", F32, BF16, BF16, 3),
+        ("fp32", BF16, BF16, BF16, 0),
+        ("fp32", F16, F16, F16, 32),
+        ("bf16", F32, BF16, BF16, 0),
+        ("bf16", BF16, F32, None, 0),
+        ("8bit", F32, BF16, BF16, 3),
+        ("8bit", BF16, F16, None, 0),
     ],
 )
 def test_bits_are_those_of_torchs_operations(
     moments: str, values: torch.dtype, gradient: torch.dtype, copy: torch.dtype | None, offset: int
 ) -> None:
-    results = [
+    mine, theirs = (
         stepped(
             choice=choice,
             values=values,
@@ -89,9 +83,8 @@ def test_bits_are_those_of_torchs_operations(
             moments=moments,
         )
         for choice in ("native", "torch")
-    ]
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(bits(mine), bits(theirs))
+    )
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("options", [{"maximize": True}, {"betas": (0.3, 0.5)}, {"eps": 0.0}])
@@ -116,21 +109,9 @@ def once(
     *,
     copy: Tensor | None = None,
     settings: Settings = PLAIN,
-    arithmetic: Arithmetic | None = None,
-    start: int = 0,
-) -> Stepped:
-    """Step a flat parameter once, as if it began at an element of a larger one."""
-    known = arithmetic or native.arithmetic_of_torch()
-    assert known is not None, "machine code is possible where the tests run"
-    form = Form(
-        values=values.dtype,
-        gradient=gradient.dtype,
-        copy=None if copy is None else copy.dtype,
-        moments=MomentFormat.FP32,
-        stochastic=values.dtype is torch.bfloat16,
-        arithmetic=known,
-    )
-    entry = Stepped(
+) -> FlatParameter:
+    """Step a flat parameter once."""
+    parameter = FlatParameter(
         values=values,
         gradient=gradient,
         state={name: torch.full(values.shape, 0.25) for name in ("exp_avg", "exp_avg_sq")},
@@ -139,19 +120,23 @@ def once(
         seed=12345678901234567890,
         settings=settings,
     )
-    how = native.prepared(native.Function(form), entry)
-    job = how.job(0, values.numel())
-    job.start = start
-    how.function.run((Job * 1)(job))
-    return entry
+    step = native.prepare(parameter, moments=MomentFormat.FP32, stochastic_rounding=True)
+    assert step is not None
+    step(0, values.numel())
+    return parameter
 
 
-def test_rounding_at_random_goes_on_behind_four_billion_elements() -> None:
+def test_rounding_at_random_goes_on_behind_four_billion_elements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     start = (3 << 32) + 1024
+    once(torch.ones(1024).bfloat16(), torch.ones(1024))  # compiled and compared with torch
+    keys = native.noise_keys
+    monkeypatch.setattr(native, "noise_keys", lambda seed, first: keys(seed, start + first))
     gradient = torch.linspace(-2, 2, 1024)
     wide, narrow = (torch.linspace(-1, 1, 1024).bfloat16().to(d) for d in FLOATS[:2])
     once(wide, gradient)
-    once(narrow, gradient, start=start)
+    once(narrow, gradient)
     expected = torch.empty_like(narrow)
     round_stochastically(wide, out=expected, seed=12345678901234567890, offset=start)
     assert torch.equal(bits(narrow), bits(expected))
@@ -203,31 +188,13 @@ def test_what_is_no_number_goes_where_torch_lets_it_go() -> None:
     assert results[0].isnan().nonzero().flatten().tolist() == [3, 20, 39]
 
 
-@pytest.mark.parametrize("width", [4, 8, 16])
-def test_a_processor_without_fma(width: int) -> None:
-    # There torch rounds every product; so does numpy.
-    values, gradient = (torch.randn(47, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
-    settings = Settings(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-3, weight_decay=0.1, maximize=False)
-    one = np.float32
-    g, p = gradient.numpy(), values.numpy().copy()
-    first = one(0.25) + one(1 - 0.9) * (g - one(0.25))
-    second = one(0.25) * one(0.99) + one(1 - 0.99) * g * g
-    root = np.sqrt(second) / one(np.sqrt(1 - 0.99)) + one(1e-3)
-    expected = p * one(1 - 0.01 * 0.1) + one(-0.01 / (1 - 0.9)) * first / root
-    arithmetic = Arithmetic(width=width, contracts=False)
-    entry = once(values, gradient, settings=settings, arithmetic=arithmetic)
-    assert np.array_equal(entry.state["exp_avg"].numpy(), first)
-    assert np.array_equal(entry.state["exp_avg_sq"].numpy(), second)
-    assert np.array_equal(values.numpy(), expected)
-
-
 def test_what_cannot_be_read_is_left_to_torch() -> None:
     def prepared(**changed: Any) -> bool:
         state = {name: torch.zeros(16) for name in ("exp_avg", "exp_avg_sq")}
         fields: dict[str, Any] = {"values": torch.zeros(16), "gradient": torch.zeros(16)}
         fields |= {"state": state, "step": torch.ones(()), "copy": None, "seed": 0}
-        entry = Stepped(settings=PLAIN, **{**fields, **changed})
-        found = native.prepare(entry, moments=MomentFormat.FP32, stochastic_rounding=True)
+        parameter = FlatParameter(settings=PLAIN, **{**fields, **changed})
+        found = native.prepare(parameter, moments=MomentFormat.FP32, stochastic_rounding=True)
         return found is not None
 
     assert prepared()
@@ -244,22 +211,18 @@ class _Other(Tensor):
 
 
 def test_defaults_of_the_caller_do_not_matter() -> None:
-    check = native.checked.__wrapped__
-    known = native.arithmetic_of_torch()
-    assert known is not None
-    form = Form(
+    form = native.Form(
         values=torch.float32,
-        gradient=torch.bfloat16,
-        copy=torch.bfloat16,
-        moments=MomentFormat.BF16,
+        gradient=torch.float32,
+        copy=None,
+        moments=MomentFormat.FP32,
         stochastic=False,
-        arithmetic=known,
     )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert check(form) is not None
+            assert native.checked.__wrapped__(form)[1] is not None
     finally:
         torch.set_default_dtype(before)
 
@@ -278,63 +241,80 @@ def test_parameters_of_float64_are_left_to_torch() -> None:
 # ------------------------------------------------------------------------ where it cannot be made
 
 
-def test_a_torch_that_computes_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    unlike = (Arithmetic(width=4, contracts=False), Arithmetic(width=16, contracts=False))
-    monkeypatch.setattr(native, "_KNOWN", unlike)
-    monkeypatch.setattr(native, "arithmetic_of_torch", native.arithmetic_of_torch.__wrapped__)
-    assert "computes AdamW in an order that is not known" in (native.why_not.__wrapped__() or "")
+@pytest.fixture
+def parameter() -> nn.Parameter:
+    made = nn.Parameter(torch.ones(5))
+    made.grad = torch.ones(5)
+    return made
 
 
-@pytest.mark.parametrize(
-    ("machine", "features", "message"),
-    [
-        ("x86_64", {"avx2": False, "fma": False}, "has no avx2 and no fma"),
-        ("AMD64", {"avx2": True, "fma": False}, "has no fma"),
-        ("s390x", {}, "not written for processors of the kind s390x"),
-    ],
-)
-def test_a_processor_that_lacks_instructions(
-    machine: str, features: dict[str, bool], message: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what was found about this machine."""
+    for function in (kernel._why_not_native, kernel._warn):
+        monkeypatch.setattr(kernel, function.__name__, function.__wrapped__)
+    monkeypatch.setattr(native, "checked", native.checked.__wrapped__)
+
+
+def check_that_torch_steps(
+    parameter: nn.Parameter, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
-    assert message in (native.why_not.__wrapped__() or "")
-
-
-def test_a_system_on_which_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise RuntimeError("cannot allocate executable memory")
-
-    monkeypatch.setattr(native, "arithmetic_of_torch", refuse)
-    assert "cannot allocate executable memory" in (native.why_not.__wrapped__() or "")
-
-
-def test_a_form_with_other_bits_is_left_to_torch_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    native.arithmetic_of_torch()  # known before
-    monkeypatch.setattr(native, "checked", lambda form: None)
-    monkeypatch.setattr(native, "_function", native._function.__wrapped__)
-    parameter = nn.Parameter(torch.ones(5))
-    parameter.grad = torch.ones(5)
-    with caplog.at_level(logging.WARNING), closing(HostAdamW([parameter])) as optimizer:
-        optimizer.step()
-    assert "has other bits than torch" in caplog.text
-    assert bool((parameter < 1).all())
-
-
-def test_without_llvmlite_torch_steps_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    monkeypatch.setattr(kernel, "_why_not_native", kernel._why_not_native.__wrapped__)
-    parameter = nn.Parameter(torch.ones(5))
-    parameter.grad = torch.ones(5)
     with caplog.at_level(logging.WARNING), closing(HostAdamW([parameter])) as optimizer:
         optimizer.step()
     assert "HostAdamW steps with torch's operations" in caplog.text
-    assert "llvmlite cannot be imported" in caplog.text
+    assert problem in caplog.text
     assert bool((parameter < 1).all())
-    with pytest.raises(ConfigurationError, match="kernel='native' is not possible here: llvmlite"):
-        HostAdamW([parameter], kernel="native")
+    with (
+        pytest.raises(ConfigurationError, match=f"kernel='native' is not possible.*{problem}"),
+        closing(HostAdamW([parameter], kernel="native")) as optimizer,
+    ):
+        optimizer.step()
     HostAdamW([parameter], kernel="torch")
+
+
+@pytest.mark.usefixtures("unknown")
+def test_a_torch_that_computes_otherwise_is_noticed(
+    parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_WIDTHS", (7,))
+    check_that_torch_steps(parameter, "computes AdamW in an order that is not known", caplog)
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize(
+    ("machine", "features", "message"),
+    [
+        ("x86_64", {"avx2": False, "fma": False, "f16c": True}, "has no avx2 and no fma"),
+        ("AMD64", {"avx2": True, "fma": False, "f16c": True}, "has no fma"),
+    ],
+)
+def test_a_processor_that_lacks_instructions(
+    machine: str,
+    features: dict[str, bool],
+    message: str,
+    parameter: nn.Parameter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    check_that_torch_steps(parameter, message, caplog)
+
+
+@pytest.mark.usefixtures("unknown")
+def test_a_system_on_which_nothing_can_be_compiled(
+    parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(form: native.Form) -> None:
+        raise RuntimeError("cannot allocate executable memory")
+
+    monkeypatch.setattr(native, "checked", refuse)
+    check_that_torch_steps(parameter, "cannot allocate executable memory", caplog)
+
+
+@pytest.mark.usefixtures("unknown")
+def test_without_numba_torch_steps_and_the_log_says_so(
+    parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    check_that_torch_steps(parameter, "numba cannot be imported", caplog)
