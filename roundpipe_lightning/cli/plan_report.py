@@ -162,7 +162,6 @@ class PlanReport:
     # --- for people -------------------------------------------------------------------------------
 
     def to_text(self) -> str:
-        """One page."""
         lines = [*self._job_lines(), *self._plan_lines()]
         lines += ["", "Memory", *memory_lines(self.answer.memory)]
         if self.answer.optimizer_disk_bytes:

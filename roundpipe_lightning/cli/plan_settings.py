@@ -158,7 +158,6 @@ class JobMaker:
 
     @functools.cached_property
     def machines(self) -> tuple[HardwareSpec, ...]:
-        """All machines that have a name."""
         folder = config_folder() / "hardware"
         return tuple(load_hardware(folder / f"{name}.yaml") for name in hardware_names())
 

@@ -53,13 +53,11 @@ class ActionCost:
     compute_seconds: float
 
     def __post_init__(self) -> None:
-        """Refuse negative durations."""
         if not (self.recompute_seconds >= 0 and self.compute_seconds >= 0):
             raise PlanError(f"{self} must not be negative.")
 
     @property
     def seconds(self) -> float:
-        """Both parts."""
         return self.recompute_seconds + self.compute_seconds
 
 
@@ -82,7 +80,6 @@ class StageCosts:
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST
 
     def of(self, kind: StageKind, index: int) -> ActionCost:
-        """Return one stage's cost."""
         return self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
 
     @property

@@ -84,7 +84,6 @@ class DeviceNeed:
 
     @property
     def total_bytes(self) -> float:
-        """All kinds together."""
         return sum(self.num_bytes.values())
 
 
@@ -174,7 +173,6 @@ class Footprint:
         self.boundary_bytes = max((block.boundary_bytes for block in blocks), default=0)
 
     def fits(self, layout: PipelineLayout) -> bool:
-        """Say whether every device can hold its part of a layout."""
         return self.most_bytes(layout) <= self.hardware.device_bytes
 
     def most_bytes(self, layout: PipelineLayout) -> float:
@@ -198,7 +196,6 @@ class Footprint:
         return most
 
     def need(self, layout: PipelineLayout) -> DeviceNeed:
-        """Return what a device needs by kind at the stage that needs the most."""
         by_kind = self.stage_bytes(layout)
         if layout.resident:
             return self._need_with_residents(layout, by_kind)
@@ -210,7 +207,6 @@ class Footprint:
 
     @staticmethod
     def table(layout: PipelineLayout) -> StageTable:
-        """Tabulate a layout's stages; the table has one row."""
         partition = layout.partition
         return StageTable.of(
             np.asarray([partition.forward], dtype=np.int64),
@@ -218,7 +214,6 @@ class Footprint:
         )
 
     def num_teams(self, layout: PipelineLayout) -> int:
-        """Return the number of teams."""
         return max(self.hardware.num_devices // layout.team_size, 1)
 
     def _sizes(self, layout: PipelineLayout, table: StageTable) -> dict[MemoryKind, Bytes]:

@@ -46,7 +46,6 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> int:
-        """All kinds together."""
         return sum(size for _, size in self.num_bytes)
 
     @property
@@ -55,7 +54,6 @@ class MemoryNeed:
         return max(0, self.total_bytes - self.available_bytes)
 
     def of(self, kind: MemoryKind) -> int:
-        """Bytes of one kind."""
         return dict(self.num_bytes).get(kind, 0)
 
     def __str__(self) -> str:
@@ -80,7 +78,6 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool:
-        """Whether both suffice."""
         return not self.device.missing_bytes and not self.host.missing_bytes
 
     @property
@@ -118,7 +115,6 @@ class MemoryModel:
     reserved_bytes: int = RESERVED_BYTES
 
     def report(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> MemoryReport:
-        """Return what a layout needs for microbatches of a shape."""
         need = self.footprint(shape).need(layout)
         device = MemoryNeed(
             place="device",
@@ -129,14 +125,12 @@ class MemoryModel:
         return MemoryReport(device=device, host=self._host_need(layout, shape, device.total_bytes))
 
     def host_fits(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> bool:
-        """Say whether the host can hold its part; quicker than a report."""
         device = 0.0
         if self.hardware.shares_host_memory:
             device = self.footprint(shape).most_bytes(layout)
         return not self._host_need(layout, shape, device).missing_bytes
 
     def footprint(self, shape: MicrobatchShape) -> Footprint:
-        """Return what a device needs for microbatches of a shape."""
         if shape not in self._footprints:
             profile = self.storage.stored(size_model(self.work, shape=shape))
             self._footprints[shape] = Footprint(

@@ -130,7 +130,6 @@ class _Run:
 
     @property
     def stored(self) -> ModelProfile:
-        """The model as it is uploaded."""
         return self.storage.stored(self.profile)
 
     @property
@@ -170,7 +169,6 @@ class _Run:
         ) + links.download_seconds(last.gradient_bytes)
 
     def timeline(self, *, num_batches: int) -> Timeline:
-        """Simulate some batches in one stream."""
         layout = self.layout
         return simulate_transfers(
             self._schedule(num_batches=num_batches),

@@ -42,12 +42,7 @@ _ROUNDS_UNDER_WAY = 2
 
 
 def boundary_route(footprint: Footprint, layout: PipelineLayout) -> BoundaryRoute:
-    """Return the way that boundaries take in a layout.
-
-    Args:
-        footprint: The model on the machine.
-        layout: How the microbatches travel.
-    """
+    """Return the way that boundaries take in a layout."""
     hardware = footprint.hardware
     is_alone = footprint.num_teams(layout) == 1  # no microbatch ever changes its worker
     if hardware.shares_host_memory or not (hardware.devices_reach_each_other or is_alone):

@@ -70,7 +70,6 @@ class MatrixRates:
     float16_accumulate_float16: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse rates that cannot be."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None or field.name == "float32":
@@ -121,7 +120,6 @@ class Efficiency:
     host: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse shares that cannot be."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             _check_positive(f"efficiency.{field.name}", value)
@@ -178,7 +176,6 @@ class HardwareSpec:
     efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
-        """Refuse figures that cannot be."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name.startswith(("num_", "devices_per")) or field.name.endswith("_bytes"):
@@ -191,15 +188,12 @@ class HardwareSpec:
 
     @property
     def num_roots(self) -> int:
-        """Roots of the bus that have devices."""
         return -(-self.num_devices // self.devices_per_root)
 
     def matrix_seconds(self, operations: float, *, dtype: str) -> float:
-        """Time of matrix products on one device."""
         return operations / (self.matrix_rates.of(dtype) * self.efficiency.matrix)
 
     def attention_seconds(self, operations: float, *, dtype: str) -> float:
-        """Time of fused attention on one device."""
         rate = self.matrix_rates.with_float32_sums(dtype)
         return operations / (rate * self.efficiency.attention)
 
@@ -243,7 +237,6 @@ T = TypeVar("T")
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Names of the machines that `load_hardware` knows, sorted."""
     paths = sorted(_folder().glob("*.yaml"))
     return tuple(path.stem for path in paths if "num_devices" in _read(path))
 

@@ -58,7 +58,6 @@ class MeasuredProfile:
 
     @property
     def is_ready(self) -> bool:
-        """Whether anything has been measured."""
         return any(seconds is not None for seconds in self._seconds)
 
     def observe(self, timeline: Timeline, *, partition: Partition) -> None:

@@ -52,7 +52,6 @@ class BlockProfile:
     has_backward: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse negative figures."""
         for field, value in vars(self).items():
             if field != "name" and not value >= 0:
                 raise PlanError(f"Profile of {self.name!r}: {field}={value} must be 0 or more.")
@@ -92,12 +91,10 @@ class ModelProfile:
     cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse cuts that cut nothing."""
         check_cuts(self.cuts, num_blocks=len(self.blocks))
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
     @property
@@ -112,7 +109,6 @@ class ModelProfile:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The blocks' names."""
         return tuple(block.name for block in self.blocks)
 
 

@@ -53,7 +53,6 @@ class ParameterStorage:
     frozen_bits: int = 16
 
     def __post_init__(self) -> None:
-        """Refuse figures that cannot be."""
         for name in ("master_bytes", "gradient_bytes", "optimizer_bytes", "disk_bytes"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give 0 or more.")

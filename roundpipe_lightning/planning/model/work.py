@@ -39,14 +39,12 @@ class MicrobatchShape:
     seq_len: int
 
     def __post_init__(self) -> None:
-        """Refuse shapes without tokens."""
         for name, value in vars(self).items():
             if value < 1:
                 raise PlanError(f"{name}={value} must be 1 or more.")
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return self.sequences * self.seq_len
 
 
@@ -70,7 +68,6 @@ class Amount:
         return self.fixed + self.per_token * shape.tokens + self.per_square * squares
 
     def __add__(self, other: Amount) -> Amount:
-        """Add up, coefficient by coefficient."""
         return Amount(
             fixed=self.fixed + other.fixed,
             per_token=self.per_token + other.per_token,
@@ -135,7 +132,6 @@ class Work:
     memory_bytes: Amount = Amount()
 
     def __add__(self, other: Work) -> Work:
-        """Add up, kind by kind."""
         return Work(
             matrix_operations=self.matrix_operations + other.matrix_operations,
             matrix_bytes=self.matrix_bytes + other.matrix_bytes,
@@ -209,7 +205,6 @@ class WorkProfile:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The blocks' names."""
         return tuple(block.name for block in self.blocks)
 
     @property
@@ -297,12 +292,7 @@ def time_model(
 
 
 def size_model(work: WorkProfile, *, shape: MicrobatchShape) -> ModelProfile:
-    """Return a model's sizes for a microbatch; all durations are 0.
-
-    Args:
-        work: What the model computes and keeps.
-        shape: The microbatch.
-    """
+    """Return a model's sizes for a microbatch; all durations are 0."""
 
     def sized(part: BlockWork) -> BlockProfile:
         kept = part.kept_bytes.of(shape)
@@ -340,12 +330,10 @@ class Operations:
     recompute: float
 
     def __mul__(self, factor: float) -> Operations:
-        """Return the operations of so many times the work."""
         return Operations(model=self.model * factor, recompute=self.recompute * factor)
 
     @property
     def all(self) -> float:
-        """What the devices compute."""
         return self.model + self.recompute
 
 

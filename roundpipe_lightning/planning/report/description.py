@@ -78,7 +78,6 @@ class PlanDescription:
 
     @property
     def layout(self) -> PipelineLayout:
-        """How the microbatches travel."""
         return PipelineLayout.of(self.plan)
 
     @property
@@ -158,7 +157,6 @@ class PlanDescription:
             )
 
     def moved_line(self) -> str:
-        """What a step moves."""
         moved = self.moved
         sizes = ", ".join(
             f"{size_text(moved[key])} of {name}"
@@ -187,7 +185,6 @@ class PlanDescription:
 
 
 def machine_line(hardware: HardwareSpec) -> str:
-    """A machine and its memory."""
     return (
         f"{hardware.name}: {hardware.num_devices} x {hardware.device_name}, "
         f"{size_text(hardware.device_bytes)} each, {size_text(hardware.host_bytes)} of host memory"
@@ -204,7 +201,6 @@ def model_line(work: WorkProfile, *, precision: str) -> str:
 
 
 def memory_lines(memory: MemoryReport) -> list[str]:
-    """What device and host need, by kind, against what there is."""
     return [
         line
         for name, need in (("device", memory.device), ("host", memory.host))

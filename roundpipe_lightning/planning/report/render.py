@@ -162,12 +162,10 @@ def _number(value: float) -> str:
 
 
 def _shade(kind: StageKind, stage: int) -> str:
-    """Class of a stage's colour."""
     return f"{kind.value.lower()}{stage % len(_SHADES[kind])}"
 
 
 def _entry(entry: TimelineEntry, y: int, scale: float, origin: float) -> str:
-    """Draw one action."""
     action = entry.action
     x = _MARGIN + (entry.start_seconds - origin) * scale
     width = (entry.end_seconds - entry.start_seconds) * scale
@@ -187,7 +185,6 @@ def _entry(entry: TimelineEntry, y: int, scale: float, origin: float) -> str:
 
 
 def _axis(top: int, longest: float, scale: float) -> Iterator[str]:
-    """Draw the time below a timeline's rows."""
     end = _MARGIN + longest * scale
     yield f'<path class="a" d="M{_MARGIN} {top}H{_number(end)}"/>'
     step = _tick_seconds(longest)

@@ -111,7 +111,6 @@ class Plan:
     resident: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check everything once, so that a plan that exists can run."""
         for name in (*_COUNTS, "num_batches"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
@@ -199,7 +198,6 @@ class Plan:
         check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
 
     def to_text(self) -> str:
-        """Readable form, which `from_text` reads back."""
         head = [
             f"roundpipe plan {FORMAT_VERSION}",
             f"model: {self.model}",
@@ -235,7 +233,6 @@ class Plan:
         return cls._from_values(values, version=known[lines[0]], source="text")
 
     def to_json(self) -> str:
-        """JSON form, which `from_json` reads back."""
         values = {
             "format_version": FORMAT_VERSION,
             "model": self.model,
@@ -326,7 +323,6 @@ class Plan:
             raise PlanError(f"plan={str(path)!r}: {error}") from error
 
     def __str__(self) -> str:
-        """Return the readable form."""
         return self.to_text()
 
 
@@ -361,12 +357,10 @@ class PipelineLayout:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of a step."""
         return -(-self.num_microbatches // self.round_size)
 
     @classmethod
     def of(cls, plan: Plan) -> PipelineLayout:
-        """Return how a plan's microbatches travel."""
         return cls(
             partition=plan.partition,
             num_microbatches=plan.num_microbatches,

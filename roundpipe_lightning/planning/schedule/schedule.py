@@ -48,7 +48,6 @@ class ActionKey(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        """Text form, e.g. `F2.5`."""
         return f"{self.kind.value}{self.stage}.{self.microbatch}"
 
 
@@ -70,11 +69,9 @@ class Action:
 
     @property
     def key(self) -> ActionKey:
-        """The action without its worker."""
         return ActionKey(self.kind, self.stage, self.microbatch)
 
     def __str__(self) -> str:
-        """Text form, e.g. `F2.5@1`: FORWARD stage 2, microbatch 5, worker 1."""
         return f"{self.kind.value}{self.stage}.{self.microbatch}@{self.worker}"
 
     @classmethod
@@ -117,11 +114,9 @@ class Schedule:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers."""
         return len(self.workers)
 
     def __iter__(self) -> Iterator[Action]:
-        """All actions, worker by worker."""
         for actions in self.workers:
             yield from actions
 
@@ -141,7 +136,6 @@ class Schedule:
         return {action.key: action.worker for action in self}
 
     def to_text(self) -> str:
-        """Text form, one line per worker."""
         rows = []
         for worker, actions in enumerate(self.workers):
             words = [str(a.key) if a.worker == worker else str(a) for a in actions]
@@ -167,7 +161,6 @@ class Schedule:
         return cls(workers=tuple(rows))
 
     def __str__(self) -> str:
-        """Return the text form."""
         return self.to_text()
 
 
@@ -196,10 +189,6 @@ class Dependency:
 
 def dependencies(key: ActionKey, partition: Partition) -> tuple[Dependency, ...]:
     """Return what the action `key` waits for, all of the same microbatch.
-
-    Args:
-        key: The waiting action.
-        partition: The stages.
 
     Raises:
         PlanError: If the partition has no such stage.

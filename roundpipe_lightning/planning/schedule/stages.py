@@ -37,6 +37,43 @@ class StageKind(Enum):
     __hash__ = object.__hash__  # members are singletons; that of Enum hashes their name each time
 
 
+class RecomputePolicy(Enum):
+    """What BACKWARD stages do before their backward."""
+
+    FULL = "full"
+    """They run their blocks again, from the stored boundary."""
+
+    SELECTIVE = "selective"
+    """They run their blocks again, but for attention, whose outputs are kept: less to recompute,
+    more to hold and to move."""
+
+    NONE = "none"
+    """There are no BACKWARD stages: the fused stage has all blocks, and what it runs is never run
+    again."""
+
+
+ATTENTION_OPERATIONS = (
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+)
+"""What a SELECTIVE recompute does not run again: PyTorch's fused attention, and that of the
+flash-attn package. Their outputs are small, and their time grows with the square of the sequence.
+An operation that drops out draws random numbers and is run again. Attention that is written out in
+products and a softmax is, too."""
+
+
+def operations_kept(policy: RecomputePolicy) -> tuple[str, ...]:
+    """Return the names of the operations whose outputs a policy keeps for the recompute."""
+    return ATTENTION_OPERATIONS if policy is RecomputePolicy.SELECTIVE else ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A contiguous range of blocks run as a unit.
@@ -46,14 +83,22 @@ class Stage:
         index: Position in `Partition.forward` for FORWARD, in `Partition.backward` otherwise (so
             the FUSED stage is always 0 and BACKWARD stages count from 1).
         blocks: Indices of the blocks, ascending; empty for a fused stage of the tail segment alone.
+        has_head_forward: Whether the head segment runs forward with it: it is the first stage.
+        has_head_backward: Whether the head segment runs backward with it: it is the last stage.
     """
 
     kind: StageKind
     index: int
     blocks: range
+    has_head_forward: bool = False
+    has_head_backward: bool = False
 
-    def __str__(self) -> str:
-        """Text form, e.g. `F2[4:6]`."""
+    @property
+    def has_tail(self) -> bool:
+        """Whether the tail segment runs with it, both ways."""
+        return self.kind is StageKind.FUSED
+
+    def __str__(self) -> str:  # e.g. `F2[4:6]`
         return f"{self.kind.value}{self.index}[{self.blocks.start}:{self.blocks.stop}]"
 
 
@@ -78,7 +123,6 @@ class Partition:
     backward: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse empty stages and cuts of different lengths."""
         if not self.backward:
             raise PlanError(
                 "backward=() has no fused stage: give at least (0,), the tail segment alone."
@@ -88,7 +132,7 @@ class Partition:
                 f"backward[0]={self.backward[0]}: the fused stage has 0 or more blocks."
             )
         for name, counts in (("forward", self.forward), ("backward", self.backward[1:])):
-            if any(count < 1 for count in counts):
+            if min(counts, default=1) < 1:
                 raise PlanError(f"{name} stages {counts}: every stage needs at least one block.")
         if sum(self.forward) + self.backward[0] != sum(self.backward):
             raise PlanError(
@@ -100,12 +144,10 @@ class Partition:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the model."""
         return sum(self.backward)
 
     @property
     def num_forward(self) -> int:
-        """Number of FORWARD stages."""
         return len(self.forward)
 
     @property
@@ -115,7 +157,6 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
-        """Number of all stages."""
         return len(self.forward) + len(self.backward)
 
     def stages(self) -> tuple[Stage, ...]:
@@ -163,22 +204,27 @@ class Partition:
 
     @cached_property
     def _stages(self) -> tuple[Stage, ...]:
-        stages = []
-        start = 0
+        places: list[tuple[StageKind, int, range]] = []
+        start, stop = 0, self.num_blocks
         for index, count in enumerate(self.forward):
-            stages.append(
-                Stage(kind=StageKind.FORWARD, index=index, blocks=range(start, start + count))
-            )
+            places.append((StageKind.FORWARD, index, range(start, start + count)))
             start += count
-        stop = self.num_blocks
         for index, count in enumerate(self.backward):
-            kind = StageKind.FUSED if index == 0 else StageKind.BACKWARD
-            stages.append(Stage(kind=kind, index=index, blocks=range(stop - count, stop)))
+            kind = StageKind.BACKWARD if index else StageKind.FUSED
+            places.append((kind, index, range(stop - count, stop)))
             stop -= count
-        return tuple(stages)
+        return tuple(
+            Stage(
+                kind=kind,
+                index=index,
+                blocks=blocks,
+                has_head_forward=number == 0,
+                has_head_backward=number == len(places) - 1,
+            )
+            for number, (kind, index, blocks) in enumerate(places)
+        )
 
-    def __str__(self) -> str:
-        """Text form, e.g. `forward 3 3 | backward 2 3 3`."""
+    def __str__(self) -> str:  # e.g. `forward 3 3 | backward 2 3 3`
         forward = " ".join(map(str, self.forward)) or "-"
         return f"forward {forward} | backward {' '.join(map(str, self.backward))}"
 
@@ -201,40 +247,3 @@ class Partition:
             )
         except ValueError as error:
             raise PlanError(f"{text!r} is not a partition: {error}") from error
-
-
-class RecomputePolicy(Enum):
-    """What BACKWARD stages do before their backward."""
-
-    FULL = "full"
-    """They run their blocks again, from the stored boundary."""
-
-    SELECTIVE = "selective"
-    """They run their blocks again, but for attention, whose outputs are kept: less to recompute,
-    more to hold and to move."""
-
-    NONE = "none"
-    """There are no BACKWARD stages: the fused stage has all blocks, and what it runs is never run
-    again."""
-
-
-ATTENTION_OPERATIONS = (
-    "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
-)
-"""What a SELECTIVE recompute does not run again: PyTorch's fused attention, and that of the
-flash-attn package. Their outputs are small, and their time grows with the square of the sequence.
-An operation that drops out draws random numbers and is run again. Attention that is written out in
-products and a softmax is, too."""
-
-
-def operations_kept(policy: RecomputePolicy) -> tuple[str, ...]:
-    """Return the names of the operations whose outputs a policy keeps for the recompute."""
-    return ATTENTION_OPERATIONS if policy is RecomputePolicy.SELECTIVE else ()

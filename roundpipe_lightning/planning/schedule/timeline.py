@@ -27,7 +27,6 @@ class TimelineEntry:
 
     @property
     def busy_seconds(self) -> float:
-        """Time in which the worker computed."""
         return self.end_seconds - self.start_seconds - self.waiting_seconds
 
 
@@ -47,7 +46,6 @@ class Timeline:
     entries: tuple[TimelineEntry, ...]
 
     def __post_init__(self) -> None:
-        """Refuse entries that cannot have happened."""
         for entry in self.entries:
             if not entry.start_seconds <= entry.end_seconds:
                 raise PlanError(
@@ -64,12 +62,10 @@ class Timeline:
 
     @property
     def makespan_seconds(self) -> float:
-        """Time from the first action's beginning to the last one's end."""
         return max((entry.end_seconds for entry in self.entries), default=0.0) - self.start_seconds
 
     @property
     def busy_seconds(self) -> float:
-        """Time in which workers computed, summed over the workers."""
         return sum(entry.busy_seconds for entry in self.entries)
 
     @property

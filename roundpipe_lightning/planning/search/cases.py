@@ -61,7 +61,6 @@ class Prediction:
 
     @property
     def makespan_seconds(self) -> float:
-        """How long the step takes."""
         return self.timeline.makespan_seconds
 
 
@@ -89,12 +88,10 @@ class Case:
 
     @property
     def profile(self) -> ModelProfile:
-        """The model for one microbatch."""
         return self.footprint.profile
 
     @property
     def hardware(self) -> HardwareSpec:
-        """The machine."""
         return self.footprint.hardware
 
     def _even(self, limits: StageLimits) -> tuple[Candidate, ...]:
@@ -212,7 +209,6 @@ class Case:
         return Prediction(layout=layout, timeline=timeline)
 
     def num_actions(self, partition: Partition) -> int:
-        """Actions of a simulation."""
         return partition.num_stages * self.travel.num_microbatches * self.travel.num_batches
 
     def costs(self, layout: PipelineLayout) -> StageCosts:

@@ -65,7 +65,6 @@ class StageLimits:
     fused: int
 
     def __post_init__(self) -> None:
-        """Refuse limits that no partition can keep."""
         for name in ("forward", "backward"):
             if getattr(self, name) < 1:
                 raise PlanError(f"limit {name}={getattr(self, name)} must be 1 or more.")
@@ -73,7 +72,6 @@ class StageLimits:
             raise PlanError(f"limit fused={self.fused} must be 0 or more.")
 
     def allow(self, partition: Partition) -> bool:
-        """Say whether a partition keeps the limits."""
         return (
             max(partition.forward, default=0) <= self.forward
             and max(partition.backward[1:], default=0) <= self.backward
@@ -193,7 +191,6 @@ class Candidate:
 
     @property
     def partition(self) -> Partition:
-        """The same stages."""
         return Partition(forward=self.forward, backward=(self.fused, *self.backward))
 
 

@@ -100,11 +100,9 @@ class TrainingJob:
         return sequences * self.shape.seq_len * self.num_batches
 
     def report(self, layout: PipelineLayout) -> MemoryReport:
-        """Return what a layout needs."""
         return self.memory.report(layout, shape=self.shape)
 
     def predict(self, layout: PipelineLayout) -> StepPrediction:
-        """Predict an optimizer step of a layout."""
         profile = time_model(self.work, hardware=self.hardware, shape=self.shape, dtype=self.dtype)
         return predict_step(
             profile,
@@ -138,7 +136,6 @@ class FitAnswer:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan, and memory for it."""
         return self.planned is not None and self.memory.fits
 
     @property
@@ -344,7 +341,6 @@ class Improvement:
 
     @property
     def gain(self) -> float:
-        """Share of the step that is saved."""
         return 1.0 - self.after_seconds / self.before_seconds
 
 

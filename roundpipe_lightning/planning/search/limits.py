@@ -54,7 +54,6 @@ class Travel:
     num_batches: int = 1
 
     def layout(self, partition: Partition) -> PipelineLayout:
-        """Return the layout of a partition's stages."""
         return PipelineLayout(
             partition=partition,
             num_microbatches=self.num_microbatches * self.num_batches,
@@ -101,10 +100,6 @@ def even_share(
 def limits_within(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
     """Return the most blocks per stage with which every device can hold its part.
 
-    Args:
-        footprint: The model on the machine.
-        travel: How the microbatches travel.
-
     Returns:
         The limits; None where stages of one block do not fit.
     """
@@ -116,10 +111,6 @@ def limits_within(footprint: Footprint, *, travel: Travel) -> StageLimits | None
 
 def widest_limits(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
     """Return the most blocks of one kind of stage while the others have the fewest.
-
-    Args:
-        footprint: The model on the machine.
-        travel: How the microbatches travel.
 
     Returns:
         The limits; None where stages of one block do not fit.

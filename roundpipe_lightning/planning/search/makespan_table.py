@@ -48,15 +48,12 @@ class PartitionTable:
     backward: Counts
 
     def __len__(self) -> int:
-        """Number of partitions."""
         return len(self.forward)
 
     def __getitem__(self, rows: Counts | slice) -> PartitionTable:
-        """Select rows."""
         return PartitionTable(forward=self.forward[rows], backward=self.backward[rows])
 
     def partition(self, row: int) -> Partition:
-        """Return one row as a `Partition`."""
         fused, *backward = self.backward[row].tolist()
         return Partition(
             forward=tuple(count for count in self.forward[row].tolist() if count),
@@ -114,7 +111,6 @@ class Evaluator:
     recompute: RecomputePolicy = RecomputePolicy.FULL
 
     def makespans(self, table: PartitionTable) -> Floats:
-        """Return the makespan of every partition, in seconds."""
         chunks = [
             self._makespans(table[slice(first, first + _CHUNK)])
             for first in range(0, len(table), _CHUNK)

@@ -172,7 +172,6 @@ def _check_partitions(profile: ModelProfile, request: PlanningRequest) -> None:
 
 
 def _plan(case: Case, found: Prediction) -> Plan:
-    """Make the plan of all batches."""
     layout, num_batches = found.layout, case.request.num_batches
     partition = layout.partition
     has_backward = partition.num_backward or not partition.num_blocks

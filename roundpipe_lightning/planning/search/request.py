@@ -53,7 +53,6 @@ class PartitionHints:
     resident: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse hints that no plan can keep."""
         counts = (
             ("limits.forward", self.most_forward, 1),
             ("limits.backward", self.most_backward, 1),
@@ -120,7 +119,6 @@ class PartitionHints:
 
     @property
     def cuts(self) -> bool:
-        """Whether a cut is fixed."""
         return self.forward is not None or self.backward is not None
 
     def check(self, *, num_blocks: int, num_devices: int, num_microbatches: int) -> None:
@@ -266,7 +264,6 @@ class PlanningRequest:
     effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
-        """Refuse counts that no step has."""
         counts = [
             *(("num_microbatches", count) for count in self.microbatch_choices),
             ("num_batches", self.num_batches),
