@@ -38,7 +38,7 @@ from roundpipe_lightning.planning.model.work import (
     work_seconds,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.partition import balanced_partition
+from tests.kit.plans import balanced_partition
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "conf" / "model"

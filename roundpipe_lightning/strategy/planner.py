@@ -28,7 +28,7 @@ from roundpipe_lightning.models.work.parameters import parameter_work, profile_m
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.report.description import count_text
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.fit import (
@@ -376,7 +376,7 @@ class StepPlanner:
         job = self._job(seen, count, search=search)
         given = self._given_plan
         if given is not None and given.num_microbatches == count:
-            layout = PipelineLayout.of(given)
+            layout = given.layout
             memory = job.report(layout)
             if not memory.fits:
                 shorter = longest(lambda job: job.report(layout).missing_share)

@@ -1,4 +1,4 @@
-"""Chooses a good plan from block durations alone: no hardware, no search over uneven stages."""
+"""Plans of even stages from block durations alone: no hardware, no search."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
+from roundpipe_lightning.planning.cost.partition_table import PartitionTable
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.cuts import call_lengths
+from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before, reversed_cuts
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule, split_rounds
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.makespan_table import Evaluator, PartitionTable
-from roundpipe_lightning.planning.search.partition import balanced_cuts, balanced_partition
+from roundpipe_lightning.planning.search.makespan_table import Evaluator
+from roundpipe_lightning.planning.search.partition import balanced_cuts
 
 
 def default_plan(
@@ -36,26 +37,29 @@ def default_plan(
         num_workers: Number of workers.
         num_microbatches: Number of microbatches per step.
         block_names: Names of the blocks; the profile's where none are given.
-        round_sizes: Round sizes to choose from; empty: some that suit the counts. A model whose
-            forward pass writes running statistics needs one round: `[num_microbatches]`.
+        round_sizes: Round sizes to choose from; empty: some that suit the counts.
         recompute_start: When the workers begin a recompute.
-
-    Raises:
-        PlanError: If a count is less than 1 or the names are not as many as the blocks.
     """
-    counts = [("num_workers", num_workers), ("num_microbatches", num_microbatches)]
-    for name, value in [*counts, *(("round_sizes", size) for size in round_sizes)]:
-        if value < 1:
-            raise PlanError(f"{name}={value} must be 1 or more.")
-    names = tuple(profile.block_names if block_names is None else block_names)
+    if min(num_workers, num_microbatches) < 1:
+        raise PlanError(f"{num_workers=} and {num_microbatches=} must be 1 or more.")
     timed = _with_durations(profile)
-    partition, round_size = _best(
-        timed,
-        num_workers=num_workers,
-        num_microbatches=num_microbatches,
-        round_sizes=round_sizes or _round_sizes(num_workers, num_microbatches),
-        recompute_start=recompute_start,
-    )
+    partitions = list(_even_partitions(timed, num_workers=num_workers))
+    table = PartitionTable.of(partitions)
+    ranked: list[tuple[tuple[float, ...], int, Partition]] = []
+    for round_size in round_sizes or _round_sizes(num_workers, num_microbatches):
+        makespans = Evaluator(
+            profile=timed,
+            num_workers=num_workers,
+            rounds=split_rounds(num_microbatches, round_size=round_size),
+            hop_seconds=0.0,
+            recompute_start=recompute_start,
+        ).makespans(table)
+        for partition, makespan in zip(partitions, makespans, strict=True):
+            seconds = float(f"{makespan:.6g}")
+            rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
+            ranked.append((rank, len(ranked), partition))
+    best, _, partition = min(ranked)
+    round_size = -int(best[2])
     return Plan(
         model=profile.fingerprint,
         partition=partition,
@@ -68,36 +72,38 @@ def default_plan(
             num_microbatches=num_microbatches,
             round_size=round_size,
         ),
-        block_names=names,
+        block_names=tuple(profile.block_names if block_names is None else block_names),
     )
 
 
-def _best(
-    profile: ModelProfile,
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    round_sizes: Sequence[int],
-    recompute_start: RecomputeStart,
-) -> tuple[Partition, int]:
-    """Return the best even partition and round size."""
-    partitions = list(_even_partitions(profile, num_workers=num_workers))
-    table = PartitionTable.of([(p.forward, p.backward) for p in partitions])
-    ranked: list[tuple[tuple[float, ...], int, Partition]] = []
-    for round_size in round_sizes:
-        evaluator = Evaluator(
-            profile=profile,
-            num_workers=num_workers,
-            rounds=split_rounds(num_microbatches, round_size=round_size),
-            hop_seconds=0.0,
-            recompute_start=recompute_start,
-        )
-        for partition, makespan in zip(partitions, evaluator.makespans(table), strict=True):
-            seconds = float(f"{makespan:.6g}")
-            rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
-            ranked.append((rank, len(ranked), partition))
-    best, _, partition = min(ranked)
-    return partition, -int(best[2])
+def balanced_partition(
+    profile: ModelProfile, *, num_fused: int, num_forward: int, num_backward: int
+) -> Partition:
+    """Balance the forward and the backward stages separately, with the fused stage between.
+
+    Args:
+        profile: The model.
+        num_fused: Blocks of the fused stage, no more than follow the last cut.
+        num_forward: FORWARD stages at most; at least one where blocks remain.
+        num_backward: BACKWARD stages at most.
+    """
+    blocks = profile.blocks[: profile.num_blocks - num_fused]
+    cuts = cuts_before(len(blocks), profile.cuts)
+    forward = balanced_cuts(
+        [block.forward_seconds for block in blocks], num_parts=max(1, num_forward), cuts=cuts
+    )
+    backward = balanced_cuts(
+        [block.recompute_seconds + block.backward_seconds for block in reversed(blocks)],
+        num_parts=max(1, num_backward),
+        cuts=reversed_cuts(len(blocks), cuts),
+    )
+    return Partition(forward=forward, backward=(num_fused, *backward))
+
+
+def keeps_cuts(partition: Partition, cuts: Sequence[int]) -> bool:
+    """Return whether no stage spans a cut."""
+    spans = [stage.blocks for stage in partition.stages()]
+    return not any(span.start < cut < span.stop for span in spans for cut in cuts)
 
 
 def _with_durations(profile: ModelProfile) -> ModelProfile:
@@ -105,15 +111,11 @@ def _with_durations(profile: ModelProfile) -> ModelProfile:
     segments = (*profile.blocks, profile.tail)
     if any(segment.forward_seconds or segment.backward_seconds for segment in segments):
         return profile
-    return replace(
-        profile,
-        blocks=tuple(_unit(block) for block in profile.blocks),
-        tail=_unit(profile.tail),
-    )
 
+    def unit(block: BlockProfile) -> BlockProfile:
+        return replace(block, forward_seconds=1.0, backward_seconds=2.0)
 
-def _unit(block: BlockProfile) -> BlockProfile:
-    return replace(block, forward_seconds=1.0, backward_seconds=2.0)
+    return replace(profile, blocks=tuple(map(unit, profile.blocks)), tail=unit(profile.tail))
 
 
 def _even_partitions(profile: ModelProfile, *, num_workers: int) -> Iterator[Partition]:
@@ -127,33 +129,24 @@ def _even_partitions(profile: ModelProfile, *, num_workers: int) -> Iterator[Par
         return
     seen: set[Partition] = set()
     fewest = min(max(num_workers, 4), profile.num_blocks)
-    for num_backward in _spread(fewest, profile.num_blocks):
-        weights = [block.recompute_seconds + block.backward_seconds for block in profile.blocks]
-        last_call = call_lengths(profile.num_blocks, profile.cuts)[-1]
-        largest = min(
-            max(balanced_cuts(weights, num_parts=num_backward, cuts=profile.cuts)), last_call
-        )
-        forward_share = sum(block.forward_seconds for block in profile.blocks) / (
-            sum(weights) or 1.0
-        )
-        num_forward = max(1, round(num_backward * forward_share))
+    weights = [block.recompute_seconds + block.backward_seconds for block in profile.blocks]
+    share = sum(block.forward_seconds for block in profile.blocks) / (sum(weights) or 1.0)
+    last_call = call_lengths(profile.num_blocks, profile.cuts)[-1]
+    step = max(1, (profile.num_blocks - fewest) // 12)
+    for num_backward in [*range(fewest, profile.num_blocks, step), profile.num_blocks]:
+        parts = balanced_cuts(weights, num_parts=num_backward, cuts=profile.cuts)
+        largest = min(max(parts), last_call)
         for num_fused in sorted({0, largest // 2, largest}):
             for extra in (0, 1):
                 partition = balanced_partition(
                     profile,
                     num_fused=num_fused,
-                    num_forward=num_forward + extra,
+                    num_forward=max(1, round(num_backward * share)) + extra,
                     num_backward=num_backward,
                 )
                 if partition not in seen:
                     seen.add(partition)
                     yield partition
-
-
-def _spread(first: int, last: int, *, count: int = 12) -> list[int]:
-    """Return up to about `count` whole numbers from `first` to `last`, evenly spaced."""
-    step = max(1, (last - first) // count)
-    return sorted({*range(first, last, step), last})
 
 
 def _round_sizes(num_workers: int, num_microbatches: int) -> list[int]:

@@ -21,7 +21,6 @@ from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.planning.cost.memory import MemoryModel
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.strategy.machine import storage_of
 from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
@@ -254,7 +253,7 @@ def test_the_planner_counts_masters_and_copies() -> None:
         shape = MicrobatchShape(sequences=1, seq_len=1)
         model = MemoryModel(work=sized, hardware=hardware, storage=storage)
         plan = default_plan(size_model(sized, shape=shape), num_workers=8, num_microbatches=8)
-        report = model.report(PipelineLayout.of(plan), shape=shape)
+        report = model.report(plan.layout, shape=shape)
         needs.append(report)
     wide, narrow = needs
     num = sum(p.numel() for p in module.layers.parameters() if p.dim() == 2)

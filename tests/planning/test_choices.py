@@ -15,18 +15,18 @@ from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Foot
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.cuts import keeps_cuts
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.cases import travels
-from roundpipe_lightning.planning.search.evolve import Effort, StageLimits, even_candidates
+from roundpipe_lightning.planning.search.cases import pipeline_configs
+from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.limits import limits_within
+from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
 from roundpipe_lightning.planning.search.planner import (
     PlanningRequest,
     plan_of_one_batch,
     plan_training,
 )
+from tests.kit.plans import keeps_cuts
 from tests.kit.profiles import machine, uniform_profile
 
 QUICK = Effort(num_actions=20_000, num_children=16, num_parents=6)
@@ -151,7 +151,7 @@ def test_spare_memory_keeps_weights_and_shortens_the_step() -> None:
     assert moving.plan.resident == ()
     assert any(kept.plan.resident)
     assert kept.timeline.makespan_seconds < moving.timeline.makespan_seconds
-    layout = PipelineLayout.of(kept.plan)
+    layout = kept.plan.layout
     assert Footprint(profile, hardware=hardware).fits(layout)
 
 
@@ -279,7 +279,7 @@ def test_the_choice_is_never_slower_than_a_full_recompute_and_fits(
         return
     chosen = plan_training(profile, hardware=hardware, request=request(microbatches))
     assert chosen.timeline.makespan_seconds <= full.timeline.makespan_seconds * (1 + 1e-9)
-    assert Footprint(profile, hardware=hardware).fits(PipelineLayout.of(chosen.plan))
+    assert Footprint(profile, hardware=hardware).fits(chosen.plan.layout)
 
 
 @settings(max_examples=40)
@@ -302,8 +302,8 @@ def test_no_even_partition_is_better_with_any_team_or_round(
     hardware = room(devices, device_bytes, link=link, host=4 * link)
     asked = request(microbatches, recompute_start=recompute_start, hop_seconds=0.1)
     footprint = Footprint(profile, hardware=hardware)
-    ways = travels(hardware, asked, num_batches=1)
-    holding = {way: limits for way in ways if (limits := limits_within(footprint, travel=way))}
+    ways = pipeline_configs(hardware, asked, num_batches=1)
+    holding = {way: limits for way in ways if (limits := limits_within(footprint, config=way))}
     if not holding:
         with pytest.raises(FitError, match=r"cannot hold (even one block|the tail segment)"):
             plan_training(profile, hardware=hardware, request=asked)
@@ -311,24 +311,24 @@ def test_no_even_partition_is_better_with_any_team_or_round(
     planned = plan_training(profile, hardware=hardware, request=asked)
     plan = planned.plan
     plan.check_model("random", block_names=profile.block_names, cuts=profile.cuts)
-    assert footprint.fits(PipelineLayout.of(plan))
+    assert footprint.fits(plan.layout)
     for way, limits in holding.items():
-        for even in even_candidates(profile, limits=limits):
-            assert keeps_cuts(even.partition, profile.cuts)
-            if not footprint.fits(way.layout(even.partition)):
+        for even in even_partitions(profile, limits=limits):
+            assert keeps_cuts(even, profile.cuts)
+            if not footprint.fits(way.with_stages(even)):
                 continue
             step = simulate_transfers(
                 round_robin_schedule(
-                    even.partition,
+                    even,
                     num_workers=devices,
                     num_microbatches=microbatches,
                     round_size=way.round_size,
                     team_size=way.team_size,
                 ),
-                partition=even.partition,
+                partition=even,
                 costs=stage_costs(
                     profile,
-                    partition=even.partition,
+                    partition=even,
                     hop_seconds=0.1,
                     recompute_start=recompute_start,
                 ),

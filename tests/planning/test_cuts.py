@@ -13,22 +13,19 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import (
     call_lengths,
     grouped,
-    keeps_cuts,
     reversed_cuts,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.evolve import (
-    Candidate,
-    Effort,
-    StageLimits,
-    even_candidates,
-    search_partitions,
-)
+from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
 from roundpipe_lightning.planning.search.makespan_table import Evaluator
-from roundpipe_lightning.planning.search.partition import balanced_cuts, balanced_partition
+from roundpipe_lightning.planning.search.partition import (
+    StageLimits,
+    balanced_cuts,
+    even_partitions,
+)
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints
-from tests.kit.plans import default_plan
+from tests.kit.plans import default_plan, keeps_cuts
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=30_000, num_children=24, num_parents=8)
@@ -40,10 +37,6 @@ def cut_profiles(draw: st.DrawFn) -> ModelProfile:
     cuts = draw(st.sets(st.integers(1, max(profile.num_blocks - 1, 1)), max_size=4))
     inside = sorted(cut for cut in cuts if cut < profile.num_blocks)
     return replace(profile, cuts=tuple(inside))
-
-
-def partition_of(candidate: Candidate) -> Partition:
-    return Partition(forward=candidate.forward, backward=(candidate.fused, *candidate.backward))
 
 
 @pytest.mark.parametrize("cuts", [(0,), (4,), (2, 2), (3, 1), (-1,), (9,)])
@@ -92,11 +85,11 @@ def test_even_and_searched_partitions_keep_the_cuts_and_the_limits(
     profile: ModelProfile, forward: int, backward: int, fused: int
 ) -> None:
     limits = StageLimits(forward=forward, backward=backward, fused=fused)
-    even = even_candidates(profile, limits=limits)
+    even = even_partitions(profile, limits=limits)
     assert even
     evaluator = Evaluator(profile=profile, num_workers=3, rounds=(4,), hop_seconds=0.1)
     found = search_partitions(evaluator, even=even, limits=limits, effort=QUICK)
-    for partition in [*map(partition_of, even), *(result.partition for result in found)]:
+    for partition in (*even, *found):
         assert keeps_cuts(partition, profile.cuts)
         assert limits.allow(partition)
         assert partition.num_blocks == profile.num_blocks
@@ -148,8 +141,6 @@ def test_stages_that_are_asked_for_may_not_span_a_cut() -> None:
         limits = StageLimits(forward=6, backward=6, fused=6)
         with pytest.raises(PlanError, match=r"partition hints: stage .* spans that"):
             hints.partitions(profile.block_names, limits=limits, cuts=profile.cuts)
-    with pytest.raises(PlanError, match=r"num_fused=3 spans one of the cuts \(2, 4\)"):
-        balanced_partition(profile, num_fused=3, num_forward=2, num_backward=2)
 
 
 def test_the_half_of_a_hint_that_is_open_keeps_the_cuts() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
-from roundpipe_lightning.planning.cost.predict import PipelineLayout
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import (
@@ -28,7 +27,6 @@ from roundpipe_lightning.planning.search.fit import (
     TrainingJob,
     fit_training,
     fits_memory,
-    stage_limits_within,
 )
 from roundpipe_lightning.planning.search.request import PartitionHints
 
@@ -92,31 +90,6 @@ def test_a_quick_look_fits_too_and_is_not_faster() -> None:
     full, quick = (fit_training(job(search=search)) for search in (Search.FULL, Search.QUICK))
     assert quick.fits
     assert full.tokens_per_second >= quick.tokens_per_second
-
-
-def test_limits_are_the_most_that_fits() -> None:
-    asked = job()
-    limits = stage_limits_within(asked, round_size=8, team_size=4)
-    assert limits is not None
-
-    def fits(forward: int, backward: int) -> bool:
-        partition = Partition(
-            forward=(forward,) * (6 // forward) + ((6 % forward,) if 6 % forward else ()),
-            backward=(
-                0,
-                *(backward,) * (6 // backward),
-                *((6 % backward,) if 6 % backward else ()),
-            ),
-        )
-        layout = PipelineLayout(partition=partition, num_microbatches=8, round_size=8, team_size=4)
-        return asked.report(layout).fits
-
-    assert fits(1, limits.backward)
-    assert limits.backward == 6 or not fits(1, limits.backward + 1)
-    roomy = stage_limits_within(job(device_mib=10**6), round_size=8, team_size=4)
-    assert roomy is not None
-    assert (roomy.forward, roomy.fused, roomy.backward) == (6, 6, 6)
-    assert stage_limits_within(job(device_mib=100), round_size=8, team_size=4) is None
 
 
 def test_a_host_that_is_too_small_is_said_with_a_plan() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.evolve import StageLimits
+from roundpipe_lightning.planning.search.partition import StageLimits
 from roundpipe_lightning.planning.search.request import PartitionHints
 
 LIMITS = StageLimits(forward=4, fused=2, backward=3)

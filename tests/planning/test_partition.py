@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.search.partition import (
     balanced_cuts,
-    balanced_partition,
     greedy_cuts,
 )
-from tests.kit.profiles import uniform_profile
 
 _weights = st.lists(
     st.floats(0, 100, allow_nan=False, allow_subnormal=False), min_size=1, max_size=7
@@ -45,16 +43,7 @@ def test_greedy_cuts_fill_up_to_the_limit() -> None:
     assert greedy_cuts([0.1] * 9, limit=0.3) == (3, 3, 3)
 
 
-def test_forward_and_backward_are_balanced_apart() -> None:
-    partition = balanced_partition(uniform_profile(13), num_fused=1, num_forward=4, num_backward=12)
-    assert str(partition) == "forward 3 3 3 3 | backward 1 1 1 1 1 1 1 1 1 1 1 1 1"
-    everything = balanced_partition(uniform_profile(2), num_fused=2, num_forward=1, num_backward=1)
-    assert str(everything) == "forward - | backward 2"
-
-
 def test_impossible_counts_are_refused() -> None:
-    with pytest.raises(PlanError, match="num_fused=3 of 2 blocks"):
-        balanced_partition(uniform_profile(2), num_fused=3, num_forward=1, num_backward=1)
     with pytest.raises(PlanError, match="num_parts=0"):
         balanced_cuts([1.0], num_parts=0)
     assert balanced_cuts([], num_parts=3) == ()

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import stage_costs
-from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
+from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.evolve import Effort, StageLimits
-from roundpipe_lightning.planning.search.limits import Travel, stage_limits
+from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.limits import limits_within
+from roundpipe_lightning.planning.search.partition import StageLimits
 from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
 from tests.kit.plans import default_plan
 from tests.kit.profiles import machine, random_profiles, uniform_profile
@@ -113,9 +115,6 @@ def test_workers_in_host_memory_copy_nothing() -> None:
     assert planned.timeline.makespan_seconds < 200.0
 
 
-TRAVEL = Travel(num_microbatches=4, round_size=4)
-
-
 def test_limits_follow_from_device_memory() -> None:
     block = BlockProfile(
         name="b", parameter_bytes=100, trainable_bytes=100, activation_bytes=100, boundary_bytes=5
@@ -125,19 +124,34 @@ def test_limits_follow_from_device_memory() -> None:
         tail=BlockProfile(name="t", parameter_bytes=50, activation_bytes=100),
         fingerprint="",
     )
-    hardware = machine(2, device_bytes=RESERVED_BYTES + 30 + 1700)
+    config = PipelineConfig(num_microbatches=4, round_size=4)
+
+    def limits(room: int, weight_slots: int = 2) -> StageLimits | None:
+        hardware = machine(2, device_bytes=RESERVED_BYTES + 30 + room)
+        footprint = Footprint(profile, hardware=hardware)
+        return limits_within(footprint, config=replace(config, weight_slots=weight_slots))
+
     # backward: a stage of n, its neighbours of n: 2 n 100 weights, 2 n 100 gradients, n 100 kept;
     # forward: n 100 and the tail's and a fused block's weights beside
-    limits = stage_limits(profile, hardware, travel=TRAVEL)
-    assert limits.backward == 3
-    alone = stage_limits(profile, hardware, travel=replace(TRAVEL, weight_slots=1))
-    assert alone.backward == 4
-    assert alone.forward >= limits.forward
+    two, one = limits(1700), limits(1700, weight_slots=1)
+    assert two is not None
+    assert one is not None
+    assert (two.backward, one.backward) == (3, 4)
+    assert one.forward >= two.forward
+    assert limits(499) is None
+    small = machine(2, device_bytes=RESERVED_BYTES + 30 + 499)
     with pytest.raises(FitError, match=r"testx2 cannot hold even one block, 'b': it has 0.00 GiB"):
-        stage_limits(profile, machine(2, device_bytes=RESERVED_BYTES + 30 + 499), travel=TRAVEL)
-    unknown = uniform_profile(20)
-    share = stage_limits(unknown, machine(4), travel=TRAVEL)
-    assert share == StageLimits(forward=10, backward=5, fused=5)
+        plan_training(
+            profile,
+            hardware=small,
+            request=PlanningRequest(
+                num_microbatches=4, round_sizes=(4,), team_sizes=(1,), weight_slots=(2,)
+            ),
+        )
+    unknown = plan_training(
+        uniform_profile(20), hardware=machine(4), request=PlanningRequest(num_microbatches=4)
+    )
+    assert StageLimits(forward=10, backward=5, fused=5).allow(unknown.plan.partition)
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,15 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
+from roundpipe_lightning.planning.cost.partition_table import PartitionTable
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.evolve import (
-    Effort,
-    StageLimits,
-    even_candidates,
-    search_partitions,
-)
-from roundpipe_lightning.planning.search.makespan_table import Evaluator, PartitionTable
-from roundpipe_lightning.planning.search.partition import balanced_partition
+from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
+from roundpipe_lightning.planning.search.makespan_table import Evaluator
+from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
+from tests.kit.plans import balanced_partition
 from tests.kit.profiles import random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
@@ -70,15 +67,14 @@ def test_evaluator_agrees_with_the_simulator(
         hop_seconds=0.25,
         recompute_start=recompute_start,
     )
-    pairs = []
+    partitions = []
     for _ in range(3):
         fused = data.draw(st.integers(0, profile.num_blocks))
         rest = profile.num_blocks - fused
-        pairs.append((random_counts(data, rest), (fused, *random_counts(data, rest))))
-    table = PartitionTable.of(pairs)
-    for row, makespan in enumerate(evaluator.makespans(table)):
-        partition = table.partition(row)
-        assert (partition.forward, partition.backward) == pairs[row]
+        backward = (fused, *random_counts(data, rest))
+        partitions.append(Partition(forward=random_counts(data, rest), backward=backward))
+    table = PartitionTable.of(partitions)
+    for partition, makespan in zip(partitions, evaluator.makespans(table), strict=True):
         exact = simulated(evaluator, partition)
         # An early recompute may also have to wait for its stored boundary, which is left out.
         if recompute_start is RecomputeStart.WITH_GRADIENT or workers == 1:
@@ -95,12 +91,14 @@ def test_found_partitions_keep_the_limits(
     evaluator = Evaluator(profile=profile, num_workers=workers, rounds=(4,), hop_seconds=0.1)
     limits = StageLimits(forward=limit + 1, backward=limit, fused=fused)
     found = search_partitions(
-        evaluator, even=even_candidates(profile, limits=limits), limits=limits, effort=QUICK
+        evaluator, even=even_partitions(profile, limits=limits), limits=limits, effort=QUICK
     )
     assert found
-    assert all(limits.allow(result.partition) for result in found)
-    assert [r.makespan_seconds for r in found] == sorted(r.makespan_seconds for r in found)
-    assert all(r.partition.num_blocks == profile.num_blocks for r in found)
+    assert all(limits.allow(partition) for partition in found)
+    assert all(partition.num_blocks == profile.num_blocks for partition in found)
+    if profile.num_blocks:
+        makespans = evaluator.makespans(PartitionTable.of(found)).tolist()
+        assert makespans == pytest.approx(sorted(makespans))
 
 
 def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
@@ -109,7 +107,7 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
     limits = StageLimits(forward=28, backward=4, fused=4)
     best = search_partitions(
         evaluator,
-        even=even_candidates(profile, limits=limits),
+        even=even_partitions(profile, limits=limits),
         limits=limits,
         effort=Effort(num_actions=2_000_000),
     )
@@ -119,11 +117,11 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
         for forward in range(1, 25, 2)
         for backward in range(7, 29, 2)
     ]
-    table = PartitionTable.of([(p.forward, p.backward) for p in even])
-    assert simulated(evaluator, best[0].partition) < 0.98 * min(evaluator.makespans(table))
+    table = PartitionTable.of(even)
+    assert simulated(evaluator, best[0]) < 0.98 * min(evaluator.makespans(table))
     again = search_partitions(
         evaluator,
-        even=even_candidates(profile, limits=limits),
+        even=even_partitions(profile, limits=limits),
         limits=limits,
         effort=Effort(num_actions=2_000_000),
     )
@@ -133,10 +131,10 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
 def test_a_model_without_blocks_has_one_partition() -> None:
     evaluator = Evaluator(profile=uniform_profile(0), num_workers=2, rounds=(3,), hop_seconds=0.0)
     limits = StageLimits(forward=1, backward=1, fused=0)
-    even = even_candidates(evaluator.profile, limits=limits)
+    even = even_partitions(evaluator.profile, limits=limits)
     (found,) = search_partitions(evaluator, even=even, limits=limits, effort=QUICK)
-    assert found.partition == Partition(forward=(), backward=(0,))
-    assert found.makespan_seconds == 6.0
+    assert found == Partition(forward=(), backward=(0,))
+    assert evaluator.makespans(PartitionTable.of([found])).tolist() == [6.0]
 
 
 def test_impossible_limits_are_refused() -> None:

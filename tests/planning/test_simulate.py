@@ -150,12 +150,3 @@ def test_durations_that_are_all_zero_balance_by_number_of_blocks() -> None:
         uniform_profile(32, forward=0, backward=0, tail=0), num_workers=4, num_microbatches=8
     )
     assert max(plan.partition.forward) - min(plan.partition.forward[:-1]) <= 1
-
-
-def test_a_default_plan_needs_workers_and_microbatches() -> None:
-    with pytest.raises(PlanError, match="num_workers=0"):
-        default_plan(uniform_profile(2), num_workers=0, num_microbatches=1)
-    with pytest.raises(PlanError, match="num_microbatches=0"):
-        default_plan(uniform_profile(2), num_workers=1, num_microbatches=0)
-    with pytest.raises(PlanError, match="round_sizes=0"):
-        default_plan(uniform_profile(2), num_workers=1, num_microbatches=1, round_sizes=[0])

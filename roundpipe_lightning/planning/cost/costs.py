@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     RecomputePolicy,
@@ -99,9 +98,6 @@ def stage_costs(
 ) -> StageCosts:
     """Add up the blocks of every stage.
 
-    The head segment runs forward with the first stage and backward with the last, the tail segment
-    both ways with the fused stage.
-
     Args:
         profile: The model.
         partition: The stages.
@@ -115,8 +111,7 @@ def stage_costs(
     """
     if partition.num_blocks != profile.num_blocks:
         raise PlanError(f"'{partition}' does not cut a model of {profile.num_blocks} blocks.")
-    stages = partition.stages()
-    costs = [_stage_cost(stage, profile, stages, recompute) for stage in stages]
+    costs = [_stage_cost(stage, profile, recompute) for stage in partition.stages()]
     return StageCosts(
         forward=tuple(costs[: partition.num_forward]),
         backward=tuple(costs[partition.num_forward :]),
@@ -126,18 +121,17 @@ def stage_costs(
     )
 
 
-def _stage_cost(
-    stage: Stage, profile: ModelProfile, stages: Sequence[Stage], policy: RecomputePolicy
-) -> ActionCost:
-    blocks: list[BlockProfile] = [profile.blocks[index] for index in stage.blocks]
+def _stage_cost(stage: Stage, profile: ModelProfile, policy: RecomputePolicy) -> ActionCost:
+    blocks = [profile.blocks[index] for index in stage.blocks]
+    head, tail = profile.head, profile.tail
     forward = sum(block.forward_seconds for block in blocks)
     backward = sum(block.backward_seconds for block in blocks)
-    head_forward = profile.head.forward_seconds if stage == stages[0] else 0.0
-    head_backward = profile.head.backward_seconds if stage == stages[-1] else 0.0
+    head_forward = head.forward_seconds if stage.has_head_forward else 0.0
+    head_backward = head.backward_seconds if stage.has_head_backward else 0.0
     if stage.kind is StageKind.FORWARD:
         return ActionCost(compute_seconds=forward + head_forward)
     if stage.kind is StageKind.FUSED:
-        tail = profile.tail.forward_seconds + profile.tail.backward_seconds
-        return ActionCost(compute_seconds=forward + backward + tail + head_forward + head_backward)
+        both = tail.forward_seconds + tail.backward_seconds
+        return ActionCost(compute_seconds=forward + backward + both + head_forward + head_backward)
     recompute = sum(block.seconds_to_recompute(policy) for block in blocks)
     return ActionCost(recompute_seconds=recompute, compute_seconds=backward + head_backward)

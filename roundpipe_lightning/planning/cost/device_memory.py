@@ -25,13 +25,16 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from roundpipe_lightning.planning.cost.partition_table import (
+    Counts,
+    Floats,
+    PartitionTable,
+    prefix_sums,
+)
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage
-
-Bytes = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int64]
 
 RESERVED_BYTES = 384 * 2**20
 """Device memory that a runtime takes for itself: the context and its libraries."""
@@ -87,62 +90,6 @@ class DeviceNeed:
         return sum(self.num_bytes.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTable:
-    """Stages of partitions as arrays of shape (partitions, stages).
-
-    Stages stand in the order in which a microbatch passes them. A partition with fewer of them has
-    empty ones in front of its FORWARD and behind its BACKWARD stages, which need nothing.
-
-    Attributes:
-        start: First block of every stage.
-        stop: Block behind its last one.
-        num_forward: Columns of FORWARD stages; the FUSED one follows.
-        first: Column of each partition's first stage.
-        count: Number of each partition's stages.
-    """
-
-    start: Indices
-    stop: Indices
-    num_forward: int
-    first: Indices
-    count: Indices
-
-    @classmethod
-    def of(cls, forward: Indices, backward: Indices) -> StageTable:
-        """Tabulate block counts, as in `PartitionTable`."""
-        num_blocks = backward.sum(axis=1, keepdims=True)
-        stop_forward = forward.cumsum(axis=1)
-        start_backward = num_blocks - backward.cumsum(axis=1)
-        num_forward = forward.shape[1]
-        first = num_forward - np.count_nonzero(forward, axis=1)
-        last = num_forward + np.count_nonzero(backward[:, 1:], axis=1)
-        return cls(
-            start=np.concatenate([stop_forward - forward, start_backward], axis=1),
-            stop=np.concatenate([stop_forward, start_backward + backward], axis=1),
-            num_forward=num_forward,
-            first=first,
-            count=last - first + 1,
-        )
-
-    def neighbours(self, distance: int, *, goes_on: bool) -> Indices:
-        """Return the column of the stage so many places on; -1 where none is.
-
-        The last stages of a round are followed by the first ones of the next, if there is one. A
-        stage that follows itself is one visit that goes on, so nothing follows.
-        """
-        columns = np.arange(self.start.shape[1])[None, :]
-        first, count = self.first[:, None], self.count[:, None]
-        place = columns - first + distance
-        if goes_on:
-            place = place % count
-            is_other = distance % count != 0
-        else:
-            is_other = np.broadcast_to((place >= 0) & (place < count), place.shape)
-        found: Indices = np.where(is_other, place + first, -1)
-        return found
-
-
 class Footprint:
     """A model on a machine, of which layouts are asked.
 
@@ -163,10 +110,10 @@ class Footprint:
         self.hardware = hardware
         self.reserved_bytes = reserved_bytes
         blocks = profile.blocks
-        self._weights = _sums([block.parameter_bytes for block in blocks])
-        self._gradients = _sums([block.trainable_bytes for block in blocks])
-        self._kept = _sums([block.activation_bytes for block in blocks])
-        self._attention = _sums([block.attention_bytes for block in blocks])
+        self._weights = prefix_sums([block.parameter_bytes for block in blocks])
+        self._gradients = prefix_sums([block.trainable_bytes for block in blocks])
+        self._kept = prefix_sums([block.activation_bytes for block in blocks])
+        self._attention = prefix_sums([block.attention_bytes for block in blocks])
         self._working = _Ranges([block.working_bytes for block in blocks])
         self._forward = _Ranges([block.forward_bytes for block in blocks])
         self._expanded = _Ranges([block.expanded_bytes for block in blocks])
@@ -181,18 +128,9 @@ class Footprint:
             return self.need(layout).total_bytes
         return float(_total(self.stage_bytes(layout)).max())
 
-    def most_bytes_of_each(
-        self, forward: Indices, backward: Indices, *, layout: PipelineLayout
-    ) -> Bytes:
-        """Return what a device needs for each of many partitions.
-
-        Args:
-            forward: Block counts, as in `PartitionTable`.
-            backward: The same.
-            layout: How the microbatches travel; its own partition does not matter.
-        """
-        table = StageTable.of(forward, backward)
-        most: Bytes = _total(self._sizes(layout, table)).max(axis=1)
+    def most_bytes_of_each(self, table: PartitionTable, *, config: PipelineConfig) -> Floats:
+        """Return what a device needs for each of many partitions."""
+        most: Floats = _total(self._sizes(config, table)).max(axis=1)
         return most
 
     def need(self, layout: PipelineLayout) -> DeviceNeed:
@@ -201,70 +139,66 @@ class Footprint:
             return self._need_with_residents(layout, by_kind)
         return self._need_at(layout, by_kind, int(_total(by_kind).argmax()))
 
-    def stage_bytes(self, layout: PipelineLayout) -> dict[MemoryKind, Bytes]:
+    def stage_bytes(self, layout: PipelineLayout) -> dict[MemoryKind, Floats]:
         """Return bytes by kind while a device runs each stage; no block stays on it."""
-        return {kind: row[0] for kind, row in self._sizes(layout, self.table(layout)).items()}
+        return {
+            kind: row[0]
+            for kind, row in self._sizes(layout, PartitionTable.of([layout.partition])).items()
+        }
 
-    @staticmethod
-    def table(layout: PipelineLayout) -> StageTable:
-        partition = layout.partition
-        return StageTable.of(
-            np.asarray([partition.forward], dtype=np.int64),
-            np.asarray([partition.backward], dtype=np.int64),
-        )
+    def num_teams(self, config: PipelineConfig) -> int:
+        return max(self.hardware.num_devices // config.team_size, 1)
 
-    def num_teams(self, layout: PipelineLayout) -> int:
-        return max(self.hardware.num_devices // layout.team_size, 1)
-
-    def _sizes(self, layout: PipelineLayout, table: StageTable) -> dict[MemoryKind, Bytes]:
-        inputs = -(-layout.round_size // layout.team_size)
+    def _sizes(self, config: PipelineConfig, table: PartitionTable) -> dict[MemoryKind, Floats]:
+        inputs = -(-config.round_size // config.team_size)
         ones = np.ones(table.start.shape)
         sizes = {
             MemoryKind.BOUNDARIES: (inputs + _UNDER_WAY) * self.boundary_bytes * ones,
             MemoryKind.ACTIVATIONS: self._activations(table),
         }
-        if layout.recompute is RecomputePolicy.SELECTIVE:
+        if config.recompute is RecomputePolicy.SELECTIVE:
             sizes[MemoryKind.BOUNDARIES] += self._attention_under_way(table)
         if self.hardware.shares_host_memory:
             return sizes
-        teams, fused = self.num_teams(layout), table.num_forward
+        teams, fused = self.num_teams(config), table.fused
         weights = self._of_parts(table, self._weights, "parameter_bytes")
         gradients = self._of_parts(table, self._gradients, "trainable_bytes")
         gradients[:, :fused] = 0.0
         slots = weights
-        if layout.weight_slots > 1:
-            after = table.neighbours(teams, goes_on=layout.goes_on)
+        if config.weight_slots > 1:
+            after = table.neighbours(teams, goes_on=config.goes_on)
             slots = weights + _at(weights, after)
-        before = table.neighbours(-teams, goes_on=layout.goes_on)
+        before = table.neighbours(-teams, goes_on=config.goes_on)
         sizes[MemoryKind.WEIGHTS] = slots + self._expanded_bytes(table)
         sizes[MemoryKind.GRADIENTS] = gradients + _at(gradients, before)
         sizes[MemoryKind.RESERVED] = self.reserved_bytes * ones
         return sizes
 
-    def _of_parts(self, table: StageTable, sums: Bytes, field: str) -> Bytes:
+    def _of_parts(self, table: PartitionTable, sums: Floats, field: str) -> Floats:
         """Add up a size over every stage's blocks and segments."""
-        sizes: Bytes = sums[table.stop] - sums[table.start]
+        sizes = table.block_sums(sums)
         head: BlockProfile = self.profile.head
         for columns in self._head_columns(table):
             sizes[np.arange(len(sizes)), columns] += getattr(head, field)
-        sizes[:, table.num_forward] += getattr(self.profile.tail, field)
+        sizes[:, table.fused] += getattr(self.profile.tail, field)
         return sizes
 
-    def _head_columns(self, table: StageTable) -> list[Indices]:
+    def _head_columns(self, table: PartitionTable) -> list[Counts]:
         """Columns of the stages that need the head: the first, and the last if it is trained."""
         if not self.profile.head.trainable_bytes:
             return [table.first]
-        last = table.first + table.count - 1
-        return [table.first] if np.array_equal(last, table.first) else [table.first, last]
+        if np.array_equal(table.first, table.last):
+            return [table.first]
+        return [table.first, table.last]
 
-    def _expanded_bytes(self, table: StageTable) -> Bytes:
+    def _expanded_bytes(self, table: PartitionTable) -> Floats:
         """One block's weights in 16 bits, where they are stored in fewer."""
         expanded = self._expanded.most(table.start, table.stop)
         self._raise(expanded, table, "expanded_bytes", [table.first])
         return expanded
 
-    def _activations(self, table: StageTable) -> Bytes:
-        fused = table.num_forward
+    def _activations(self, table: PartitionTable) -> Floats:
+        fused = table.fused
         forward = self._forward.most(table.start, table.stop)
         self._raise(forward, table, "forward_bytes", [table.first])
         working = self._working.most(table.start, table.stop)
@@ -274,20 +208,20 @@ class Footprint:
         return result
 
     def _raise(
-        self, most: Bytes, table: StageTable, field: str, head_columns: Sequence[Indices]
+        self, most: Floats, table: PartitionTable, field: str, head_columns: Sequence[Counts]
     ) -> None:
         """Have the segments count among what takes the most in a stage."""
         rows = np.arange(len(most))
         for columns in head_columns:
             most[rows, columns] = np.maximum(most[rows, columns], getattr(self.profile.head, field))
-        fused = most[:, table.num_forward]
+        fused = most[:, table.fused]
         np.maximum(fused, getattr(self.profile.tail, field), out=fused)
 
-    def _attention_under_way(self, table: StageTable) -> Bytes:
+    def _attention_under_way(self, table: PartitionTable) -> Floats:
         """Attention's outputs: two microbatches' on their way out, one's on its way in."""
-        sizes: Bytes = self._attention[table.stop] - self._attention[table.start]
-        sizes[:, : table.num_forward] *= _UNDER_WAY
-        sizes[:, table.num_forward] = 0.0
+        sizes = table.block_sums(self._attention)
+        sizes[:, : table.fused] *= _UNDER_WAY
+        sizes[:, table.fused] = 0.0
         return sizes
 
     # --- blocks that stay ------------------------------------------------------------------------
@@ -299,7 +233,7 @@ class Footprint:
         return [turn % count for turn in turns]
 
     def slots_of(
-        self, table: StageTable, block: int, *, layout: PipelineLayout
+        self, table: PartitionTable, block: int, *, layout: PipelineLayout
     ) -> npt.NDArray[np.bool_]:
         """Say at which of a layout's stages a block lies in a slot for weights."""
         has: npt.NDArray[np.bool_] = ((table.start <= block) & (block < table.stop))[0]
@@ -309,7 +243,7 @@ class Footprint:
         return has
 
     def _need_with_residents(
-        self, layout: PipelineLayout, by_kind: dict[MemoryKind, Bytes]
+        self, layout: PipelineLayout, by_kind: dict[MemoryKind, Floats]
     ) -> DeviceNeed:
         """Find the worker and the stage that need the most."""
         worst: DeviceNeed | None = None
@@ -326,11 +260,11 @@ class Footprint:
     def _resident_need(
         self,
         layout: PipelineLayout,
-        by_kind: dict[MemoryKind, Bytes],
+        by_kind: dict[MemoryKind, Floats],
         places: Sequence[int],
         blocks: Sequence[int],
     ) -> DeviceNeed:
-        table = self.table(layout)
+        table = PartitionTable.of([layout.partition])
         sizes = {kind: values.copy() for kind, values in by_kind.items()}
         resident = 0
         for block in blocks:
@@ -344,7 +278,7 @@ class Footprint:
 
     @staticmethod
     def _need_at(
-        layout: PipelineLayout, by_kind: dict[MemoryKind, Bytes], place: int
+        layout: PipelineLayout, by_kind: dict[MemoryKind, Floats], place: int
     ) -> DeviceNeed:
         return DeviceNeed(
             stage=layout.partition.stages()[place],
@@ -365,10 +299,10 @@ class _Ranges:
             width *= 2
         self._flat = len(set(values)) <= 1
 
-    def most(self, start: Indices, stop: Indices) -> Bytes:
+    def most(self, start: Counts, stop: Counts) -> Floats:
         """Return the largest value of every range; 0 for an empty one."""
         if self._flat:
-            flat: Bytes = np.where(stop > start, self._levels[0][0], 0.0)
+            flat: Floats = np.where(stop > start, self._levels[0][0], 0.0)
             return flat
         result = np.zeros(start.shape)
         lengths = stop - start
@@ -379,17 +313,13 @@ class _Ranges:
         return result
 
 
-def _at(values: Bytes, columns: Indices) -> Bytes:
+def _at(values: Floats, columns: Counts) -> Floats:
     """Take values of other columns; 0 for column -1."""
     taken = np.take_along_axis(values, np.clip(columns, 0, values.shape[1] - 1), axis=1)
-    result: Bytes = np.where(columns >= 0, taken, 0.0)
+    result: Floats = np.where(columns >= 0, taken, 0.0)
     return result
 
 
-def _sums(values: Sequence[float]) -> Bytes:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-
-
-def _total(by_kind: dict[MemoryKind, Bytes]) -> Bytes:
-    total: Bytes = np.sum(list(by_kind.values()), axis=0)
+def _total(by_kind: dict[MemoryKind, Floats]) -> Floats:
+    total: Floats = np.sum(list(by_kind.values()), axis=0)
     return total

@@ -190,11 +190,8 @@ class MemoryModel:
         sizes[MemoryKind.BOUNDARIES] = in_flight * kept
         if self.storage.weights is WeightStorage.MEMORY_MAPPED:
             largest = max(
-                sum(part.parameter_bytes for part in parts)
-                for parts in (
-                    stage_parts(footprint.profile, stage=stage, partition=partition)
-                    for stage in partition.stages()
-                )
+                sum(part.parameter_bytes for part in stage_parts(footprint.profile, stage))
+                for stage in partition.stages()
             )
             sizes[MemoryKind.STAGING] = 2.0 * largest * self.hardware.num_devices
             sizes[MemoryKind.WEIGHTS] = 0.0  # the page cache gives way

@@ -194,17 +194,15 @@ class Visit:
     direct_bytes: int = 0
 
 
-def stage_parts(profile: ModelProfile, *, stage: Stage, partition: Partition) -> list[BlockProfile]:
+def stage_parts(profile: ModelProfile, stage: Stage) -> list[BlockProfile]:
     """Return the blocks and segments whose weights a stage needs.
 
-    The head segment runs with the first stage, and with the last one where it is trained; the tail
-    segment with the fused one.
+    A head that is not trained has no backward pass, so the last stage does not need its weights.
     """
-    stages = partition.stages()
     parts = [profile.blocks[block] for block in stage.blocks]
-    if stage == stages[0] or (stage == stages[-1] and profile.head.trainable_bytes):
+    if stage.has_head_forward or (stage.has_head_backward and profile.head.trainable_bytes):
         parts.append(profile.head)
-    if stage.kind is StageKind.FUSED:
+    if stage.has_tail:
         parts.append(profile.tail)
     return parts
 
@@ -224,15 +222,14 @@ def stage_bytes(
         partition: All stages.
         recompute: What BACKWARD stages start from; with SELECTIVE attention's outputs move too.
     """
-    stages = partition.stages()
-    parts = stage_parts(profile, stage=stage, partition=partition)
+    parts = stage_parts(profile, stage)
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     if stage.kind is StageKind.FORWARD:
         inputs, outputs = min(stage.index, 1), max(partition.num_readers(stage), 1)
     elif stage.kind is StageKind.FUSED:
         inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
     else:
-        inputs, outputs = 2, int(stage != stages[-1])
+        inputs, outputs = 2, int(not stage.has_head_backward)
     attention = 0
     if recompute is RecomputePolicy.SELECTIVE:
         attention = sum(profile.blocks[block].attention_bytes for block in stage.blocks)

@@ -79,11 +79,10 @@ class MeasuredProfile:
             window.append(median(values))
         share = 1.0 - 0.5 ** (1.0 / HALF_LIFE_STEPS)
         current = self._current()
-        stages = partition.stages()
-        for stage in stages:
+        for stage in partition.stages():
             seen = self._windows.get((stage.kind, stage.index), ())
             if len(seen) == _WINDOW:
-                terms = _terms_of(stage, stages, num_blocks=partition.num_blocks)
+                terms = _terms_of(stage, num_blocks=partition.num_blocks)
                 self._deal_out(median(seen), terms, current, share)
 
     def _deal_out(
@@ -177,15 +176,15 @@ def _terms(profile: ModelProfile) -> list[float]:
     ]
 
 
-def _terms_of(stage: Stage, stages: Sequence[Stage], *, num_blocks: int) -> list[int]:
+def _terms_of(stage: Stage, *, num_blocks: int) -> list[int]:
     """Indices of the terms that a stage's duration is the sum of."""
     offset = 0 if stage.kind is StageKind.FORWARD else num_blocks
     terms = [offset + block for block in stage.blocks]
-    if stage == stages[0]:
+    if stage.has_head_forward:
         terms.append(2 * num_blocks)
-    if stage == stages[-1]:
+    if stage.has_head_backward:
         terms.append(2 * num_blocks + 1)
-    if stage.kind is StageKind.FUSED:
+    if stage.has_tail:
         terms.append(2 * num_blocks + 2)
     return terms
 

@@ -62,7 +62,7 @@ class PlanDescription:
             job: What it is for.
             profile: The model with measured durations; None: those that follow from the machine.
         """
-        layout = PipelineLayout.of(plan)
+        layout = plan.layout
         if profile is None:
             prediction = job.predict(layout)
         else:
@@ -78,7 +78,7 @@ class PlanDescription:
 
     @property
     def layout(self) -> PipelineLayout:
-        return PipelineLayout.of(self.plan)
+        return self.plan.layout
 
     @property
     def resident_bytes(self) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule.stages import Partition, Stage
+from roundpipe_lightning.planning.schedule.stages import Partition
 
 
 def check_cuts(cuts: Sequence[int], *, num_blocks: int) -> None:
@@ -50,16 +50,6 @@ def reversed_cuts(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
     return tuple(num_blocks - cut for cut in reversed(cuts_before(num_blocks, cuts)))
 
 
-def spanned_cut(stage: Stage, cuts: Sequence[int]) -> int | None:
-    """Return a cut inside a stage; None where there is none."""
-    return next((cut for cut in cuts if stage.blocks.start < cut < stage.blocks.stop), None)
-
-
-def keeps_cuts(partition: Partition, cuts: Sequence[int]) -> bool:
-    """Say whether no stage spans a cut."""
-    return all(spanned_cut(stage, cuts) is None for stage in partition.stages())
-
-
 def check_partition(
     partition: Partition, *, cuts: Sequence[int], block_names: Sequence[str], what: str
 ) -> None:
@@ -75,7 +65,8 @@ def check_partition(
         PlanError: A stage spans a cut.
     """
     for stage in partition.stages():
-        cut = spanned_cut(stage, cuts)
+        blocks = stage.blocks
+        cut = next((cut for cut in cuts if blocks.start < cut < blocks.stop), None)
         if cut is not None:
             raise PlanError(
                 f"{what}: stage {stage} of '{partition}' has both {block_names[cut - 1]!r} and "

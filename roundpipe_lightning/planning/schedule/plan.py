@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,41 +74,88 @@ _ADDED = {"num_batches": 1, "weight_slots": 2, "recompute": "full", "resident": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The stages, teams, rounds and the schedule that follow from a model and a hardware.
+class PipelineConfig:
+    """How the microbatches of a step travel, whatever the stages are.
 
     Attributes:
-        model: Fingerprint of the model that the plan is for, see `planning.profile.fingerprint`.
-        partition: How many blocks each stage has.
-        num_workers: Number of workers.
-        num_microbatches: Number of microbatches per step.
-        team_size: Workers that run the same stage at the same time on different microbatches.
+        num_microbatches: Microbatches of all `num_batches` together.
         round_size: Microbatches that travel together.
-        schedule: Every worker's actions in order.
-        block_names: Names of the model's blocks, first block first.
-        num_batches: Accumulated batches for which the plan was chosen, in one stream.
+        team_size: Workers that run the same stage at the same time on different microbatches.
         weight_slots: Stages whose weights a worker holds at once: 2, the next one's are uploaded
             while this one computes; or 1, which needs less memory.
         recompute: What BACKWARD stages start from; NONE: there are none.
+        num_batches: Accumulated batches in one stream.
+    """
+
+    num_microbatches: int
+    round_size: int
+    team_size: int = 1
+    weight_slots: int = 2
+    recompute: RecomputePolicy = RecomputePolicy.FULL
+    num_batches: int = 1
+
+    @property
+    def batch_microbatches(self) -> int:
+        """Microbatches of one batch."""
+        return self.num_microbatches // self.num_batches
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another round follows the first one."""
+        return self.num_microbatches > self.round_size
+
+    @property
+    def num_rounds(self) -> int:
+        return -(-self.num_microbatches // self.round_size)
+
+    def with_stages(
+        self, partition: Partition, *, resident: tuple[tuple[int, ...], ...] = ()
+    ) -> PipelineLayout:
+        values = {field.name: getattr(self, field.name) for field in fields(PipelineConfig)}
+        return PipelineLayout(partition=partition, resident=resident, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineLayout(PipelineConfig):
+    """How the microbatches of a step travel through which stages.
+
+    Attributes:
+        partition: How many blocks each stage has.
         resident: For every worker the blocks whose weights stay on it between visits: frozen ones
             for good, trainable ones within the step. Empty: none do.
+    """
+
+    partition: Partition
+    resident: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PipelineLayout):
+    """A layout with the schedule that follows from it, for one model and a number of workers.
+
+    A plan of accumulated batches may have the microbatches of all of them or, as it is saved, of
+    one; `num_batches` says in either case for how many it was chosen.
+
+    Attributes:
+        model: Fingerprint of the model that the plan is for, see `planning.profile.fingerprint`.
+        num_workers: Number of workers.
+        schedule: Every worker's actions in order.
+        block_names: Names of the model's blocks, first block first.
 
     Raises:
         PlanError: If the parts do not fit together or the schedule cannot run.
     """
 
     model: str
-    partition: Partition
     num_workers: int
-    num_microbatches: int
-    round_size: int
     schedule: Schedule
     block_names: tuple[str, ...]
-    team_size: int = 1
-    num_batches: int = 1
-    weight_slots: int = 2
-    recompute: RecomputePolicy = RecomputePolicy.FULL
-    resident: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """The plan's microbatches as those of one batch."""
+        layout = self.with_stages(self.partition, resident=self.resident)
+        return replace(layout, num_batches=1)
 
     def __post_init__(self) -> None:
         for name in (*_COUNTS, "num_batches"):
@@ -324,49 +371,3 @@ class Plan:
 
     def __str__(self) -> str:
         return self.to_text()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineLayout:
-    """How a step's microbatches travel.
-
-    Attributes:
-        partition: The stages.
-        num_microbatches: Microbatches of an optimizer step.
-        round_size: Microbatches that travel together.
-        team_size: Workers that share a stage.
-        weight_slots: Stages whose weights a device holds at once, see `Plan.weight_slots`.
-        recompute: What BACKWARD stages start from.
-        resident: Blocks that stay on each worker, see `Plan.resident`.
-        num_batches: Accumulated batches that the microbatches are those of.
-    """
-
-    partition: Partition
-    num_microbatches: int
-    round_size: int
-    team_size: int = 1
-    weight_slots: int = 2
-    recompute: RecomputePolicy = RecomputePolicy.FULL
-    resident: tuple[tuple[int, ...], ...] = ()
-    num_batches: int = 1
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether another round follows the first one."""
-        return self.num_microbatches > self.round_size
-
-    @property
-    def num_rounds(self) -> int:
-        return -(-self.num_microbatches // self.round_size)
-
-    @classmethod
-    def of(cls, plan: Plan) -> PipelineLayout:
-        return cls(
-            partition=plan.partition,
-            num_microbatches=plan.num_microbatches,
-            round_size=plan.round_size,
-            team_size=plan.team_size,
-            weight_slots=plan.weight_slots,
-            recompute=plan.recompute,
-            resident=plan.resident,
-        )

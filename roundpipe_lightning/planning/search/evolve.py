@@ -24,59 +24,20 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.cuts import (
-    call_lengths,
-    cuts_before,
-    grouped,
-    reversed_cuts,
-)
+from roundpipe_lightning.planning.cost.partition_table import PartitionTable
+from roundpipe_lightning.planning.schedule.cuts import call_lengths, grouped
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.makespan_table import Evaluator, PartitionTable
-from roundpipe_lightning.planning.search.partition import balanced_cuts
-
-Counts = tuple[int, ...]
+from roundpipe_lightning.planning.search.makespan_table import Evaluator
+from roundpipe_lightning.planning.search.partition import StageLimits
 
 Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
+"""Which partitions of a table fit the devices' memory."""
 
 _PATIENCE = 6
 """Generations without a better partition after which an island is left."""
 
 _ISLANDS_FUSED = (1_000_000, 0, 4, 1)
 """Most blocks of the fused stage on each island in turn: plans with few need their own search."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageLimits:
-    """How many blocks a stage may have at most, for memory's or the user's sake.
-
-    Attributes:
-        forward: Blocks of a FORWARD stage.
-        backward: Blocks of a BACKWARD stage.
-        fused: Blocks of the FUSED stage; 0 allows only the tail segment.
-
-    Raises:
-        PlanError: If a limit leaves no stage possible.
-    """
-
-    forward: int
-    backward: int
-    fused: int
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"limit {name}={getattr(self, name)} must be 1 or more.")
-        if self.fused < 0:
-            raise PlanError(f"limit fused={self.fused} must be 0 or more.")
-
-    def allow(self, partition: Partition) -> bool:
-        return (
-            max(partition.forward, default=0) <= self.forward
-            and max(partition.backward[1:], default=0) <= self.backward
-            and partition.backward[0] <= self.fused
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,48 +70,39 @@ QUICK = Effort(num_generations=0, num_even=2, num_verified_actions=0)
 """A few even partitions alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A partition that the search found.
-
-    Attributes:
-        partition: The stages.
-        makespan_seconds: Its makespan according to the `Evaluator`.
-    """
-
-    partition: Partition
-    makespan_seconds: float
-
-
 def search_partitions(
     evaluator: Evaluator,
     *,
-    even: Sequence[Candidate],
+    even: Sequence[Partition],
     limits: StageLimits,
     effort: Effort,
     num_results: int = 8,
     fits: Fits | None = None,
-) -> tuple[Found, ...]:
+) -> tuple[Partition, ...]:
     """Return the best partitions found, the best first.
 
     Args:
         evaluator: Knows the model and the workers.
-        even: Partitions to begin with, from `even_candidates`.
+        even: Partitions to begin with, from `even_partitions`.
         limits: What every partition must keep.
         effort: How long to search.
         num_results: How many to return, at most.
-        fits: Says which partitions of a table fit the devices' memory; None: all do.
+        fits: Which partitions fit; None: all do.
     """
-    num_blocks = evaluator.profile.num_blocks
-    if num_blocks == 0:
-        only = Partition(forward=(), backward=(0,))
-        return (Found(partition=only, makespan_seconds=_makespan(evaluator, only)),)
+    profile = evaluator.profile
+    if profile.num_blocks == 0:
+        return (Partition(forward=(), backward=(0,)),)
     random = Random(effort.seed)
-    best = _Island(evaluator, limits, effort, random, in_order=True, fits=fits)
+    calls = call_lengths(profile.num_blocks, profile.cuts)
+
+    def island(limits: StageLimits, *, in_order: bool = True) -> _Island:
+        return _Island(evaluator, limits, effort, random, calls=calls, in_order=in_order, fits=fits)
+
+    best = island(limits)
     best.add(even)
     if effort.num_generations == 0:
         return best.results(num_results)
-    stages = sum(len(c.forward) + len(c.backward) + 1 for c in even) // len(even)
+    stages = sum(partition.num_stages for partition in even) // len(even)
     generation = effort.num_children * stages * sum(evaluator.rounds)
     num_generations = min(max(4, effort.num_actions // generation), effort.num_generations)
     num_islands = max(1, round(num_generations / effort.island_generations) - 1)
@@ -158,40 +110,17 @@ def search_partitions(
     for number in range(num_islands):
         fused = min(limits.fused, _ISLANDS_FUSED[number % len(_ISLANDS_FUSED)])
         near = replace(limits, fused=fused)
-        island = _Island(evaluator, near, effort, random, in_order=True, fits=fits)
-        some = [candidate for candidate in even if candidate.fused <= fused]
-        island.add(random.sample(some, min(len(some), 24)))
-        cuts = evaluator.profile.cuts
-        island.add(
-            [
-                _random_candidate(num_blocks, near, random, cuts=cuts)
-                for _ in range(effort.num_children)
-            ]
-        )
-        island.evolve(each)
-        best.adopt(island)
-    last = _Island(evaluator, limits, effort, random, in_order=False, fits=fits)
+        some = [partition for partition in even if partition.backward[0] <= fused]
+        start = random.sample(some, min(len(some), 24))
+        one = island(near)
+        one.add(start)
+        one.add([_random_partition(calls, near, random) for _ in range(effort.num_children)])
+        one.evolve(each)
+        best.adopt(one)
+    last = island(limits, in_order=False)
     last.adopt(best)
     last.evolve(each)
     return last.results(num_results)
-
-
-def _makespan(evaluator: Evaluator, partition: Partition) -> float:
-    table = PartitionTable.of([(partition.forward, partition.backward)], pad=1)
-    return float(evaluator.makespans(table)[0])
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A partition, lighter than `Partition`: blocks per stage, `backward` without the fused one."""
-
-    forward: Counts
-    fused: int
-    backward: Counts
-
-    @property
-    def partition(self) -> Partition:
-        return Partition(forward=self.forward, backward=(self.fused, *self.backward))
 
 
 class _Island:
@@ -204,31 +133,32 @@ class _Island:
         effort: Effort,
         random: Random,
         *,
+        calls: Sequence[int],
         in_order: bool,
         fits: Fits | None,
     ) -> None:
-        self._fits = fits
         self._evaluator = evaluator
         self._limits = limits
         self._effort = effort
         self._random = random
+        self._calls = calls
         self._in_order = in_order
-        self._calls = call_lengths(evaluator.profile.num_blocks, evaluator.profile.cuts)
-        self._makespans: dict[Candidate, float] = {}
+        self._fits = fits
+        self._makespans: dict[Partition, float] = {}
 
-    def add(self, candidates: Sequence[Candidate]) -> None:
-        new = [c for c in dict.fromkeys(candidates) if c not in self._makespans]
+    def add(self, partitions: Sequence[Partition]) -> None:
+        new = [each for each in dict.fromkeys(partitions) if each not in self._makespans]
         if not new:
             return
-        table = PartitionTable.of([(c.forward, (c.fused, *c.backward)) for c in new])
+        table = PartitionTable.of(new)
         makespans = self._evaluator.makespans(table)
         if self._fits is not None:
             makespans = np.where(self._fits(table), makespans, np.inf)
         self._makespans.update(zip(new, makespans.tolist(), strict=True))
 
     def adopt(self, other: _Island) -> None:
-        for candidate in other._parents():
-            self._makespans[candidate] = other._makespans[candidate]
+        for partition in other._parents():
+            self._makespans[partition] = other._makespans[partition]
 
     def evolve(self, num_generations: int) -> None:
         """Replace bad partitions by children of good ones until that stops to help."""
@@ -242,28 +172,24 @@ class _Island:
             if stalled == _PATIENCE:
                 return
 
-    def results(self, count: int) -> tuple[Found, ...]:
-        found = []
-        for candidate in self._parents()[:count]:
-            if self._makespans[candidate] == math.inf:
-                break
-            seconds = self._makespans[candidate]
-            found.append(Found(partition=candidate.partition, makespan_seconds=seconds))
-        return tuple(found)
+    def results(self, count: int) -> tuple[Partition, ...]:
+        """The best partitions that fit."""
+        best = self._parents()[:count]
+        return tuple(each for each in best if self._makespans[each] < math.inf)
 
-    def _parents(self) -> list[Candidate]:
-        ranked = sorted(self._makespans, key=lambda candidate: self._makespans[candidate])
+    def _parents(self) -> list[Partition]:
+        ranked = sorted(self._makespans, key=self._makespans.__getitem__)
         return ranked[: self._effort.num_parents]
 
-    def _child(self, parents: list[Candidate]) -> Candidate:
+    def _child(self, parents: list[Partition]) -> Partition:
         """Vary a parent, a good one more often than a bad one."""
         random, limits = self._random, self._limits
         parent = parents[int(len(parents) * random.random() ** 2)]
-        fused, backward_counts = parent.fused, parent.backward
+        fused, *backward_counts = parent.backward
         if random.random() < 0.2:
             other = random.choice(parents)
-            if other.fused == fused:
-                backward_counts = other.backward
+            if other.backward[0] == fused:
+                backward_counts = list(other.backward[1:])
         forward = grouped(parent.forward, self._calls)
         backward = grouped(backward_counts, self._backward_calls(fused))
         if random.random() < 0.16:
@@ -278,7 +204,7 @@ class _Island:
                 counts.sort()
             for counts in backward:
                 counts.sort(reverse=True)
-        return Candidate(tuple(chain(*forward)), fused, tuple(chain(*backward)))
+        return Partition(forward=tuple(chain(*forward)), backward=(fused, *chain(*backward)))
 
     def _backward_calls(self, fused: int) -> list[int]:
         """Blocks of every call behind the fused stage's, the last call first."""
@@ -286,16 +212,27 @@ class _Island:
         return [last - fused, *others] if fused < last else others
 
     def _change_fused(self, fused: int, forward: list[list[int]], backward: list[list[int]]) -> int:
-        """Vary the fused stage within the last call; return its new number of blocks."""
+        """Give the fused stage one block of the last call more or less; return its new number."""
         if fused == self._calls[-1]:  # nothing else of the last call is left
             forward.append([])
             backward.insert(0, [])
-        limits = self._limits
-        if len(self._calls) > 1:
-            limits = replace(limits, fused=min(limits.fused, self._calls[-1]))
-        first = backward[0] if backward else []
+        random, limits = self._random, self._limits
         last = forward[-1] if forward else []
-        return _change_fused(fused, last, first, limits=limits, random=self._random)
+        first = backward[0] if backward else []
+        if random.random() < 0.5:
+            if fused < min(limits.fused, self._calls[-1]) and last and first:
+                _take_one(last, random.randrange(len(last)))
+                _take_one(first, random.randrange(len(first)))
+                return fused + 1
+        elif fused > 0:
+            for counts, limit in ((last, limits.forward), (first, limits.backward)):
+                room = [i for i, count in enumerate(counts) if count < limit]
+                if room:
+                    counts[random.choice(room)] += 1
+                else:
+                    counts.append(1)
+            return fused - 1
+        return fused
 
 
 def _any(groups: list[list[int]], random: Random) -> list[int]:
@@ -327,103 +264,23 @@ def _change_counts(counts: list[int], *, limit: int, random: Random) -> None:
             counts[random.choice(room)] += 1
 
 
-def _change_fused(
-    fused: int, forward: list[int], backward: list[int], *, limits: StageLimits, random: Random
-) -> int:
-    """Give the fused stage one block more or one less; return its new number."""
-    if random.random() < 0.5:
-        if fused < limits.fused and forward and backward:
-            _take_one(forward, random.randrange(len(forward)))
-            _take_one(backward, random.randrange(len(backward)))
-            return fused + 1
-    elif fused > 0:
-        for counts, limit in ((forward, limits.forward), (backward, limits.backward)):
-            room = [i for i, count in enumerate(counts) if count < limit]
-            if room:
-                counts[random.choice(room)] += 1
-            else:
-                counts.append(1)
-        return fused - 1
-    return fused
-
-
 def _take_one(counts: list[int], place: int) -> None:
     counts[place] -= 1
     if counts[place] == 0:
         counts.pop(place)
 
 
-def even_candidates(
-    profile: ModelProfile, *, limits: StageLimits, count: int = 12
-) -> tuple[Candidate, ...]:
-    """Return partitions into any reasonable number of stages of about equal duration.
-
-    Args:
-        profile: The model.
-        limits: What every partition must keep.
-        count: Numbers of BACKWARD stages to choose from, about.
-    """
-    candidates = []
-    last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])
-    for fused in _spread(0, min(limits.fused, last_call), count=min(count, 4)):
-        blocks = profile.blocks[: profile.num_blocks - fused]
-        if not blocks:
-            candidates.append(Candidate((), fused, ()))
-            continue
-        forward_seconds = [block.forward_seconds for block in blocks]
-        backward_seconds = [
-            block.recompute_seconds + block.backward_seconds for block in reversed(blocks)
-        ]
-        share = sum(forward_seconds) / (sum(backward_seconds) or 1.0)
-        cuts = cuts_before(len(blocks), profile.cuts)
-        cuts_back = reversed_cuts(len(blocks), cuts)
-        calls = call_lengths(len(blocks), cuts)
-        fewest = _fewest(calls, limits.forward)
-        fewest_backward = _fewest(calls, limits.backward)
-        for num_backward in _spread(fewest_backward, len(blocks), count=count):
-            backward = _balanced(backward_seconds, num_backward, limits.backward, cuts=cuts_back)
-            for extra in (0, 1, 3):
-                num_forward = min(len(blocks), max(fewest, 1, round(num_backward * share) + extra))
-                forward = _balanced(forward_seconds, num_forward, limits.forward, cuts=cuts)
-                candidates.append(Candidate(forward, fused, backward))
-    return tuple(dict.fromkeys(candidates))
-
-
-def _fewest(calls: Sequence[int], limit: int) -> int:
-    """Fewest stages that keep the cuts and a limit."""
-    return sum(-(-call // limit) for call in calls)
-
-
-def _balanced(
-    weights: Sequence[float], num_parts: int, limit: int, *, cuts: Sequence[int]
-) -> Counts:
-    """Balance by weight; by number of blocks where that would break the limit."""
-    counts = balanced_cuts(weights, num_parts=num_parts, cuts=cuts)
-    if max(counts) > limit:
-        counts = balanced_cuts([1.0] * len(weights), num_parts=num_parts, cuts=cuts)
-    return counts
-
-
-def _spread(first: int, last: int, *, count: int) -> list[int]:
-    """Return about `count` whole numbers from `first` to `last`, evenly spaced, both included."""
-    step = max(1, -(-(last - first) // count))
-    return sorted({*range(first, last, step), last})
-
-
-def _random_candidate(
-    num_blocks: int, limits: StageLimits, random: Random, *, cuts: Sequence[int]
-) -> Candidate:
-    last_call = call_lengths(num_blocks, cuts)[-1]
-    fused = random.randint(0, min(limits.fused, last_call))
-    calls = call_lengths(num_blocks - fused, cuts)
+def _random_partition(calls: Sequence[int], limits: StageLimits, random: Random) -> Partition:
+    *others, last = calls
+    fused = random.randint(0, min(limits.fused, last))
+    left = [*others, last - fused] if fused < last else others
     forward, backward = (
-        [_random_counts(call, limit=limit, random=random) for call in calls]
+        [_random_counts(call, limit=limit, random=random) for call in left]
         for limit in (limits.forward, limits.backward)
     )
-    return Candidate(
-        tuple(chain(*(sorted(counts) for counts in forward))),
-        fused,
-        tuple(chain(*(sorted(counts, reverse=True) for counts in reversed(backward)))),
+    behind = chain(*(sorted(counts, reverse=True) for counts in reversed(backward)))
+    return Partition(
+        forward=tuple(chain(*(sorted(counts) for counts in forward))), backward=(fused, *behind)
     )
 
 

@@ -23,11 +23,12 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile, time_model
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.cases import travels
-from roundpipe_lightning.planning.search.evolve import QUICK, Effort, StageLimits
-from roundpipe_lightning.planning.search.limits import Travel, largest_stages, limits_within
+from roundpipe_lightning.planning.search.cases import pipeline_configs
+from roundpipe_lightning.planning.search.evolve import QUICK, Effort
+from roundpipe_lightning.planning.search.limits import ONES, largest_stages, limits_within
+from roundpipe_lightning.planning.search.partition import StageLimits
 from roundpipe_lightning.planning.search.planner import (
     PlannedTraining,
     PlanningRequest,
@@ -185,7 +186,7 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
         return replace(_smallest(job), refusal=str(error))
     plan = planned.plan
     chosen = jobs[plan.num_microbatches // job.num_batches]
-    layout = PipelineLayout.of(plan)
+    layout = plan.layout
     return FitAnswer(
         job=chosen,
         layout=layout,
@@ -197,21 +198,20 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
 
 def fits_memory(job: TrainingJob) -> bool:
     """Say whether some stages, teams and rounds fit; quicker than to plan them."""
-    ones = StageLimits(forward=1, fused=0, backward=1)
     footprint = job.memory.footprint(job.shape)
     profile = footprint.profile
     if job.hints.cuts:
         wanted = job.hints.partitions(
             job.work.block_names, limits=_hint_limits(job), cuts=job.work.cuts
         )
-        return any(_fits(job, t.layout(p)) for t in _travels(job) for p in wanted)
-    for travel in _travels(job):
-        if _fits(job, travel.layout(largest_stages(profile, ones))):
+        return any(_fits(job, t.with_stages(p)) for t in _configs(job) for p in wanted)
+    for config in _configs(job):
+        if _fits(job, config.with_stages(largest_stages(profile, ONES))):
             return True
-        limits = limits_within(footprint, travel=travel)  # fewer stages, fewer boundaries
+        limits = limits_within(footprint, config=config)  # fewer stages, fewer boundaries
         if limits is not None:
             largest = largest_stages(profile, job.hints.limited(limits))
-            if _fits(job, travel.layout(largest)):
+            if _fits(job, config.with_stages(largest)):
                 return True
     return False
 
@@ -225,35 +225,15 @@ def memory_shortage(job: TrainingJob) -> float:
     return min(lack, 0.0) if fits_memory(job) else max(lack, _LEAST_SHORTAGE)
 
 
-def stage_limits_within(job: TrainingJob, *, round_size: int, team_size: int) -> StageLimits | None:
-    """Return the most blocks per stage with which every device can hold its part.
-
-    Args:
-        job: What is trained.
-        round_size: Microbatches of a round.
-        team_size: Workers of a team.
-
-    Returns:
-        The limits; None where stages of one block do not fit.
-    """
-    travel = Travel(
-        num_microbatches=job.num_microbatches,
-        round_size=round_size,
-        team_size=team_size,
-        num_batches=job.num_batches,
-    )
-    return limits_within(job.memory.footprint(job.shape), travel=travel)
-
-
 def _fits(job: TrainingJob, layout: PipelineLayout) -> bool:
     footprint = job.memory.footprint(job.shape)
     return footprint.fits(layout) and job.memory.host_fits(layout, shape=job.shape)
 
 
-def _travels(job: TrainingJob) -> list[Travel]:
+def _configs(job: TrainingJob) -> list[PipelineConfig]:
     """Teams, rounds and slots to choose from."""
     request = _request(job, (job.num_microbatches,)).without_selective()  # which needs more
-    return travels(job.hardware, request, num_batches=job.num_batches)
+    return pipeline_configs(job.hardware, request, num_batches=job.num_batches)
 
 
 def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
@@ -301,21 +281,18 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
 
 def _hint_limits(job: TrainingJob) -> StageLimits:
     """What the hints leave, whatever fits."""
-    num_blocks = len(job.work.blocks)
-    largest = max(num_blocks, 1)
-    return job.hints.limited(StageLimits(forward=largest, fused=num_blocks, backward=largest))
+    return job.hints.limited(StageLimits.none(len(job.work.blocks)))
 
 
 def _smallest(job: TrainingJob) -> FitAnswer:
     """The answer where nothing fits: what the smallest stages would need, or the fixed cuts."""
     profile = job.memory.footprint(job.shape).profile
-    ones = StageLimits(forward=1, fused=0, backward=1)
     partitions = job.hints.partitions(
-        job.work.block_names, limits=job.hints.limited(ones), cuts=job.work.cuts
-    ) or (largest_stages(profile, ones),)
+        job.work.block_names, limits=job.hints.limited(ONES), cuts=job.work.cuts
+    ) or (largest_stages(profile, ONES),)
     if job.hints.recompute == (RecomputePolicy.NONE,):
         partitions = (Partition(forward=(), backward=(profile.num_blocks,)),)
-    layouts = [t.layout(partition) for partition in partitions for t in _travels(job)]
+    layouts = [t.with_stages(partition) for partition in partitions for t in _configs(job)]
     reports = [(job.report(layout), layout) for layout in layouts]
     memory, layout = min(reports, key=lambda pair: pair[0].device.total_bytes)
     return FitAnswer(job=job, layout=layout, memory=memory, planned=None, prediction=None)
@@ -366,20 +343,20 @@ def improved_plan(
     """
     if job.hints.cuts or plan.recompute is RecomputePolicy.NONE:
         return None
-    before = _predicted(plan, profile, job, partitions=(plan.partition,))
-    if before is None:
-        return None
-    possible = before.timeline.makespan_seconds - _least_seconds(plan, profile)
-    if possible < LEAST_GAIN * before.timeline.makespan_seconds:
-        return None
-    if remaining_steps is not None and possible * remaining_steps < planning_seconds:
-        return None
-    after = _predicted(plan, profile, job, partitions=())
-    if after is None:
+    try:
+        before = _planned(plan, profile, job, partitions=(plan.partition,))
+        seconds = before.timeline.makespan_seconds
+        possible = seconds - _least_seconds(plan, profile)
+        if possible < LEAST_GAIN * seconds:
+            return None
+        if remaining_steps is not None and possible * remaining_steps < planning_seconds:
+            return None
+        after = _planned(plan, profile, job, partitions=())
+    except FitError:  # no stages fit
         return None
     improvement = Improvement(
         plan=after.plan,
-        before_seconds=before.timeline.makespan_seconds,
+        before_seconds=seconds,
         after_seconds=after.timeline.makespan_seconds,
     )
     return improvement if improvement.gain >= LEAST_GAIN else None
@@ -390,21 +367,11 @@ def _least_seconds(plan: Plan, profile: ModelProfile) -> float:
     return profile.busy_seconds * plan.num_microbatches / plan.num_workers
 
 
-def _predicted(
-    plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
-) -> PlannedTraining | None:
-    """Plan with the teams and rounds that there are; None where no stages fit."""
-    try:
-        return _planned(plan, profile, job, partitions=partitions)
-    except FitError:
-        return None
-
-
 def _planned(
     plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
 ) -> PlannedTraining:
-    largest = max(1, profile.num_blocks)
-    limits = StageLimits(forward=largest, backward=largest, fused=profile.num_blocks)
+    """Plan with the teams and rounds that there are."""
+    limits = StageLimits.none(profile.num_blocks)
     on_host = job.hardware.shares_host_memory
     return plan_training(
         job.storage.stored(profile),

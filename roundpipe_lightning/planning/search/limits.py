@@ -16,71 +16,65 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.device_memory import Footprint
+from roundpipe_lightning.planning.cost.partition_table import PartitionTable
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before, reversed_cuts
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout
-from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
-from roundpipe_lightning.planning.search.evolve import StageLimits
-from roundpipe_lightning.planning.search.partition import greedy_cuts
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
+from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.search.partition import StageLimits, greedy_cuts
 
 _GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Travel:
-    """How microbatches travel, whatever the stages are.
+ONES = StageLimits(forward=1, fused=0, backward=1)
+"""Limits that allow the smallest stages alone."""
 
-    Attributes:
-        num_microbatches: Microbatches of one batch.
-        round_size: Microbatches that travel together.
-        team_size: Workers that share a stage.
-        weight_slots: Stages whose weights a device holds at once.
-        recompute: What BACKWARD stages start from.
-        num_batches: Batches in one stream.
+
+def limits_within(footprint: Footprint, *, config: PipelineConfig) -> StageLimits | None:
+    """Return the most blocks per stage with which every device can hold its part.
+
+    Returns:
+        The limits; None where stages of one block do not fit.
+    """
+    widest = widest_limits(footprint, config=config)
+    return widest and joint_limits(widest, footprint=footprint, config=config)
+
+
+def widest_limits(footprint: Footprint, *, config: PipelineConfig) -> StageLimits | None:
+    """Return the most blocks of one kind of stage while the others have the fewest.
+
+    Returns:
+        The limits; None where stages of one block do not fit.
     """
 
-    num_microbatches: int
-    round_size: int
-    team_size: int = 1
-    weight_slots: int = 2
-    recompute: RecomputePolicy = RecomputePolicy.FULL
-    num_batches: int = 1
+    def holds(**changes: int) -> bool:
+        return _are_held(replace(ONES, **changes), footprint=footprint, config=config)
 
-    def layout(self, partition: Partition) -> PipelineLayout:
-        return PipelineLayout(
-            partition=partition,
-            num_microbatches=self.num_microbatches * self.num_batches,
-            round_size=self.round_size,
-            team_size=self.team_size,
-            weight_slots=self.weight_slots,
-            recompute=self.recompute,
-            num_batches=self.num_batches,
-        )
+    if not holds():
+        return None
+    num_blocks = footprint.profile.num_blocks
+    most = max(num_blocks, 1)
+    return StageLimits(
+        forward=_largest(lambda n: holds(forward=n), least=1, most=most),
+        backward=_largest(lambda n: holds(backward=n), least=1, most=most),
+        fused=_largest(lambda n: holds(fused=n), least=0, most=num_blocks),
+    )
 
 
-def stage_limits(profile: ModelProfile, hardware: HardwareSpec, *, travel: Travel) -> StageLimits:
-    """Return how many blocks a stage may have on this machine.
-
-    Args:
-        profile: The model, with its sizes where they are known.
-        hardware: The machine; its `device_bytes` is the limit.
-        travel: How the microbatches travel.
-
-    Raises:
-        FitError: If a device cannot hold even one block, or not the tail segment.
-    """
-    footprint = Footprint(profile, hardware=hardware)
-    limits = limits_within(footprint, travel=travel)
-    if limits is None:
-        raise FitError(describe_lack(footprint, travel=travel))
-    return even_share(limits, profile=profile, hardware=hardware)
+def joint_limits(
+    limits: StageLimits, *, footprint: Footprint, config: PipelineConfig
+) -> StageLimits:
+    """Narrow limits until stages as large as all of them fit: neighbours share the two slots."""
+    while not _are_held(limits, footprint=footprint, config=config):
+        limits = _narrower(limits)
+    return limits
 
 
 def even_share(
@@ -90,50 +84,12 @@ def even_share(
     if any(block.activation_bytes or block.working_bytes for block in profile.blocks):
         return limits
     share = max(-(-profile.num_blocks // hardware.num_devices), 1)
-    return StageLimits(
-        forward=min(limits.forward, 2 * share),
-        backward=min(limits.backward, share),
-        fused=min(limits.fused, share),
-    )
+    return limits.within(StageLimits(forward=2 * share, backward=share, fused=share))
 
 
-def limits_within(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
-    """Return the most blocks per stage with which every device can hold its part.
-
-    Returns:
-        The limits; None where stages of one block do not fit.
-    """
-    limits = widest_limits(footprint, travel=travel)
-    while limits is not None and not _are_held(limits, footprint=footprint, travel=travel):
-        limits = _narrower(limits)  # neighbours share a device's two slots
-    return limits
-
-
-def widest_limits(footprint: Footprint, *, travel: Travel) -> StageLimits | None:
-    """Return the most blocks of one kind of stage while the others have the fewest.
-
-    Returns:
-        The limits; None where stages of one block do not fit.
-    """
-
-    def holds(forward: int, fused: int, backward: int) -> bool:
-        limits = StageLimits(forward=forward, fused=fused, backward=backward)
-        return _are_held(limits, footprint=footprint, travel=travel)
-
-    if not holds(1, 0, 1):
-        return None
-    num_blocks = footprint.profile.num_blocks
-    most = max(num_blocks, 1)
-    return StageLimits(
-        forward=_largest(lambda n: holds(n, 0, 1), least=1, most=most),
-        backward=_largest(lambda n: holds(1, 0, n), least=1, most=most),
-        fused=_largest(lambda n: holds(1, n, 1), least=0, most=num_blocks),
-    )
-
-
-def _are_held(limits: StageLimits, *, footprint: Footprint, travel: Travel) -> bool:
+def _are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfig) -> bool:
     """Say whether every device can hold its part where all stages are as large as the limits."""
-    return footprint.fits(travel.layout(largest_stages(footprint.profile, limits)))
+    return footprint.fits(config.with_stages(largest_stages(footprint.profile, limits)))
 
 
 def _narrower(limits: StageLimits) -> StageLimits:
@@ -160,11 +116,11 @@ def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:
     return Partition(forward=forward, backward=(fused, *backward))
 
 
-def describe_lack(footprint: Footprint, *, travel: Travel) -> str:
+def describe_lack(footprint: Footprint, *, config: PipelineConfig) -> str:
     """Say what no device can hold: the stage of one block, or of the tail segment, at its least."""
     profile, hardware = footprint.profile, footprint.hardware
-    ones = largest_stages(profile, StageLimits(forward=1, fused=0, backward=1))
-    need = footprint.need(travel.layout(ones))
+    ones = largest_stages(profile, ONES)
+    need = footprint.need(config.with_stages(ones))
     if need.stage.kind is StageKind.FUSED or not need.stage.blocks:
         part, what = profile.tail, "the tail segment"
     else:
@@ -212,31 +168,25 @@ def resident_blocks(
     )
     if nothing_moves or at_most == 0:
         return ()
-    choice = _Choice(footprint, layout, at_least=at_least, at_most=at_most)
+    choice = _Residents(footprint, layout, at_least=at_least, at_most=at_most)
     teams = max(hardware.num_devices // layout.team_size, 1)
     by_team = [choice.blocks(team) for team in range(teams)]
     by_worker = tuple(blocks for blocks in by_team for _ in range(layout.team_size))
     return by_worker if any(by_worker) else ()
 
 
-class _Choice:
-    """What all workers' choices have in common."""
+class _Residents:
+    """What the choices of all workers have in common."""
 
     def __init__(
-        self,
-        footprint: Footprint,
-        layout: PipelineLayout,
-        *,
-        at_least: int,
-        at_most: int | None,
+        self, footprint: Footprint, layout: PipelineLayout, *, at_least: int, at_most: int | None
     ) -> None:
         self._footprint = footprint
         self._layout = layout
         self._at_least = at_least
         self._at_most = footprint.profile.num_blocks if at_most is None else at_most
-        self._table = footprint.table(layout)
-        by_kind = footprint.stage_bytes(layout)
-        self._needs = np.sum(list(by_kind.values()), axis=0)
+        self._table = PartitionTable.of([layout.partition])
+        self._needs = np.sum(list(footprint.stage_bytes(layout).values()), axis=0)
 
     def blocks(self, team: int) -> tuple[int, ...]:
         """Return the blocks that stay on every worker of a team."""
@@ -245,10 +195,10 @@ class _Choice:
         if not runs:
             return ()
         places = sorted(set(runs))
-        needs = self._needs[places]
+        needs, ranked = self._needs[places], self._ranked(runs)
         chosen: list[int] = []
         resident = 0
-        for block in self._ranked(runs):
+        for block in ranked:
             size = footprint.profile.blocks[block].parameter_bytes
             slots = footprint.slots_of(self._table, block, layout=layout)
             left = needs - size * slots[places]
@@ -257,7 +207,9 @@ class _Choice:
                 needs, resident = left, resident + size
             if len(chosen) == self._at_most:
                 break
-        self._check(chosen, runs, float(resident + needs.max()))
+        if len(chosen) < min(self._at_least, len(ranked)):
+            next_one = next(block for block in ranked if block not in chosen)
+            raise self._lack(len(chosen), next_one, float(resident + needs.max()))
         return tuple(sorted(chosen))
 
     def _ranked(self, runs: list[int]) -> list[int]:
@@ -277,18 +229,12 @@ class _Choice:
         worthwhile = [index for index, share in saved.items() if share > 0]
         return sorted(worthwhile, key=lambda index: (-saved[index], index))
 
-    def _check(self, chosen: list[int], runs: list[int], used: float) -> None:
-        """Refuse a number of blocks that there is no room for."""
-        wanted = min(self._at_least, len(self._ranked(runs)))
-        if len(chosen) >= wanted:
-            return
-        hardware, blocks = self._footprint.hardware, self._footprint.profile.blocks
-        next_one = next(index for index in self._ranked(runs) if index not in chosen)
-        there = hardware.device_bytes / _GIB
-        raise FitError(
+    def _lack(self, num_chosen: int, next_one: int, used: float) -> FitError:
+        hardware, block = self._footprint.hardware, self._footprint.profile.blocks[next_one]
+        return FitError(
             f"{self._at_least} blocks cannot stay on a device of {hardware.name}: with "
-            f"{len(chosen)} of them it holds {used / _GIB:.2f} of {there:.2f} "
-            f"GiB, and {blocks[next_one].name!r} has "
-            f"{blocks[next_one].parameter_bytes / _GIB:.2f} GiB more. Ask for fewer, or leave it "
-            "to the planner."
+            f"{num_chosen} of them it holds {used / _GIB:.2f} of "
+            f"{hardware.device_bytes / _GIB:.2f} GiB, and {block.name!r} has "
+            f"{block.parameter_bytes / _GIB:.2f} GiB more. Ask for fewer, or leave it to the "
+            "planner."
         )

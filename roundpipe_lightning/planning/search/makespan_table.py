@@ -17,67 +17,17 @@ partitions with `simulate`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
+from roundpipe_lightning.planning.cost.partition_table import Floats, PartitionTable, prefix_sums
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-
-Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 _CHUNK = 512
 """Partitions evaluated together: as many as keep the arrays in the cache."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionTable:
-    """Partitions as rows of block counts.
-
-    Attributes:
-        forward: Shape (partitions, most FORWARD stages); shorter ones have zeros in front.
-        backward: Shape (partitions, 1 + most BACKWARD stages), column 0 the fused stage; shorter
-            ones have zeros behind.
-    """
-
-    forward: Counts
-    backward: Counts
-
-    def __len__(self) -> int:
-        return len(self.forward)
-
-    def __getitem__(self, rows: Counts | slice) -> PartitionTable:
-        return PartitionTable(forward=self.forward[rows], backward=self.backward[rows])
-
-    def partition(self, row: int) -> Partition:
-        fused, *backward = self.backward[row].tolist()
-        return Partition(
-            forward=tuple(count for count in self.forward[row].tolist() if count),
-            backward=(fused, *(count for count in backward if count)),
-        )
-
-    @classmethod
-    def of(
-        cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, pad: int = 0
-    ) -> PartitionTable:
-        """Tabulate pairs of forward and backward counts (`Partition.forward`, `.backward`).
-
-        Args:
-            pairs: The counts.
-            pad: Empty columns to add on both sides.
-        """
-        width_forward = pad + max(1, *(len(forward) for forward, _ in pairs))
-        width_backward = pad + max(len(backward) for _, backward in pairs)
-        forward = np.zeros((len(pairs), width_forward), dtype=np.int64)
-        backward = np.zeros((len(pairs), width_backward), dtype=np.int64)
-        for row, (first, second) in enumerate(pairs):
-            forward[row, width_forward - len(first) :] = first
-            backward[row, : len(second)] = second
-        return cls(forward=forward, backward=backward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +70,7 @@ class Evaluator:
     def _makespans(self, table: PartitionTable) -> Floats:
         recompute, compute = self._durations(table)
         upload = self._upload_durations(table)
-        present = np.concatenate([table.forward, table.backward], axis=1).T > 0
-        present[table.forward.shape[1]] = True
+        present = table.is_stage.T
         period = recompute + compute
         rows = np.arange(len(table))
         # Worker `num_workers` is a dummy that is always free: absent stages run there, in no time.
@@ -155,55 +104,36 @@ class Evaluator:
                 uploaded[worker, rows] = weights
                 free_before[worker, rows] = free_now
                 free[worker, rows] = np.where(here, ends[-1], -np.inf)
-        first = present.argmax(axis=0)
-        result: Floats = free.max(axis=0) - upload[first, rows]
+        result: Floats = free.max(axis=0) - upload[table.first, rows]
         return result
 
     def _upload_durations(self, table: PartitionTable) -> Floats:
         """Return the seconds to upload each stage's weights, of shape (stages, partitions)."""
-        profile = self.profile
-        weights = _prefix_sums([block.parameter_bytes for block in profile.blocks])
-        stop = table.forward.cumsum(axis=1)
-        forward = weights[stop] - weights[stop - table.forward]
-        forward += np.where((stop == table.forward) & (stop > 0), profile.head.parameter_bytes, 0)
-        low = profile.num_blocks - table.backward.cumsum(axis=1)
-        backward = weights[low + table.backward] - weights[low]
-        backward[:, 0] += profile.tail.parameter_bytes
-        forward *= self.forward_upload_seconds
-        backward *= self.backward_upload_seconds
-        return np.ascontiguousarray(np.concatenate([forward, backward], axis=1).T)
+        profile, rows = self.profile, np.arange(len(table))
+        sizes = table.block_sums(prefix_sums([block.parameter_bytes for block in profile.blocks]))
+        sizes[rows, table.first] += np.where(
+            table.first < table.fused, profile.head.parameter_bytes, 0
+        )
+        sizes[:, table.fused] += profile.tail.parameter_bytes
+        sizes[:, : table.fused] *= self.forward_upload_seconds
+        sizes[:, table.fused :] *= self.backward_upload_seconds
+        return np.ascontiguousarray(sizes.T)
 
     def _durations(self, table: PartitionTable) -> tuple[Floats, Floats]:
         """Return recompute and remaining seconds, each of shape (stages, partitions)."""
-        profile = self.profile
-        blocks = profile.blocks
-        forward = _prefix_sums([block.forward_seconds for block in blocks])
-        backward = _prefix_sums([block.backward_seconds for block in blocks])
-        stop = table.forward.cumsum(axis=1)
-        start = stop - table.forward
-        first = forward[stop] - forward[start]
-        first += np.where((start == 0) & (stop > 0), profile.head.forward_seconds, 0.0)
-        low = profile.num_blocks - table.backward.cumsum(axis=1)
-        high = low + table.backward
-        again = _prefix_sums([block.seconds_to_recompute(self.recompute) for block in blocks])
-        recompute = again[high] - again[low]
-        compute = backward[high] - backward[low]
-        last = (low == 0) & (high > 0)
-        last[:, 0] = low[:, 0] == 0
-        compute += np.where(last, profile.head.backward_seconds, 0.0)
-        compute[:, 0] += forward[high[:, 0]] - forward[low[:, 0]]
-        compute[:, 0] += profile.tail.forward_seconds + profile.tail.backward_seconds
-        compute[:, 0] += np.where(stop[:, -1] == 0, profile.head.forward_seconds, 0.0)
-        recompute[:, 0] = 0.0
+        blocks, head, tail = self.profile.blocks, self.profile.head, self.profile.tail
+        fused, rows = table.fused, np.arange(len(table))
+        forward = table.block_sums(prefix_sums([block.forward_seconds for block in blocks]))
+        compute = table.block_sums(prefix_sums([block.backward_seconds for block in blocks]))
+        compute[rows, table.last] += head.backward_seconds
+        compute[:, fused] += forward[:, fused]
+        compute[:, fused] += tail.forward_seconds + tail.backward_seconds
+        compute[:, :fused] = forward[:, :fused]
+        compute[rows, table.first] += head.forward_seconds
+        again = [block.seconds_to_recompute(self.recompute) for block in blocks]
+        recompute = table.block_sums(prefix_sums(again))
+        recompute[:, : fused + 1] = 0.0
         if self.recompute_start is RecomputeStart.WITH_GRADIENT:
             compute += recompute
             recompute = np.zeros_like(recompute)
-        none = np.zeros_like(first)
-        return (
-            np.ascontiguousarray(np.concatenate([none, recompute], axis=1).T),
-            np.ascontiguousarray(np.concatenate([first, compute], axis=1).T),
-        )
-
-
-def _prefix_sums(values: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+        return np.ascontiguousarray(recompute.T), np.ascontiguousarray(compute.T)

@@ -5,14 +5,13 @@ contiguous parts, one whose heaviest part is lightest. Method: bisection between
 on the heaviest part, each probe filling parts greedily by binary search on prefix sums (A. Pinar
 and C. Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", J. Parallel Distrib.
 Comput. 64, 2004). Complexity: O(n + k log n log(1 / RESOLUTION)).
-
-No framework is imported, no device is touched.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from roundpipe_lightning.errors import PlanError
@@ -24,6 +23,50 @@ RESOLUTION = 1e-9
 """Parts that differ by less than this share of the sum of all weights count as equally heavy."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """How many blocks a stage may have at most, for memory's or the user's sake.
+
+    Attributes:
+        forward: Blocks of a FORWARD stage.
+        backward: Blocks of a BACKWARD stage.
+        fused: Blocks of the FUSED stage; 0 allows only the tail segment.
+
+    Raises:
+        PlanError: If a limit leaves no stage possible.
+    """
+
+    forward: int
+    backward: int
+    fused: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("forward", 1), ("backward", 1), ("fused", 0)):
+            if getattr(self, name) < least:
+                raise PlanError(f"limit {name}={getattr(self, name)} must be {least} or more.")
+
+    @classmethod
+    def none(cls, num_blocks: int) -> StageLimits:
+        """Limits that allow every partition of a number of blocks."""
+        most = max(num_blocks, 1)
+        return cls(forward=most, backward=most, fused=num_blocks)
+
+    def allow(self, partition: Partition) -> bool:
+        return (
+            max(partition.forward, default=0) <= self.forward
+            and max(partition.backward[1:], default=0) <= self.backward
+            and partition.backward[0] <= self.fused
+        )
+
+    def within(self, other: StageLimits) -> StageLimits:
+        """The tighter limits of both."""
+        return StageLimits(
+            forward=min(self.forward, other.forward),
+            backward=min(self.backward, other.backward),
+            fused=min(self.fused, other.fused),
+        )
+
+
 def greedy_cuts(
     weights: Sequence[float], *, limit: float, cuts: Sequence[int] = ()
 ) -> tuple[int, ...]:
@@ -32,8 +75,7 @@ def greedy_cuts(
     A weight above the limit gets a part of its own. Every part takes what fits, so the last is
     lightest. No part spans one of the ascending `cuts`.
     """
-    sums = [0.0, *accumulate(weights)]
-    return tuple(_greedy_sizes(sums, limit, cuts))
+    return tuple(_greedy_sizes([0.0, *accumulate(weights)], limit, cuts))
 
 
 def balanced_cuts(
@@ -73,41 +115,6 @@ def balanced_cuts(
     return tuple(sizes if len(sizes) <= num_parts else best)
 
 
-def balanced_partition(
-    profile: ModelProfile, *, num_fused: int, num_forward: int, num_backward: int
-) -> Partition:
-    """Balance the forward and the backward stages separately, with the fused stage between.
-
-    A BACKWARD stage weighs its recompute and its backward, about three times its forward, so both
-    cuts have stages of similar duration only if there are about three BACKWARD stages for each
-    FORWARD one.
-
-    Args:
-        profile: The model.
-        num_fused: Blocks of the fused stage.
-        num_forward: FORWARD stages at most; at least one where blocks remain.
-        num_backward: BACKWARD stages at most.
-
-    Raises:
-        PlanError: If `num_fused` is more than there are blocks, or than follow the last cut.
-    """
-    if not 0 <= num_fused <= profile.num_blocks:
-        raise PlanError(f"num_fused={num_fused} of {profile.num_blocks} blocks cannot be fused.")
-    blocks = profile.blocks[: profile.num_blocks - num_fused]
-    if num_fused > sum(call_lengths(profile.num_blocks, profile.cuts)[-1:]):
-        raise PlanError(f"num_fused={num_fused} spans one of the cuts {profile.cuts}.")
-    cuts = cuts_before(len(blocks), profile.cuts)
-    forward = balanced_cuts(
-        [block.forward_seconds for block in blocks], num_parts=max(1, num_forward), cuts=cuts
-    )
-    backward = balanced_cuts(
-        [block.recompute_seconds + block.backward_seconds for block in reversed(blocks)],
-        num_parts=max(1, num_backward),
-        cuts=reversed_cuts(len(blocks), cuts),
-    )
-    return Partition(forward=forward, backward=(num_fused, *backward))
-
-
 def _greedy_sizes(sums: Sequence[float], limit: float, cuts: Sequence[int]) -> list[int]:
     """Fill parts up to `limit` or a cut; `sums` are the prefix sums of the weights."""
     sizes = []
@@ -126,3 +133,71 @@ def _greedy_sizes(sums: Sequence[float], limit: float, cuts: Sequence[int]) -> l
 def _heaviest(sums: Sequence[float], sizes: Sequence[int]) -> float:
     stops = list(accumulate(sizes, initial=0))
     return max(sums[b] - sums[a] for a, b in pairwise(stops))
+
+
+def even_cuts(num_blocks: int, *, most: int, cuts: Sequence[int]) -> Sequence[tuple[int, ...]]:
+    """Cuts into stages of about as many blocks each, the largest at most `most`."""
+    if num_blocks == 0:
+        return [()]
+    counts = range(_fewest(call_lengths(num_blocks, cuts), most), num_blocks + 1)
+    step = max(1, len(counts) // 12)
+    even = (
+        balanced_cuts([1.0] * num_blocks, num_parts=count, cuts=cuts) for count in counts[::step]
+    )
+    return list(dict.fromkeys(even))
+
+
+def even_partitions(
+    profile: ModelProfile, *, limits: StageLimits, count: int = 12
+) -> tuple[Partition, ...]:
+    """Return partitions into any reasonable number of stages of about equal duration.
+
+    Args:
+        profile: The model.
+        limits: What every partition must keep.
+        count: Numbers of BACKWARD stages to choose from, about.
+    """
+    found = []
+    last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])
+    for fused in _spread(0, min(limits.fused, last_call), count=min(count, 4)):
+        blocks = profile.blocks[: profile.num_blocks - fused]
+        if not blocks:
+            found.append(Partition(forward=(), backward=(fused,)))
+            continue
+        forward_seconds = [block.forward_seconds for block in blocks]
+        backward_seconds = [
+            block.recompute_seconds + block.backward_seconds for block in reversed(blocks)
+        ]
+        share = sum(forward_seconds) / (sum(backward_seconds) or 1.0)
+        cuts = cuts_before(len(blocks), profile.cuts)
+        cuts_back = reversed_cuts(len(blocks), cuts)
+        calls = call_lengths(len(blocks), cuts)
+        fewest = _fewest(calls, limits.forward)
+        for num_backward in _spread(_fewest(calls, limits.backward), len(blocks), count=count):
+            backward = _balanced(backward_seconds, num_backward, limits.backward, cuts=cuts_back)
+            for extra in (0, 1, 3):
+                num_forward = min(len(blocks), max(fewest, 1, round(num_backward * share) + extra))
+                forward = _balanced(forward_seconds, num_forward, limits.forward, cuts=cuts)
+                found.append(Partition(forward=forward, backward=(fused, *backward)))
+    return tuple(dict.fromkeys(found))
+
+
+def _fewest(calls: Sequence[int], limit: int) -> int:
+    """Fewest stages that keep the cuts and a limit."""
+    return sum(-(-call // limit) for call in calls)
+
+
+def _balanced(
+    weights: Sequence[float], num_parts: int, limit: int, *, cuts: Sequence[int]
+) -> tuple[int, ...]:
+    """Balance by weight; by number of blocks where that would break the limit."""
+    counts = balanced_cuts(weights, num_parts=num_parts, cuts=cuts)
+    if max(counts) > limit:
+        counts = balanced_cuts([1.0] * len(weights), num_parts=num_parts, cuts=cuts)
+    return counts
+
+
+def _spread(first: int, last: int, *, count: int) -> list[int]:
+    """Return about `count` whole numbers from `first` to `last`, evenly spaced, both included."""
+    step = max(1, -(-(last - first) // count))
+    return sorted({*range(first, last, step), last})

@@ -5,7 +5,7 @@ fused stage, teams, rounds, slots for weights, what is recomputed and which bloc
 A team of T splits the plan into T pipelines that never meet, so it idles less the larger it is, but
 uploads every stage's weights T times: `simulate_transfers` decides between them.
 
-1. Every way for the microbatches to travel is a case, with the stages that fit the devices.
+1. Every way for the microbatches to config is a case, with the stages that fit the devices.
 2. `Evaluator` estimates the even partitions of every case. In the most promising ones
    `search_partitions` looks for better ones, and the best of these are simulated.
 3. Every even partition of every case that might still be better, by a bound on its step, is
@@ -16,20 +16,19 @@ uploads every stage's weights T times: `simulate_transfers` decides between them
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_lightning.errors import FitError, PlanError
-from roundpipe_lightning.planning.cost.costs import StageCosts
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import check_partition
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.cases import Admits, Case, Prediction, Profiles, find_cases
-from roundpipe_lightning.planning.search.evolve import Candidate, search_partitions
+from roundpipe_lightning.planning.search.evolve import search_partitions
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
 _CONFIRMED = 3
@@ -64,18 +63,11 @@ class PlannedTraining:
 
     Attributes:
         plan: The plan; its microbatches are those of all accumulated batches.
-        costs: What its stages cost.
         timeline: When every action is predicted to run, transfers included.
     """
 
     plan: Plan
-    costs: StageCosts
     timeline: Timeline
-
-    @property
-    def layout(self) -> PipelineLayout:
-        """How the microbatches of all batches travel."""
-        return replace(PipelineLayout.of(self.plan), num_batches=self.plan.num_batches)
 
 
 def plan_training(
@@ -117,7 +109,7 @@ def plan_training(
     except FitError:
         return best
     limit = (1 - _LEAST_SAVED) * best.timeline.makespan_seconds
-    is_held = admits is None or admits(kept.layout)
+    is_held = admits is None or admits(kept.plan)
     return kept if kept.timeline.makespan_seconds <= limit and is_held else best
 
 
@@ -140,11 +132,7 @@ def _planned(
     case, found = _Choice(cases, request=request, admits=admits).best()
     if request.num_batches != looked_at:
         found = case.simulate(found.layout, num_batches=request.num_batches)
-    return PlannedTraining(
-        plan=_plan(case, found),
-        costs=case.costs(found.layout),
-        timeline=found.timeline,
-    )
+    return PlannedTraining(plan=_plan(case, found), timeline=found.timeline)
 
 
 def _profiles(profile: ModelProfile | Profiles, request: PlanningRequest) -> Profiles:
@@ -179,7 +167,7 @@ def _plan(case: Case, found: Prediction) -> Plan:
         model=case.profile.fingerprint,
         partition=partition,
         num_workers=case.hardware.num_devices,
-        num_microbatches=case.travel.num_microbatches * num_batches,
+        num_microbatches=case.config.batch_microbatches * num_batches,
         team_size=layout.team_size,
         round_size=layout.round_size,
         schedule=case.schedule(partition, num_batches=num_batches),
@@ -207,15 +195,6 @@ def plan_of_one_batch(plan: Plan) -> Plan:
     return replace(plan, num_microbatches=num_microbatches, schedule=schedule)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Even:
-    """An even partition in a case."""
-
-    case: Case
-    partition: Partition
-    estimated_seconds: float
-
-
 class _Choice:
     """Looks for the best partition over all cases."""
 
@@ -224,11 +203,11 @@ class _Choice:
     ) -> None:
         self._request = request
         self._admits = admits
-        self._even = {case: case.beginnings(admits) for case in cases}
-        if not any(self._even.values()):
+        even = {case: case.beginnings(admits) for case in cases}
+        if not any(even.values()):
             self._admits = None
-            self._even = {case: case.beginnings(None) for case in cases}
-        self._even = {case: even for case, even in self._even.items() if even}
+            even = {case: case.beginnings(None) for case in cases}
+        self._even = {case: partitions for case, partitions in even.items() if partitions}
         if not self._even:
             raise FitError(_describe_refusal(cases, request))
         self._best: tuple[Case, Prediction] | None = None
@@ -236,54 +215,46 @@ class _Choice:
 
     def best(self) -> tuple[Case, Prediction]:
         """Return the best partition found and its case."""
-        estimates = {
-            case: case.makespans(even, uploads=True).tolist() for case, even in self._even.items()
-        }
+        estimates = {case: case.estimates(even).tolist() for case, even in self._even.items()}
         ranked = sorted(self._even, key=lambda case: min(estimates[case]))
         limit = _PROMISING * min(estimates[ranked[0]])
         chosen = [case for case in ranked if min(estimates[case]) <= limit][:_CASES_SEARCHED]
         for case in chosen:
             self._search(case)
-        self._verify(
-            [
-                _Even(case=case, partition=candidate.partition, estimated_seconds=seconds)
-                for case, even in self._even.items()
-                for candidate, seconds in zip(even, estimates[case], strict=True)
-            ]
-        )
+        self._verify(estimates)
         if self._best is None:
             assert self._lack is not None
             raise self._lack
         if self._best[0] not in chosen:
             self._search(self._best[0])
-        return self._without_needless_residents()
+        return self._without_needless_residents(*self._best)
 
     def _consider(self, case: Case, partition: Partition) -> float:
-        """Predict a partition, keep it if it is the best, and return its makespan."""
+        """Predict a partition, keep it if it is the best, and return its seconds."""
         try:
             found = case.predict(partition)
         except FitError as error:  # no room for the blocks that must stay
             self._lack = error
             return math.inf
-        if self._best is None or found.makespan_seconds < self._best[1].makespan_seconds:
+        if self._best is None or found.seconds < self._best[1].seconds:
             self._best = case, found
-        return found.makespan_seconds
+        return found.seconds
 
     def _search(self, case: Case) -> None:
         """Simulate the best partitions that a search finds, or those that were asked for."""
         if self._request.partitions:
-            for candidate in self._even[case]:
-                self._consider(case, candidate.partition)
+            for partition in self._even[case]:
+                self._consider(case, partition)
             return
         for partition in self._found(case):
-            makespan = self._consider(case, partition)
-            if self._best is not None and (makespan > _HOPELESS * self._best[1].makespan_seconds):
+            seconds = self._consider(case, partition)
+            if self._best is not None and seconds > _HOPELESS * self._best[1].seconds:
                 break
 
     def _found(self, case: Case) -> list[Partition]:
         """Return promising partitions, the best first."""
         effort = self._request.effort
-        if case.travel.team_size == case.hardware.num_devices:
+        if case.config.team_size == case.hardware.num_devices:
             # One worker never waits for another: only the fused stage matters, and even stages do.
             effort = replace(effort, num_actions=0)
         found = search_partitions(
@@ -294,50 +265,42 @@ class _Choice:
             num_results=_RESULTS,
             fits=case.fits,
         )
-        held = [result.partition for result in found if self._admitted(case, result.partition)]
+        admits = self._admits
+        held = [each for each in found if admits is None or admits(case.config.with_stages(each))]
         if not held:
             return []
         return held[:_CONFIRMED][: max(1, _CONFIRMED_ACTIONS // case.num_actions(held[0]))]
 
-    def _admitted(self, case: Case, partition: Partition) -> bool:
-        return self._admits is None or self._admits(case.travel.layout(partition))
-
-    def _verify(self, evens: list[_Even]) -> None:
+    def _verify(self, estimates: Mapping[Case, Sequence[float]]) -> None:
         """Simulate even partitions that might be better than the best, the likeliest first."""
-        bounds: dict[Case, dict[Partition, float]] = {}
+        evens = [
+            (seconds, case, index)
+            for case in self._even
+            for index, seconds in enumerate(estimates[case])
+        ]
+        bounds: dict[Case, Sequence[float]] = {}
         actions = 0
-        for even in sorted(evens, key=lambda even: even.estimated_seconds):
-            case, partition = even.case, even.partition
+        for _, case, index in sorted(evens, key=lambda even: even[0]):
+            partition = self._even[case][index]
             if case not in bounds:
-                bounds[case] = self._bounds(case)
+                bounds[case] = case.bounds(self._even[case]).tolist()
             if self._best is not None:
-                if bounds[case][partition] >= self._best[1].makespan_seconds:
+                if bounds[case][index] >= self._best[1].seconds:
                     continue
                 actions += case.num_actions(partition)
                 if actions > self._request.effort.num_verified_actions:
                     return
             self._consider(case, partition)
 
-    def _bounds(self, case: Case) -> dict[Partition, float]:
-        """Return what the step of each even partition of a case takes at least."""
-        even: tuple[Candidate, ...] = self._even[case]
-        seconds = case.makespans(even, uploads=False)
-        return {
-            candidate.partition: float(least)
-            for candidate, least in zip(even, seconds, strict=True)
-        }
-
-    def _without_needless_residents(self) -> tuple[Case, Prediction]:
+    def _without_needless_residents(self, case: Case, best: Prediction) -> tuple[Case, Prediction]:
         """Return the best one; its blocks stay only if that shortens the step.
 
         Fewer bytes may delay others that share a link. That is rare, so long steps go unchecked.
         """
-        assert self._best is not None
-        case, best = self._best
         is_quick = case.num_actions(best.layout.partition) <= _CONFIRMED_ACTIONS
         if is_quick and best.layout.resident and self._request.at_least_resident == 0:
             moving = case.predict(best.layout.partition, stays=False)
-            if moving.makespan_seconds < best.makespan_seconds:
+            if moving.seconds < best.seconds:
                 return case, moving
         return case, best
 
@@ -351,7 +314,7 @@ def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
             policies = ", ".join(policy.value for policy in request.recompute)
             return f"None of the partitions goes with recompute={policies}: change either."
         need = min(
-            each.footprint.most_bytes(each.travel.layout(partition))
+            each.footprint.most_bytes(each.config.with_stages(partition))
             for each in cases
             for partition in request.partitions
             if request.allows(partition)
@@ -368,7 +331,7 @@ def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
                 f"model's cuts {case.profile.cuts} do not allow: allow recompute=full."
             )
         whole = Partition(forward=(), backward=(num_blocks,))
-        need = min(each.footprint.most_bytes(each.travel.layout(whole)) for each in cases)
+        need = min(each.footprint.most_bytes(each.config.with_stages(whole)) for each in cases)
         return (
             f"recompute=none needs all {num_blocks} blocks on one device at once, with their "
             f"activations {need / 2**30:.2f} GiB, but {device}: allow recompute=full, use smaller "

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
 from roundpipe_lightning.planning.schedule.cuts import (
-    call_lengths,
     check_partition,
     cuts_before,
     reversed_cuts,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.evolve import Effort, StageLimits
-from roundpipe_lightning.planning.search.partition import balanced_cuts
+from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.partition import StageLimits, even_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,15 +159,13 @@ class PartitionHints:
 
     def limited(self, limits: StageLimits) -> StageLimits:
         """Return limits that keep the hints too."""
-
-        def least(limit: int, most: int | None) -> int:
-            return limit if most is None else min(limit, most)
-
-        return StageLimits(
-            forward=least(limits.forward, self.most_forward),
-            backward=least(limits.backward, self.most_backward),
-            fused=least(limits.fused, self.most_fused),
-        )
+        given = {
+            "forward": self.most_forward,
+            "backward": self.most_backward,
+            "fused": self.most_fused,
+        }
+        most = {name: value for name, value in given.items() if value is not None}
+        return limits.within(replace(limits, **most))
 
     def partitions(
         self, block_names: Sequence[str], *, limits: StageLimits, cuts: Sequence[int] = ()
@@ -202,24 +199,11 @@ class PartitionHints:
         rest = num_blocks - fixed
         inside = cuts_before(rest, cuts)
         if self.backward is not None:
-            even = _even_cuts(rest, most=limits.forward, cuts=inside)
+            even = even_cuts(rest, most=limits.forward, cuts=inside)
             return tuple(Partition(forward=counts, backward=self.backward) for counts in even)
         assert self.forward is not None
-        even = _even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
+        even = even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
         return tuple(Partition(forward=self.forward, backward=(fixed, *counts)) for counts in even)
-
-
-def _even_cuts(num_blocks: int, *, most: int, cuts: Sequence[int]) -> Sequence[tuple[int, ...]]:
-    """Cuts into stages of about equal size, the largest at most `most`."""
-    if num_blocks == 0:
-        return [()]
-    fewest = sum(-(-call // most) for call in call_lengths(num_blocks, cuts))
-    counts = range(fewest, num_blocks + 1)
-    step = max(1, len(counts) // 12)
-    even = (
-        balanced_cuts([1.0] * num_blocks, num_parts=count, cuts=cuts) for count in counts[::step]
-    )
-    return list(dict.fromkeys(even))
 
 
 @dataclass(frozen=True, kw_only=True)
