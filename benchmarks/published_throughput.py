@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import yaml
+from peft import LoraConfig
 from torch import nn
 
 from roundpipe_lightning.models.blocks import find_blocks
@@ -203,12 +204,12 @@ def adapted(model: Any, *, rank: int, experts: bool) -> nn.Module:
     stacked = {
         ".".join(name.split(".")[-2:]) for name, p in block.named_parameters() if p.dim() == 3
     }
-    settings = {
-        "rank": rank,
-        "target_modules": sorted(layers),
-        "target_parameters": sorted(stacked) if experts else None,
-    }
-    return Adapters(method="lora", settings=settings).apply(model)
+    config = LoraConfig(
+        r=rank,
+        target_modules=sorted(layers),
+        target_parameters=sorted(stacked) if experts else None,
+    )
+    return Adapters(config=config).apply(model)
 
 
 def published(path: Path) -> Iterator[tuple[str, Mapping[str, float]]]:

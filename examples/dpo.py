@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning
 import torch
+from peft import LoraConfig
 
 import roundpipe_lightning  # noqa: F401  registers the strategy "roundpipe"
 from roundpipe_lightning.data import PreferenceDataModule
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     module = DirectPreferenceModule(
         source,
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
-        adapters=Adapters(method="lora", settings={"rank": 8, "target_modules": "all-linear"}),
+        adapters=Adapters(config=LoraConfig(r=8, target_modules="all-linear")),
         beta=0.1,
     )
     data = PreferenceDataModule(

@@ -1,5 +1,6 @@
 """From a composed configuration to the objects of a run; nothing is written on the way."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roundpipe_lightning.cli.interrupt import GracefulInterrupt
-from roundpipe_lightning.cli.peft import read_adapters
 from roundpipe_lightning.cli.statistics import RunStatistics
 from roundpipe_lightning.errors import (
     BatchError,
@@ -23,7 +23,8 @@ from roundpipe_lightning.errors import (
     ConfigurationError,
     RoundPipeError,
 )
-from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules import Adapters, ModelSource
+from roundpipe_lightning.modules.adapters import peft_config
 
 SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
 """Errors that say themselves which setting is to be changed."""
@@ -119,6 +120,28 @@ def build(config: Any, **extra: Any) -> Any:
 def build_each(config: DictConfig | None) -> list[Any]:
     """The objects of a group that holds several of them, such as callbacks and loggers."""
     return [build(node) for node in (config or {}).values() if node is not None]
+
+
+def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
+    """Turn the group `peft` into adapters; None if every parameter is trained.
+
+    Raises:
+        ConfigurationError: The method or a setting is unknown, or out of its range.
+    """
+    found: Any = (
+        OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+    )
+    settings = dict(found)
+    if "method" in settings:
+        raise ConfigurationError(
+            "peft.method is called peft._target_ now, and names a configuration class of peft, "
+            "such as peft.LoraConfig. Choose a file of conf/peft: peft=lora."
+        )
+    target, adapter, seed = (settings.pop(key, None) for key in ("_target_", "adapter", "seed"))
+    settings.pop("frozen_bits", None)  # for the model, see conf/model
+    if target is None:
+        return None
+    return Adapters(config=peft_config(target, settings), adapter=adapter, seed=seed)
 
 
 def choose_devices(config: DictConfig) -> int | str | list[int]:

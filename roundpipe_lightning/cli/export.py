@@ -13,9 +13,13 @@ import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.cli.build import USER_ERRORS, build, find_checkpoint
+from roundpipe_lightning.cli.build import (
+    USER_ERRORS,
+    build,
+    find_checkpoint,
+    read_adapters,
+)
 from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.peft import read_adapters
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.checkpoint_state import leaves_base_out, load_checkpoint_state
 from roundpipe_lightning.models.export import export_pretrained, find_pretrained

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+from roundpipe_lightning.cli.build import read_adapters
 from roundpipe_lightning.cli.plan_answer import longest_seq_len
 from roundpipe_lightning.cli.plan_settings import PRECISIONS, JobMaker, PlanSettings
 from roundpipe_lightning.errors import RoundPipeError
-from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.storage import WeightStorage
 from roundpipe_lightning.planning.search.fit import FitAnswer, Search, fit_training, fits_memory
 from roundpipe_lightning.planning.search.request import PartitionHints
@@ -33,7 +33,12 @@ _HINT_KEYS = {
     "weight_slots": "weight_slots",
     "resident": "resident",
 }
-_LORA = {"rank": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+_LORA = {
+    "_target_": "peft.LoraConfig",
+    "r": 32,
+    "lora_alpha": 64,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
 
 
 class Price(IntEnum):
@@ -162,8 +167,7 @@ def _changes(settings: PlanSettings, maker: JobMaker) -> Iterator[Change]:
     if 0 < longest < settings.seq_len:
         yield _changed(settings, Price.CONTEXT, f"data.seq_len={longest}", seq_len=longest)
     if settings.adapters is None:
-        adapters = Adapters(method="lora", settings=_LORA)
-        yield _changed(settings, Price.TRAINABLE, "peft=lora", adapters=adapters)
+        yield _changed(settings, Price.TRAINABLE, "peft=lora", adapters=read_adapters(_LORA))
     yield from _machines(settings, maker)
 
 

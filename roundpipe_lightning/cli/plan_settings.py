@@ -14,8 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from roundpipe_lightning.cli.build import build
-from roundpipe_lightning.cli.peft import read_adapters
+from roundpipe_lightning.cli.build import build, read_adapters
 from roundpipe_lightning.engine.device.probe import probe_hardware
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.models.blocks import find_blocks
@@ -235,7 +234,7 @@ def _adapted(model: Any, adapters: Adapters) -> nn.Module:
         return adapters.apply(model)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"peft.method={adapters.method} cannot be planned: peft cannot make its layers without "
+            f"peft={adapters.method} cannot be planned: peft cannot make its layers without "
             f"weights ({error}). Plan peft=lora instead, for a similar number of parameters."
         ) from error
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from roundpipe_lightning.cli.build import Run
 from roundpipe_lightning.cli.pipeline import pipeline_figures
 from roundpipe_lightning.files import write_text
+from roundpipe_lightning.models.quantized import is_quantized, tensors_of
+from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.report.description import count_text, size_text
 from roundpipe_lightning.strategy.host_memory import peak_host_bytes
 
@@ -113,3 +116,22 @@ def summarize(run: Run, *, val_loss: float | None) -> RunSummary:
         num_microbatches=pipeline.num_microbatches,
         num_steps=statistics.num_steps,
     )
+
+
+def trained_row(module: nn.Module) -> list[tuple[str, str]]:
+    """The row of the table that says how much is trained beside a frozen model; else none."""
+    adapters = getattr(module, "adapters", None)
+    if not isinstance(adapters, Adapters):
+        return []
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    total = _num_parameters(module)
+    share = f"{trained / total:.2%}" if total else "nothing to train"
+    return [("Trained (peft)", f"{adapters.method}: {trained:,} of {total:,} parameters ({share})")]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    """All parameters; a quantised weight counts as what it stands for."""
+    packed = [layer for layer in module.modules() if is_quantized(layer)]
+    held = {parameter for layer in packed for parameter in layer.parameters(recurse=False)}
+    whole = sum(like.numel() for layer in packed for like, _, _ in tensors_of(layer).values())
+    return whole + sum(p.numel() for p in module.parameters() if p not in held)

@@ -13,9 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from roundpipe_lightning.cli.build import USER_ERRORS, Run, build_run
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.last_checkpoint import LastCheckpoint
-from roundpipe_lightning.cli.peft import trained_row
 from roundpipe_lightning.cli.pipeline import monitored_rows, save_plan, uncrowded_threads
-from roundpipe_lightning.cli.summary import summarize
+from roundpipe_lightning.cli.summary import summarize, trained_row
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.files import write_text
 
@@ -93,7 +92,7 @@ def train(config: DictConfig) -> float | None:
     summary.save(folder / "summary.json")
     summary.print(
         folder,
-        rows=trained_row(run.module, run.config.peft),
+        rows=trained_row(run.module),
         last_rows=monitored_rows(run.callbacks),
     )
     return _choose_metric(run.config.optimized_metric, metrics)

@@ -1,21 +1,12 @@
 """Parameter-efficient fine-tuning: the model's own weights stay, what peft adds is trained.
 
-Every method of the installed peft can be named; its settings are the fields of peft's own
-configuration class. Four short names stand for fields that peft calls differently per method:
-
-| here | peft |
-|---|---|
-| `rank` | `r` |
-| `alpha` | `lora_alpha`, `alpha` |
-| `dropout` | `lora_dropout`, `vera_dropout`, `boft_dropout`, `module_dropout`, `encoder_dropout` |
-| `init` | `init_lora_weights`, `init_ia3_weights`, `init_weights`, `prompt_tuning_init` |
-
 peft takes seconds to import, so nothing of it is imported before there are adapters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import re
@@ -25,30 +16,27 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
 
-_SHORT_NAMES = {
-    "rank": ("r",),
-    "alpha": ("lora_alpha", "alpha"),
-    "dropout": (
-        "lora_dropout",
-        "vera_dropout",
-        "boft_dropout",
-        "module_dropout",
-        "encoder_dropout",
-    ),
-    "init": ("init_lora_weights", "init_ia3_weights", "init_weights", "prompt_tuning_init"),
-}
-_COUNTS = ("r", "init_r", "target_r", "num_virtual_tokens")
-_OURS = frozenset({"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"})
 ALL_LINEAR = "all-linear"
 """The value of `target_modules` that means every linear layer but the output's."""
+_COUNTS = ("r", "init_r", "target_r", "num_virtual_tokens")
+_NOT_SETTINGS = frozenset(
+    {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
+)
+_OLD_NAMES = {
+    "rank": ("r",),
+    "alpha": ("lora_alpha",),
+    "dropout": ("lora_dropout", "encoder_dropout"),
+    "init": ("init_lora_weights", "init_ia3_weights", "prompt_tuning_init"),
+}
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,73 +44,41 @@ class Adapters:
     """A method of peft with its settings, and the saved adapter to start from, if any.
 
     Attributes:
-        method: Name of peft's method: `lora`, `ia3`, `prompt_tuning`, `prefix_tuning`, `p_tuning`,
-            `vera`, ... Variants are settings of theirs (`use_dora`, `use_rslora`).
-        settings: Fields of peft's configuration class, or the short names in this file's table.
-            None leaves peft's default.
+        config: Peft's configuration, such as `peft.LoraConfig(r=8, target_modules="all-linear")`.
         adapter: Folder or hub name of a saved adapter whose values, and whose settings, the
             training starts from; None begins anew.
         seed: Seed of the first values of what is added. The global generator of the CPU is left as
             it was. None draws from that generator.
-
-    Raises:
-        ConfigurationError: The method or a setting is unknown, or a figure is out of its range.
     """
 
-    method: str
-    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    config: PeftConfig = field(hash=False)
     adapter: str | None = None
     seed: int | None = None
 
-    def __post_init__(self) -> None:
-        methods = _methods()
-        if self.method not in methods:
-            raise ConfigurationError(
-                f"peft.method={self.method!r} is not a method of the installed peft."
-                f"{_nearest(self.method, methods)} There are {', '.join(sorted(methods))}."
-            )
-        _check_ranges(self._fields(), self._short_names())
-        self.config()
-
     @property
-    def target_modules(self) -> str | tuple[str, ...] | None:
-        """The layers that are adapted, as given: names, a pattern, or None for peft's choice."""
-        names = self.settings.get("target_modules")
-        return names if names is None or isinstance(names, str) else tuple(names)
-
-    def config(self, *, task: str | None = None) -> PeftConfig:
-        """Peft's configuration.
-
-        Args:
-            task: As peft spells it: `CAUSAL_LM`, `SEQ_CLS`, `SEQ_2_SEQ_LM`, ...; None: any.
-        """
-        try:
-            with _quiet():
-                return self._kind(task_type=task, **self._fields())
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"peft={self.method} cannot be set up: {error}") from error
+    def method(self) -> str:
+        """Peft's name of the method: `lora`, `ia3`, `prompt_tuning`, ..."""
+        return _method(self.config)
 
     def apply(self, model: PreTrainedModel, *, task: str = "CAUSAL_LM") -> PeftModel:
         """Put adapters into a model, in place, and freeze all else.
 
         Args:
             model: The base.
-            task: What it is for, as peft spells it.
+            task: What it is for, as peft spells it: `CAUSAL_LM`, `SEQ_CLS`, `SEQ_2_SEQ_LM`, ...
 
         Raises:
             ConfigurationError: The model has no layer or parameter of one of the names, or the
                 saved adapter is another method's.
             ModelSourceError: The saved adapter cannot be read, or is for another base.
         """
-        from peft import get_peft_model
-
-        from roundpipe_lightning.modules.saved_adapter import load_adapter
+        from peft import TaskType, get_peft_model
 
         if self.adapter is not None:
-            return load_adapter(model, self.adapter, method=self.method)
-        config = self.config(task=task)
-        _check_modules(model, config)
-        _check_parameters(model, config)
+            return _load_adapter(model, self.adapter, method=self.method)
+        config = copy.deepcopy(self.config)  # peft writes the names it has found into it
+        config.task_type = TaskType(task)
+        _check_targets(model, config)
         try:
             with self._seeded(), _quiet():
                 return cast("PeftModel", get_peft_model(model, config))
@@ -130,38 +86,6 @@ class Adapters:
             raise ConfigurationError(
                 f"peft={self.method} cannot be applied to this model: {error}"
             ) from error
-
-    @property
-    def _kind(self) -> type[PeftConfig]:
-        return _methods()[self.method]
-
-    def _short_names(self) -> dict[str, str]:
-        """The field of this method that every short name stands for."""
-        fields = {entry.name for entry in dataclasses.fields(self._kind)}
-        found = {
-            short: next((name for name in names if name in fields), None)
-            for short, names in _SHORT_NAMES.items()
-        }
-        return {short: name for short, name in found.items() if name is not None}
-
-    def _fields(self) -> dict[str, Any]:
-        """The settings by the names of peft's fields."""
-        known = {entry.name for entry in dataclasses.fields(self._kind)} - _OURS
-        short_names, fields = self._short_names(), dict[str, Any]()
-        for given, value in self.settings.items():
-            name = short_names.get(given, given)
-            if name not in known:
-                raise ConfigurationError(
-                    f"peft.{given} is not a setting of {self.method} "
-                    f"({self._kind.__name__} in peft).{_nearest(given, known | set(short_names))}"
-                )
-            if name in fields:
-                raise ConfigurationError(
-                    f"peft.{given} and another setting both stand for {name!r}: drop one of them."
-                )
-            if value is not None:
-                fields[name] = value
-        return fields
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
@@ -173,50 +97,81 @@ class Adapters:
             yield
 
 
-def _methods() -> dict[str, type[PeftConfig]]:
-    """The configuration classes of the installed peft by the names of their methods."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+def peft_config(target: str, settings: Mapping[str, Any]) -> PeftConfig:
+    """Make a configuration of peft from the words of a configuration file.
 
-    kinds: Mapping[Any, type[PeftConfig]] = PEFT_TYPE_TO_CONFIG_MAPPING
-    return {name.value.lower(): kind for name, kind in kinds.items()}
+    Args:
+        target: Its class: `peft.LoraConfig`.
+        settings: Its fields; None leaves peft's default.
+
+    Raises:
+        ConfigurationError: The class or a setting is unknown, or a figure is out of its range.
+    """
+    import peft
+
+    name = target.removeprefix("peft.")
+    classes = {n: c for n, c in vars(peft).items() if isinstance(c, type) and "Config" in n}
+    if name not in classes:
+        raise ConfigurationError(
+            f"peft._target_={target!r} is no configuration of the installed peft."
+            f"{_nearest(name, classes)}"
+        )
+    kind = classes[name]
+    known = {entry.name for entry in dataclasses.fields(kind)} - _NOT_SETTINGS
+    for key, value in settings.items():
+        if key not in known:
+            new = [now for now in _OLD_NAMES.get(key, ()) if now in known]
+            hint = f" It is called peft.{new[0]} now." if new else _nearest(key, known)
+            raise ConfigurationError(f"peft.{key} is not a setting of {target}.{hint}")
+        _check_range(key, value)
+    try:
+        with _quiet():
+            made = kind(**{key: value for key, value in settings.items() if value is not None})
+            return cast("PeftConfig", made)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{target} cannot be set up: {error}") from error
 
 
-def _check_ranges(fields: Mapping[str, Any], short_names: Mapping[str, str]) -> None:
-    given = {name: short for short, name in short_names.items()}
-    for name, value in fields.items():
-        said = f"peft.{given.get(name, name)}={value}"
-        if name in _COUNTS and not (isinstance(value, int) and value >= 1):
-            raise ConfigurationError(f"{said} must be a whole number, 1 or more.")
-        if "dropout" in name and not isinstance(value, bool) and not 0 <= value < 1:
-            raise ConfigurationError(f"{said} must lie between 0 and 1, 1 itself not included.")
-        if name.startswith("target_modules") and not value:
-            raise ConfigurationError(
-                "peft.target_modules is empty: name the layers to adapt, or 'all-linear'."
-            )
+def _check_range(name: str, value: object) -> None:
+    if name in _COUNTS and not (value is None or (isinstance(value, int) and value >= 1)):
+        raise ConfigurationError(f"peft.{name}={value} must be a whole number, 1 or more.")
+    if "dropout" in name and isinstance(value, (int, float)) and not 0 <= value < 1:
+        raise ConfigurationError(
+            f"peft.{name}={value} must lie between 0 and 1, 1 itself not included."
+        )
+    if name == "target_modules" and value is not None and not value:
+        raise ConfigurationError(
+            "peft.target_modules is empty: name the layers to adapt, or 'all-linear'."
+        )
 
 
-def _check_modules(model: nn.Module, config: PeftConfig) -> None:
-    """Find every module that is to be adapted or trained whole."""
+def _method(config: PeftConfig) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type)).lower()
+
+
+# --- the names of what is adapted ----------------------------------------------------------------
+
+
+def _check_targets(model: nn.Module, config: PeftConfig) -> None:
+    """Find every module and parameter that is to be adapted or trained whole."""
     modules = [name for name, _ in model.named_modules() if name]
     adaptable = [name for name, m in model.named_modules() if m._parameters]  # noqa: SLF001
+    parameters = dict(model.named_parameters())
     targets = getattr(config, "target_modules", None)
-    if isinstance(targets, str):
-        if targets != ALL_LINEAR and not any(re.fullmatch(targets, name) for name in modules):
-            raise ConfigurationError(
-                f"peft.target_modules={targets!r} is taken as a regular expression for whole names "
-                f"and matches no module. Names are like {adaptable[len(adaptable) // 2]!r}."
-            )
-    else:
+    if not isinstance(targets, str):
         _check_names("peft.target_modules", targets or (), modules, offered=adaptable)
+    elif targets != ALL_LINEAR and not any(re.fullmatch(targets, name) for name in modules):
+        raise ConfigurationError(
+            f"peft.target_modules={targets!r} is taken as a regular expression for whole names "
+            f"and matches no module. Names are like {adaptable[len(adaptable) // 2]!r}."
+        )
     whole = getattr(config, "modules_to_save", None) or ()
     _check_names("peft.modules_to_save", whole, modules, offered=adaptable)
-
-
-def _check_parameters(model: nn.Module, config: PeftConfig) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    targets = getattr(config, "target_parameters", None) or ()
-    stacked = [name for name, p in model.named_parameters() if p.dim() > 2]
-    _check_names("peft.target_parameters", targets, names, offered=stacked, kind="parameter")
+    stacked = [name for name, parameter in parameters.items() if parameter.dim() > 2]
+    names = getattr(config, "target_parameters", None) or ()
+    _check_names(
+        "peft.target_parameters", names, list(parameters), offered=stacked, kind="parameter"
+    )
 
 
 def _check_names(
@@ -250,3 +205,67 @@ def _quiet() -> Iterator[None]:
         # peft 0.21 reads a property that transformers 5.23 has renamed
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield
+
+
+# --- saved adapters ------------------------------------------------------------------------------
+
+
+def _load_adapter(model: PreTrainedModel, source: str, *, method: str) -> PeftModel:
+    """Put a saved adapter onto a model, in place, ready to be trained on."""
+    import peft
+    from safetensors import SafetensorError
+
+    try:
+        config = peft.PeftConfig.from_pretrained(source)
+        weights = peft.load_peft_weights(source, device="cpu")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelSourceError(
+            f"peft.adapter={source!r} is not a saved adapter that can be read ({error}). Give the "
+            "folder that PeftModel.save_pretrained wrote: adapter_config.json beside "
+            "adapter_model.safetensors."
+        ) from error
+    if _method(config) != method:
+        raise ConfigurationError(
+            f"peft.adapter={source!r} is an adapter of method {_method(config)}, but peft={method} "
+            "was chosen. Choose the group entry of that method, for example peft=lora."
+        )
+    config.inference_mode = False
+    with _quiet():
+        try:
+            adapted = cast("PeftModel", peft.get_peft_model(model, config))
+        except (ValueError, NotImplementedError) as error:
+            raise ModelSourceError(_another_base(source, config, [str(error)])) from error
+        differences = _differences(peft.get_peft_model_state_dict(adapted), weights)
+        if differences:
+            raise ModelSourceError(_another_base(source, config, differences))
+        peft.set_peft_model_state_dict(adapted, weights)
+    return adapted
+
+
+def _differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+    """Everything in which the file differs from what the adapted base needs."""
+    shapes = [
+        f"{name} is {tuple(given[name].shape)} in the file and {tuple(wanted[name].shape)} here"
+        for name in wanted
+        if name in given and given[name].shape != wanted[name].shape
+    ]
+    found = {
+        "wrong shapes": shapes,
+        "missing in the file": sorted(set(wanted) - set(given)),
+        "without a place in this base": sorted(set(given) - set(wanted)),
+    }
+    lines = []
+    for what, names in found.items():
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            lines.append(f"{len(names)} {what} ({'; '.join(names[:_MOST_NAMED])}{more})")
+    return lines
+
+
+def _another_base(source: str, config: PeftConfig, differences: list[str]) -> str:
+    base = config.base_model_name_or_path
+    made_for = f", which was made for {base!r}," if base else ""
+    return (
+        f"peft.adapter={source!r}{made_for} does not fit this model: {', '.join(differences)}. "
+        "Choose the model that it was trained on."
+    )

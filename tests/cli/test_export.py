@@ -90,7 +90,7 @@ def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
         "model.weights=pretrained",
         f"model.frozen_weights={frozen_weights}",
         "peft=lora",
-        "peft.rank=2",
+        "peft.r=2",
         "optimizer.lr=0.1",
     )
     checkpoint = f"ckpt_path={checkpoint_of(run)}"
@@ -107,7 +107,7 @@ def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
 
 def test_an_adapter_on_a_quantised_base(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    overrides = ("peft=lora", "peft.rank=2", "peft.frozen_bits=4", "trainer.precision=bf16-true")
+    overrides = ("peft=lora", "peft.r=2", "peft.frozen_bits=4", "trainer.precision=bf16-true")
     train_small(run, *overrides, "model.dtype=bfloat16")
     saved = torch.load(checkpoint_of(run), weights_only=True)
     assert all("lora_" in name for name in saved["state_dict"])

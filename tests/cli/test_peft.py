@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from peft import PeftModel
 from torch import nn
 
-from roundpipe_lightning.cli.build import build_run
-from roundpipe_lightning.cli.peft import read_adapters, trained_row
+from roundpipe_lightning.cli.build import build_run, read_adapters
+from roundpipe_lightning.cli.summary import trained_row
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from tests.kit.runs import compose_small, files, train_small
@@ -51,7 +51,7 @@ def test_a_base_in_four_bits_counts_as_what_it_stands_for(tmp_path: Path) -> Non
         config = compose_small(tmp_path, f"peft={choice}", "peft.target_modules=all-linear")
         run = build_run(config)
         run.module.configure_model()
-        rows.append(trained_row(run.module, run.config.peft))
+        rows.append(trained_row(run.module))
     assert rows[0] == rows[1]
     figures = train_small(tmp_path, "peft=qlora", "trainer.max_steps=2", "logger=none")
     assert 4 < figures["val_loss"] < 6
@@ -66,7 +66,7 @@ def test_every_choice_trains(tmp_path: Path, choice: str) -> None:
 
 
 def test_a_saved_adapter_is_where_training_starts(tmp_path: Path) -> None:
-    first = build_run(compose_small(tmp_path, "peft=lora", "peft.rank=2"))
+    first = build_run(compose_small(tmp_path, "peft=lora", "peft.r=2"))
     first.module.configure_model()
     model = first.module.model
     assert isinstance(model, PeftModel)
@@ -88,10 +88,12 @@ def test_a_saved_adapter_is_where_training_starts(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "rank": (["peft=lora", "peft.rank=0"], "peft.rank=0 must be a whole number"),
-    "dropout": (["peft=lora", "peft.dropout=1"], "peft.dropout=1 must lie between"),
-    "method": (["peft=lora", "peft.method=lorra"], "nearest are lora"),
-    "setting": (["peft=lora", "+peft.rnk=3"], "nearest are rank"),
+    "rank": (["peft=lora", "peft.r=0"], "peft.r=0 must be a whole number"),
+    "dropout": (["peft=lora", "peft.lora_dropout=1"], "peft.lora_dropout=1 must lie between"),
+    "method": (["peft=lora", "peft._target_=peft.LorraConfig"], "nearest are LoraConfig"),
+    "setting": (["peft=lora", "+peft.lora_alfa=3"], "nearest are lora_alpha"),
+    "old name": (["peft=lora", "+peft.rank=3"], "It is called peft.r now"),
+    "old method": (["peft=lora", "+peft.method=lora"], "is called peft._target_ now"),
     "bits": (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3 is not one of 16, 8, 4"),
 }
 
@@ -120,6 +122,6 @@ def test_names_that_the_model_does_not_have(tmp_path: Path, override: str, messa
 
 
 def test_full_fine_tuning_has_no_adapters_and_no_row() -> None:
-    config = OmegaConf.create({"method": "none"})
+    config = OmegaConf.create({"_target_": None})
     assert read_adapters(config) is None
-    assert trained_row(nn.Linear(2, 2), config) == []
+    assert trained_row(nn.Linear(2, 2)) == []

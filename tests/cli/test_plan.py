@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from peft import BOFTConfig
 
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli import plan_settings
@@ -168,7 +169,7 @@ def test_the_longest_sequence(ask: Ask) -> None:
 
 def test_adapters_leave_most_of_the_memory_free(ask: Ask) -> None:
     whole = ask.json(*GPU)
-    adapted = ask.json(*GPU, "peft=lora", "peft.rank=4")
+    adapted = ask.json(*GPU, "peft=lora", "peft.r=4")
     assert adapted["model"]["num_trainable"] < 0.1 * whole["model"]["num_trainable"]
     assert adapted["moved"]["gradients"] < 0.1 * whole["moved"]["gradients"]
     kinds = adapted["memory"]["host"]["by_kind"]
@@ -301,7 +302,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["partition.resident=-1"], "partition.resident=-1 must be 0 or more"),
         (["partition.resident=9"], "more than the 8 blocks"),
         (["peft=lora", "peft.target_modules=[q_prj]"], "The nearest are q_proj"),
-        (["peft=lora", "peft.rank=0"], "peft.rank=0"),
+        (["peft=lora", "peft.r=0"], "peft.r=0"),
         (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
     ],
 )
@@ -348,6 +349,6 @@ def test_the_plan_is_one_that_trains(ask: Ask) -> None:
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
 def test_adapters_that_peft_cannot_make_without_weights_are_refused(tmp_path: Path) -> None:
     settings = read_settings(configure(tmp_path, *GPU))
-    boft = Adapters(method="boft", settings={"target_modules": ("q_proj",)})
+    boft = Adapters(config=BOFTConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigurationError, match="boft cannot be planned"):
         JobMaker().work(dataclasses.replace(settings, adapters=boft))

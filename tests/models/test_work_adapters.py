@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -35,7 +36,11 @@ def adapted(method: str, settings: dict[str, Any], *, model_type: str = "qwen3")
     with torch.device("meta"):
         config = AutoConfig.for_model(model_type, **sizes)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return Adapters(method=method, settings=settings).apply(model).train()
+        return (
+            Adapters(config=PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()](**settings))
+            .apply(model)
+            .train()
+        )
 
 
 def measure(model: nn.Module) -> WorkProfile:
@@ -86,7 +91,7 @@ def test_every_method_is_measured(method: str, settings: dict[str, Any]) -> None
 
 
 def test_a_block_below_the_first_that_is_trained_has_no_backward() -> None:
-    settings = {"target_modules": QUERIES, "rank": RANK}
+    settings = {"target_modules": QUERIES, "r": RANK}
     full = measure(adapted("lora", settings))
     work = measure(adapted("lora", {**settings, "layers_to_transform": [1]}))
     below, trained, above = work.blocks
@@ -113,7 +118,7 @@ def test_a_model_of_which_the_head_alone_is_trained_runs_no_block_backward() -> 
 
 
 def test_the_first_block_s_input_needs_no_gradient() -> None:
-    work = measure(adapted("lora", {"target_modules": QUERIES, "rank": RANK}))
+    work = measure(adapted("lora", {"target_modules": QUERIES, "r": RANK}))
     plain = TOKENS * 2 * 64 * (64 + 2 * 32)  # queries, keys and values to their input
     adapters = TOKENS * 2 * 64 * RANK * 2
     first, second, third = backward_operations(work)
@@ -122,7 +127,7 @@ def test_the_first_block_s_input_needs_no_gradient() -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_adapters_of_experts_are_added_to_all_of_them(model_type: str) -> None:
-    settings = {"target_modules": QUERIES, "rank": RANK}
+    settings = {"target_modules": QUERIES, "r": RANK}
     plain = measure(adapted("lora", settings, model_type=model_type))
     experts = ["experts.gate_up_proj", "experts.down_proj"]
     model = adapted("lora", {**settings, "target_parameters": experts}, model_type=model_type)

@@ -14,6 +14,7 @@ from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
+from roundpipe_lightning.modules.adapters import peft_config
 from tests.kit.architectures import TINY
 
 EXPERTS = {
@@ -38,11 +39,15 @@ def trained(model: nn.Module) -> set[str]:
     }
 
 
-LORA: dict[str, Any] = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def lora(settings: dict[str, Any] = LORA, **options: Any) -> Adapters:
+    return Adapters(config=peft_config("peft.LoraConfig", settings), **options)
 
 
 def test_lora_trains_its_matrices_alone() -> None:
-    model = Adapters(method="lora", settings=LORA).apply(tiny())
+    model = lora().apply(tiny())
     names = {f"self_attn.{m}_proj.lora_{half}.weight" for m in "qv" for half in "AB"}
     assert trained(model) == names
     config: Any = model.peft_config["default"]
@@ -50,34 +55,34 @@ def test_lora_trains_its_matrices_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "one_of_them"),
+    ("kind", "settings", "one_of_them"),
     [
-        ("lora", {**LORA, "use_dora": True}, "self_attn.q_proj.lora_magnitude_vector.weight"),
-        ("lora", {**LORA, "modules_to_save": ["norm"]}, "base_model.model.model.norm"),
-        ("lora", {**LORA, "target_modules": "all-linear"}, "mlp.down_proj.lora_A.weight"),
-        ("lora", {**LORA, "target_modules": r".*0\.mlp\.up_proj"}, "mlp.up_proj.lora_B.weight"),
-        ("ia3", {"target_modules": ["k_proj"], "feedforward_modules": []}, "self_attn.k_proj.ia3"),
-        ("prompt_tuning", {"num_virtual_tokens": 3}, "prompt_encoder.embedding.weight"),
-        ("prefix_tuning", {"num_virtual_tokens": 3}, "prompt_encoder.embedding.weight"),
-        ("p_tuning", {"num_virtual_tokens": 3}, "prompt_encoder.mlp_head.0.weight"),
-        ("vera", {"rank": 2, "target_modules": ["q_proj"]}, "self_attn.q_proj.vera_lambda_b"),
+        ("Lora", {**LORA, "use_dora": True}, "self_attn.q_proj.lora_magnitude_vector.weight"),
+        ("Lora", {**LORA, "modules_to_save": ["norm"]}, "base_model.model.model.norm"),
+        ("Lora", {**LORA, "target_modules": "all-linear"}, "mlp.down_proj.lora_A.weight"),
+        ("Lora", {**LORA, "target_modules": r".*0\.mlp\.up_proj"}, "mlp.up_proj.lora_B.weight"),
+        ("IA3", {"target_modules": ["k_proj"], "feedforward_modules": []}, "self_attn.k_proj.ia3"),
+        ("PromptTuning", {"num_virtual_tokens": 3}, "prompt_encoder.embedding.weight"),
+        ("PrefixTuning", {"num_virtual_tokens": 3}, "prompt_encoder.embedding.weight"),
+        ("PromptEncoder", {"num_virtual_tokens": 3}, "prompt_encoder.mlp_head.0.weight"),
+        ("Vera", {"r": 2, "target_modules": ["q_proj"]}, "self_attn.q_proj.vera_lambda_b"),
     ],
 )
-def test_methods_and_settings(method: str, settings: dict[str, Any], one_of_them: str) -> None:
-    names = trained(Adapters(method=method, settings=settings).apply(tiny()))
+def test_methods_and_settings(kind: str, settings: dict[str, Any], one_of_them: str) -> None:
+    adapters = Adapters(config=peft_config(f"peft.{kind}Config", settings))
+    names = trained(adapters.apply(tiny()))
     assert any(one_of_them in name for name in names), names
 
 
 def test_experts_are_adapted_by_the_names_of_their_parameters() -> None:
-    settings = {**LORA, "target_parameters": ["experts.gate_up_proj"]}
-    model = Adapters(method="lora", settings=settings).apply(
+    model = lora({**LORA, "target_parameters": ["experts.gate_up_proj"]}).apply(
         ModelSource(architecture=EXPERTS).build()
     )
     assert any("experts.lora_A" in name for name in trained(model)), trained(model)
 
 
 def test_predictions_are_for_the_text_and_not_for_a_prompt() -> None:
-    soft = Adapters(method="prompt_tuning", settings={"num_virtual_tokens": 3})
+    soft = Adapters(config=peft_config("peft.PromptTuningConfig", {"num_virtual_tokens": 3}))
     source = ModelSource(architecture=TINY)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     module = CausalLanguageModule(source, optimizer=optimizer, adapters=soft)
@@ -91,109 +96,133 @@ def test_the_seed_decides_the_first_values_and_leaves_the_generator_alone() -> N
     before = torch.get_rng_state()
     found = []
     for seed in (3, 3, 4):
-        model = Adapters(method="lora", settings=LORA, seed=seed).apply(tiny())
+        model = lora(seed=seed).apply(tiny())
         found.append(next(p for n, p in model.named_parameters() if "lora_A" in n))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
 
 
-def test_equal_adapters_are_equal() -> None:
-    first, second = (Adapters(method="lora", settings=dict(LORA)) for _ in range(2))
+def test_equal_adapters_stay_equal_and_can_be_used_again() -> None:
+    first, second = (
+        lora({**LORA, "target_modules": "all-linear"}),
+        lora({**LORA, "target_modules": "all-linear"}),
+    )
+    first.apply(tiny())
     assert (first, hash(first)) == (second, hash(second))
-    assert first != Adapters(method="lora", settings={**LORA, "rank": 3})
+    assert first != lora()
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("lorra", {}, r"peft.method='lorra' is not a method.*The nearest are lora"),
-    ("lora", {"rnk": 2}, r"peft.rnk is not a setting of lora.*The nearest are rank"),
-    ("lora", {**LORA, "rank": 0}, r"peft.rank=0 must be a whole number, 1 or more"),
-    ("lora", {**LORA, "rank": 1.5}, r"peft.rank=1.5 must be a whole number"),
-    ("lora", {**LORA, "dropout": 1.0}, r"peft.dropout=1.0 must lie between 0 and 1"),
-    ("lora", {**LORA, "r": 3}, r"'r': drop one of them"),
-    ("lora", {**LORA, "target_modules": []}, r"target_modules is empty"),
-    ("prompt_tuning", {"num_virtual_tokens": 0}, r"peft.num_virtual_tokens=0 must be"),
-    ("lora", {**LORA, "bias": "some", "target_modules": ["q_proj"]}, r"bias"),
-    ("lora", {**LORA, "target_modules": ["q_prj"]}, r"no layer 'q_prj'.*nearest are q_proj"),
-    ("lora", {**LORA, "target_modules": ["q_proj", "v_prj"]}, r"no layer 'v_prj'"),
-    ("lora", {**LORA, "target_modules": r".*\.c_attn"}, r"matches no module"),
-    ("lora", {**LORA, "modules_to_save": ["lm_hed"]}, r"modules_to_save.*nearest are lm_head"),
-    ("lora", {**LORA, "target_parameters": ["experts.up"]}, r"has no parameter 'experts.up'"),
-    ("lora", {**LORA, "target_modules": ["self_attn"]}, r"(?s)cannot be applied.*not supported"),
+    ("LorraConfig", {}, r"peft._target_='peft.LorraConfig' is no conf.*nearest are LoraConfig"),
+    ("LoraConfig", {"lora_alfa": 2}, r"peft.lora_alfa is not a setting of.*nearest are lora_alpha"),
+    (
+        "LoraConfig",
+        {"rank": 2},
+        r"peft.rank is not a setting of peft.LoraConfig.*called peft.r now",
+    ),
+    ("LoraConfig", {"alpha": 2}, r"It is called peft.lora_alpha now"),
+    ("IA3Config", {"init": True}, r"It is called peft.init_ia3_weights now"),
+    ("LoraConfig", {**LORA, "r": 0}, r"peft.r=0 must be a whole number, 1 or more"),
+    ("LoraConfig", {**LORA, "r": 1.5}, r"peft.r=1.5 must be a whole number"),
+    (
+        "LoraConfig",
+        {**LORA, "lora_dropout": 1.0},
+        r"peft.lora_dropout=1.0 must lie between 0 and 1",
+    ),
+    ("LoraConfig", {**LORA, "target_modules": []}, r"target_modules is empty"),
+    ("PromptTuningConfig", {"num_virtual_tokens": 0}, r"peft.num_virtual_tokens=0 must be"),
+    ("LoraConfig", {**LORA, "bias": "some", "target_modules": ["q_proj"]}, r"bias"),
+    ("LoraConfig", {**LORA, "target_modules": ["q_prj"]}, r"no layer 'q_prj'.*nearest are q_proj"),
+    ("LoraConfig", {**LORA, "target_modules": ["q_proj", "v_prj"]}, r"no layer 'v_prj'"),
+    ("LoraConfig", {**LORA, "target_modules": r".*\.c_attn"}, r"matches no module"),
+    (
+        "LoraConfig",
+        {**LORA, "modules_to_save": ["lm_hed"]},
+        r"modules_to_save.*nearest are lm_head",
+    ),
+    ("LoraConfig", {**LORA, "target_parameters": ["experts.up"]}, r"has no parameter 'experts.up'"),
+    (
+        "LoraConfig",
+        {**LORA, "target_modules": ["self_attn"]},
+        r"(?s)cannot be applied.*not support",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("method", "settings", "message"), REFUSED)
-def test_refusals_name_the_setting(method: str, settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED)
+def test_refusals_name_the_setting(kind: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Adapters(method=method, settings=settings).apply(tiny())
+        Adapters(config=peft_config(f"peft.{kind}", settings)).apply(tiny())
 
 
 def test_experts_that_a_model_does_not_have_are_told_from_those_it_has() -> None:
-    settings = {**LORA, "target_parameters": ["experts.up_proj"]}
+    adapters = lora({**LORA, "target_parameters": ["experts.up_proj"]})
     with pytest.raises(ConfigurationError, match=r"nearest are experts.gate_up_proj"):
-        Adapters(method="lora", settings=settings).apply(ModelSource(architecture=EXPERTS).build())
+        adapters.apply(ModelSource(architecture=EXPERTS).build())
 
 
 # --- saved adapters ---------------------------------------------------------------------------
 
 
-def saved(folder: Path) -> PeftModel:
-    model = Adapters(method="lora", settings=LORA, seed=5).apply(tiny())
+@pytest.fixture
+def saved(tmp_path: Path) -> PeftModel:
+    """The model whose adapter was saved in `tmp_path`."""
+    model = lora(seed=5).apply(tiny())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_(1.0)
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(tmp_path))
     return model
 
 
-def test_a_saved_adapter_is_gone_on_with(tmp_path: Path) -> None:
-    first = saved(tmp_path)
-    again = Adapters(method="lora", adapter=str(tmp_path)).apply(tiny())
-    assert trained(again) == trained(first)
+def test_a_saved_adapter_is_gone_on_with(saved: PeftModel, tmp_path: Path) -> None:
+    again = lora(adapter=str(tmp_path)).apply(tiny())
+    assert trained(again) == trained(saved)
     for (name, expected), (_, parameter) in zip(
-        first.named_parameters(), again.named_parameters(), strict=True
+        saved.named_parameters(), again.named_parameters(), strict=True
     ):
         assert torch.equal(parameter, expected), name
 
 
-def test_an_adapter_for_another_base_is_refused_with_all_differences(tmp_path: Path) -> None:
-    saved(tmp_path)
-    adapters = Adapters(method="lora", adapter=str(tmp_path))
-    message = r"does not fit this model: 4 missing in the file \(.*layers\.2\..*"
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (
+            {**TINY, "num_hidden_layers": 3},
+            r"does not fit this model: 4 missing in the file \(.*layers\.2\..*",
+        ),
+        ({**TINY, "hidden_size": 8}, r"wrong shapes.*\(2, 16\) in the file"),
+        ({**TINY, "num_hidden_layers": 1}, r"4 without a place in this base"),
+        (GPT2, r"Choose the model that it was trained on"),
+    ],
+)
+def test_an_adapter_for_another_base_is_refused_with_all_differences(
+    saved: PeftModel, tmp_path: Path, architecture: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelSourceError, match=message):
-        adapters.apply(tiny(num_hidden_layers=3))
-    with pytest.raises(ModelSourceError, match=r"wrong shapes.*\(2, 16\) in the file"):
-        adapters.apply(tiny(hidden_size=8))
-    with pytest.raises(ModelSourceError, match=r"4 without a place in this base"):
-        adapters.apply(tiny(num_hidden_layers=1))
-    gpt2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40}
-    with pytest.raises(ModelSourceError, match=r"Choose the model that it was trained on"):
-        adapters.apply(ModelSource(architecture=gpt2).build())
+        lora(adapter=str(tmp_path)).apply(ModelSource(architecture=architecture).build())
 
 
-def test_another_methods_adapter_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"adapter of method lora, but peft.method=ia3"):
-        Adapters(method="ia3", adapter=str(tmp_path)).apply(tiny())
+def test_another_methods_adapter_is_refused(saved: PeftModel, tmp_path: Path) -> None:
+    ia3 = Adapters(config=peft_config("peft.IA3Config", {}), adapter=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"adapter of method lora, but peft=ia3"):
+        ia3.apply(tiny())
 
 
-def test_a_folder_without_an_adapter_and_a_broken_file(tmp_path: Path) -> None:
+def test_a_folder_without_an_adapter_and_broken_files(saved: PeftModel, tmp_path: Path) -> None:
     with pytest.raises(ModelSourceError, match=r"adapter_config\.json beside"):
-        Adapters(method="lora", adapter=str(tmp_path)).apply(tiny())
-    saved(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelSourceError, match="is not a saved adapter that can be read"):
-        Adapters(method="lora", adapter=str(tmp_path)).apply(tiny())
-
-
-def test_an_adapter_that_lacks_a_tensor(tmp_path: Path) -> None:
-    saved(tmp_path)
+        lora(adapter=str(tmp_path / "none")).apply(tiny())
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors.pop(next(iter(tensors)))
     save_file(tensors, file)
     with pytest.raises(ModelSourceError, match="1 missing in the file"):
-        Adapters(method="lora", adapter=str(tmp_path)).apply(tiny())
+        lora(adapter=str(tmp_path)).apply(tiny())
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelSourceError, match="is not a saved adapter that can be read"):
+        lora(adapter=str(tmp_path)).apply(tiny())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from peft import LoraConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -114,7 +115,7 @@ def test_classes_are_in_the_models_configuration() -> None:
 
 
 def test_adapters_train_the_new_head_as_well() -> None:
-    lora = Adapters(method="lora", settings={"rank": 2, "target_modules": ["q_proj"]})
+    lora = Adapters(config=LoraConfig(r=2, target_modules=["q_proj"]))
     module = make(adapters=lora, pad_token_id=0)
     module.configure_model()
     trained = {name for name, p in module.named_parameters() if p.requires_grad}

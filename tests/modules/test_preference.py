@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from peft import LoraConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -18,7 +19,7 @@ from roundpipe_lightning.modules.preference import log_likelihoods, preference_l
 from tests.kit.architectures import TINY
 
 DEEP = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.1}
-LORA = Adapters(method="lora", settings={"rank": 2, "target_modules": ["q_proj", "v_proj"]}, seed=1)
+LORA = Adapters(config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), seed=1)
 
 
 def make(adapters: Adapters | None = None, **options: Any) -> DirectPreferenceModule:
@@ -134,7 +135,7 @@ def test_with_adapters_the_reference_costs_no_memory() -> None:
 
 @pytest.mark.filterwarnings("ignore:The `.*` argument in the `init_lora_weights`")
 @pytest.mark.parametrize(
-    "settings", [{"init": "pissa"}, {"bias": "all", "target_modules": ["c_attn"]}]
+    "settings", [{"init_lora_weights": "pissa"}, {"bias": "all", "target_modules": ["c_attn"]}]
 )
 def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any]) -> None:
     module = make()
@@ -143,7 +144,7 @@ def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any]) -> 
         module.source = ModelSource(architecture=gpt2)
         settings["fan_in_fan_out"] = True
     module.adapters = Adapters(
-        method="lora", settings={"rank": 2, "target_modules": ["q_proj"], **settings}
+        config=LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **settings})
     )
     with pytest.raises(ConfigurationError, match=r"is no reference\. Use peft\.bias=none"):
         module.configure_model()
