@@ -1,10 +1,10 @@
 """What `train.py` trains: LightningModules without a line about pipelines."""
 
 from roundpipe_lightning.modules.adapters import Adapters
+from roundpipe_lightning.modules.base import TransformersModule
 from roundpipe_lightning.modules.causal_lm import CausalLanguageModule, TokenBatch
 from roundpipe_lightning.modules.classification import ClassBatch, SequenceClassificationModule
 from roundpipe_lightning.modules.preference import DirectPreferenceModule, PreferenceBatch
-from roundpipe_lightning.modules.schedule import WarmupCosine
 from roundpipe_lightning.modules.source import ModelSource, Weights
 from roundpipe_lightning.modules.tokenizer import TokenizerSource, byte_level_tokenizer
 
@@ -18,7 +18,7 @@ __all__ = [
     "SequenceClassificationModule",
     "TokenBatch",
     "TokenizerSource",
-    "WarmupCosine",
+    "TransformersModule",
     "Weights",
     "byte_level_tokenizer",
 ]

@@ -4,26 +4,14 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from transformers import PreTrainedModel
 from typing_extensions import NotRequired
 
-from roundpipe_lightning.modules.packing import (
-    as_one_row,
-    check_documents_apart,
-    runs_flash_attention,
-)
-from roundpipe_lightning.modules.parts import (
-    AdapterMaker,
-    OptimizerFactory,
-    build_model,
-    optimize,
-    require_built,
-)
-from roundpipe_lightning.modules.schedule import WarmupCosine
-from roundpipe_lightning.modules.source import ModelSource
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules.base import TransformersModule
+
+_PROBE_TOKENS = 4
+"""Tokens of each of the two documents that a model is tried with."""
 
 
 class TokenBatch(TypedDict):
@@ -44,40 +32,13 @@ class TokenBatch(TypedDict):
     position_ids: NotRequired[Tensor]
 
 
-class CausalLanguageModule(LightningModule):
+class CausalLanguageModule(TransformersModule):
     """Next-token training of a transformers causal language model.
 
-    It is ordinary Lightning code and knows nothing of pipelines: the loss is the model's own
-    (mean negative log-likelihood in nats per predicted token), whatever the architecture. What is
-    predicted is the data's choice: every token of a text, the assistant's tokens of a chat.
-
-    Args:
-        source: The architecture and where its weights come from. The model is built in
-            `configure_model`, that is in the place and dtype the Trainer's strategy asks for.
-        optimizer: Makes the optimizer from the parameters that are trained.
-        scheduler: Learning rate over the run; None keeps the optimizer's.
-        adapters: Puts adapters into the model; None trains every parameter.
+    The loss is the model's own (mean negative log-likelihood in nats per predicted token), whatever
+    the architecture. What is predicted is the data's choice: every token of a text, the assistant's
+    tokens of a chat. The arguments are those of `TransformersModule`.
     """
-
-    def __init__(
-        self,
-        source: ModelSource,
-        *,
-        optimizer: OptimizerFactory,
-        scheduler: WarmupCosine | None = None,
-        adapters: AdapterMaker | None = None,
-    ) -> None:
-        super().__init__()
-        self.source = source
-        self.optimizer_factory = optimizer
-        self.scheduler = scheduler
-        self.adapters = adapters
-        self.model: PreTrainedModel | None = None
-
-    def configure_model(self) -> None:
-        """Build the model once; called again for every validate, test and predict."""
-        if self.model is None:
-            self.model = build_model(self.source, adapters=self.adapters, task="CAUSAL_LM")
 
     def on_fit_start(self) -> None:
         """Try whether the model keeps packed documents apart, if the data packs any.
@@ -94,7 +55,7 @@ class CausalLanguageModule(LightningModule):
         Args:
             batch: Token ids, labels and what else the data gives, on one device.
         """
-        model = require_built(self.model)
+        model = self.built_model
         if "position_ids" in batch and runs_flash_attention(model):
             return model(**as_one_row(cast(Mapping[str, Tensor], batch)), use_cache=False)
         return model(**batch, use_cache=False)
@@ -124,13 +85,68 @@ class CausalLanguageModule(LightningModule):
         length = batch["input_ids"].shape[1]  # prompt tuning has positions before these
         return {"loss": output.loss, "next_tokens": next_tokens[:, -length:]}
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer over the parameters that are trained, and its scheduler, per step."""
-        return optimize(self, optimizer=self.optimizer_factory, scheduler=self.scheduler)
-
     def _log_loss(self, name: str, batch: TokenBatch, **options: Any) -> None:
         """Log a loss whose mean over the epoch is that over all predicted tokens."""
         loss = self(batch).loss
         num_targets = int((batch["labels"][:, 1:] != -100).sum())
         if num_targets:
             self.log(name, loss, batch_size=num_targets, on_step=False, on_epoch=True, **options)
+
+
+# --- several documents in one row -----------------------------------------------------------------
+
+
+def runs_flash_attention(model: Any) -> bool:
+    """Whether a transformers model calls a flash attention kernel."""
+    return "flash" in str(getattr(model.config, "_attn_implementation", ""))
+
+
+def as_one_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of packed documents as a single row.
+
+    Flash attention tells documents apart by their positions in a single row only; with several
+    rows it would let them see each other. Since every document starts with a label of -100, the
+    loss is the same.
+
+    Args:
+        batch: Tensors of shape (rows, tokens), `position_ids` among them.
+    """
+    return {name: values.reshape(1, -1) for name, values in batch.items()}
+
+
+@torch.no_grad()
+def check_documents_apart(model: Any) -> None:
+    """Refuse a model in which a packed document sees the one before it.
+
+    Two rows differ in their first document only. If the model's logits for the second document
+    differ, something leaks: a state that runs through the row, positions that are not used. One
+    forward pass of a few tokens, where the model is. Flash attention, which may not run there, is
+    left out: its rows are told apart by transformers itself.
+
+    Args:
+        model: A causal language model.
+
+    Raises:
+        ConfigurationError: The documents are not kept apart.
+    """
+    if runs_flash_attention(model):
+        return
+    first = torch.arange(2 * _PROBE_TOKENS).reshape(2, _PROBE_TOKENS)
+    second = torch.arange(_PROBE_TOKENS).expand(2, _PROBE_TOKENS)
+    ids = torch.cat([first + 1, second + 1], dim=1).to(next(model.parameters()).device)
+    positions = torch.arange(_PROBE_TOKENS, device=ids.device).repeat(2).expand(2, -1)
+    was_training = model.training
+    model.eval()
+    try:
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    finally:
+        model.train(was_training)
+    own = logits[:, _PROBE_TOKENS:].float()
+    leaked = (own[0] - own[1]).abs().max().item()
+    noise = 100 * torch.finfo(logits.dtype).eps * own.abs().max().item()
+    if not leaked <= noise:
+        raise ConfigurationError(
+            f"This model ({type(model).__name__}) does not keep the documents of a packed row "
+            f"apart: the logits of one change by {leaked:.2g} with the document before it. Use "
+            "data.packing=false, or another attention implementation (model.attention=sdpa)."
+        )

@@ -1,26 +1,16 @@
 """One class for every text, with any transformers model that classifies sequences."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules.parts import (
-    AdapterMaker,
-    OptimizerFactory,
-    build_model,
-    optimize,
-    require_built,
-)
-from roundpipe_lightning.modules.schedule import WarmupCosine
+from roundpipe_lightning.modules.base import TransformersModule
 from roundpipe_lightning.modules.source import Head, ModelSource
 
 
@@ -38,47 +28,39 @@ class ClassBatch(TypedDict):
     labels: Tensor
 
 
-class SequenceClassificationModule(LightningModule):
+class SequenceClassificationModule(TransformersModule):
     """Training of `AutoModelForSequenceClassification`: one class for a whole text.
 
     The loss is the model's own (cross-entropy in nats per text); the accuracy is logged beside it.
 
     Args:
-        source: The architecture and where its weights come from; it may be a causal language
-            model's, whose head is left out.
+        source: It may be a causal language model's, whose head is left out.
         classes: Names of the classes, in the order of their numbers.
-        optimizer: Makes the optimizer from the parameters that are trained.
-        scheduler: Learning rate over the run; None keeps the optimizer's.
-        adapters: Puts adapters into the model; None trains every parameter.
         pad_token_id: Token that fills texts up: decoder models look for the last token before it.
             None takes that of the Trainer's data module, if it has one, else the model's.
+        options: The other arguments of `TransformersModule`.
 
     Raises:
         ConfigurationError: There are fewer than two classes, or two of one name.
     """
+
+    task = "SEQ_CLS"
 
     def __init__(
         self,
         source: ModelSource,
         *,
         classes: Sequence[str],
-        optimizer: OptimizerFactory,
-        scheduler: WarmupCosine | None = None,
-        adapters: AdapterMaker | None = None,
         pad_token_id: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(source, **options)
         if len(classes) < 2 or len(set(classes)) < len(classes):
             raise ConfigurationError(
                 f"classes={list(classes)}: name at least two classes, no name twice."
             )
-        self.source = source
         self.classes = tuple(classes)
-        self.optimizer_factory = optimizer
-        self.scheduler = scheduler
-        self.adapters = adapters
         self.pad_token_id = pad_token_id
-        self.model: PreTrainedModel | None = None
         self.train_accuracy = MulticlassAccuracy(len(classes), average="micro")
         self.val_accuracy = MulticlassAccuracy(len(classes), average="micro")
         self.test_accuracy = MulticlassAccuracy(len(classes), average="micro")
@@ -90,20 +72,19 @@ class SequenceClassificationModule(LightningModule):
             data = self.trainer.datamodule  # type: ignore[attr-defined]
             self.pad_token_id = getattr(data, "pad_token_id", None)
 
-    def configure_model(self) -> None:
-        """Build the model once; called again for every validate, test and predict."""
-        if self.model is None:
-            changes: dict[str, Any] = {
-                **self.source.config_changes,
-                "id2label": dict(enumerate(self.classes)),
-                "label2id": {name: number for number, name in enumerate(self.classes)},
-            }
-            if self.pad_token_id is not None:
-                changes["pad_token_id"] = self.pad_token_id
-            source = dataclasses.replace(
-                self.source, head=Head.SEQUENCE_CLASSIFICATION, config_changes=changes
-            )
-            self.model = build_model(source, adapters=self.adapters, task="SEQ_CLS")
+    @override
+    def build_model(self, source: ModelSource) -> Any:
+        """The model, with the classes and the padding in its configuration."""
+        changes: dict[str, Any] = {
+            **source.config_changes,
+            "id2label": dict(enumerate(self.classes)),
+            "label2id": {name: number for number, name in enumerate(self.classes)},
+        }
+        if self.pad_token_id is not None:
+            changes["pad_token_id"] = self.pad_token_id
+        return super().build_model(
+            replace(source, head=Head.SEQUENCE_CLASSIFICATION, config_changes=changes)
+        )
 
     def forward(self, batch: ClassBatch) -> Any:
         """The model's own output for a batch: its `loss` (a scalar) and its `logits`.
@@ -111,7 +92,7 @@ class SequenceClassificationModule(LightningModule):
         Args:
             batch: Texts and their classes, on one device. `logits` have the shape (texts, classes).
         """
-        return require_built(self.model)(**batch)
+        return self.built_model(**batch)
 
     def training_step(self, batch: ClassBatch) -> Tensor:
         """Loss of one batch in nats per text, logged as `train_loss` beside `train_accuracy`."""
@@ -133,10 +114,6 @@ class SequenceClassificationModule(LightningModule):
     def predict_step(self, batch: ClassBatch) -> Tensor:
         """Probabilities of the classes, float, shape (texts, classes)."""
         return torch.softmax(self(batch).logits.float(), dim=-1)
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer over the parameters that are trained, and its scheduler, per step."""
-        return optimize(self, optimizer=self.optimizer_factory, scheduler=self.scheduler)
 
     def _evaluate(self, stage: str, batch: ClassBatch, accuracy: MulticlassAccuracy) -> None:
         output = self(batch)

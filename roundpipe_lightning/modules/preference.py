@@ -6,22 +6,13 @@ import copy
 from typing import Any, TypedDict
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as PyTorch's own documentation has it
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules.parts import (
-    AdapterMaker,
-    OptimizerFactory,
-    build_model,
-    optimize,
-    require_built,
-)
-from roundpipe_lightning.modules.schedule import WarmupCosine
+from roundpipe_lightning.modules.base import AdapterMaker, TransformersModule
 from roundpipe_lightning.modules.source import ModelSource
 
 _REFERENCE = "reference."
@@ -44,7 +35,7 @@ class PreferenceBatch(TypedDict):
     labels: Tensor
 
 
-class DirectPreferenceModule(LightningModule):
+class DirectPreferenceModule(TransformersModule):
     r"""Direct preference optimization (arXiv 2305.18290) of a causal language model.
 
     With $\pi$ the model that is trained, $\pi_0$ the reference, $x$ a prompt, $y_w$ the chosen and
@@ -63,12 +54,10 @@ class DirectPreferenceModule(LightningModule):
 
     Args:
         source: The architecture and where its weights come from.
-        optimizer: Makes the optimizer from the parameters that are trained.
-        scheduler: Learning rate over the run; None keeps the optimizer's.
-        adapters: Puts adapters into the model; None trains every parameter.
-        beta: How dear it is to move away from the reference: $\beta$, above 0.
+        beta: How expensive it is to move away from the reference: $\beta$, above 0.
         label_smoothing: Share of pairs that are taken to be the wrong way round: $\epsilon$, from 0
             to below one half.
+        options: The other arguments of `TransformersModule`.
 
     Raises:
         ConfigurationError: A figure is out of its range.
@@ -78,13 +67,11 @@ class DirectPreferenceModule(LightningModule):
         self,
         source: ModelSource,
         *,
-        optimizer: OptimizerFactory,
-        scheduler: WarmupCosine | None = None,
-        adapters: AdapterMaker | None = None,
         beta: float = 0.1,
         label_smoothing: float = 0.0,
+        **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(source, **options)
         if beta <= 0:
             raise ConfigurationError(f"module.beta={beta} must be above 0.")
         if not 0 <= label_smoothing < 0.5:
@@ -92,13 +79,8 @@ class DirectPreferenceModule(LightningModule):
                 f"module.label_smoothing={label_smoothing} must be 0 or more and below 0.5, where "
                 "the pairs say nothing."
             )
-        self.source = source
-        self.optimizer_factory = optimizer
-        self.scheduler = scheduler
-        self.adapters = adapters
         self.beta = beta
         self.label_smoothing = label_smoothing
-        self.model: PreTrainedModel | None = None
         self.reference: nn.Module | None = None
 
     def configure_model(self) -> None:
@@ -107,7 +89,7 @@ class DirectPreferenceModule(LightningModule):
             return
         reference = self.source.build().requires_grad_(requires_grad=False)
         if self.adapters is None:
-            self.model = build_model(self.source, adapters=None, task="CAUSAL_LM")
+            self.model = self.build_model(self.source)
         else:
             self.model = _with_adapters(reference, self.adapters)
         self.reference = reference
@@ -123,7 +105,7 @@ class DirectPreferenceModule(LightningModule):
         Args:
             batch: Pairs, on one device.
         """
-        model = require_built(self.model)
+        model = self.built_model
         with torch.no_grad():
             before = log_likelihoods(self.reference, batch)
         return self.beta * (log_likelihoods(model, batch) - before)
@@ -144,10 +126,6 @@ class DirectPreferenceModule(LightningModule):
         """Rewards, as `forward` gives them."""
         rewards: Tensor = self(batch)
         return rewards
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer over the parameters that are trained, and its scheduler, per step."""
-        return optimize(self, optimizer=self.optimizer_factory, scheduler=self.scheduler)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

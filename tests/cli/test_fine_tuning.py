@@ -26,7 +26,7 @@ SMALL = (
     "trainer.max_steps=5",
     "trainer.limit_val_batches=2",
     "trainer.val_check_interval=5",
-    "scheduler.warmup_steps=1",
+    "scheduler.num_warmup_steps=1",
     "optimizer.lr=0.01",
 )
 CLEAR = ("data.batch_size=16",)

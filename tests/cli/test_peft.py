@@ -17,7 +17,7 @@ from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from tests.kit.runs import compose_small, files, train_small
 
-FIXED = "scheduler.total_steps=4"
+FIXED = "scheduler.num_training_steps=4"
 STEPS = ("trainer.max_steps=4", FIXED)
 
 

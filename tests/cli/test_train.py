@@ -24,7 +24,7 @@ def test_the_same_seed_gives_the_same_run_on_any_number_of_workers(tmp_path: Pat
 
 
 def test_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path) -> None:
-    fixed = "scheduler.total_steps=4"
+    fixed = "scheduler.num_training_steps=4"
     whole = train_small(tmp_path / "whole", "trainer.max_steps=4", fixed)
     train_small(tmp_path / "half", "trainer.max_steps=2", fixed)
     last = tmp_path / "half" / "checkpoints" / "last.ckpt"
@@ -96,7 +96,7 @@ REFUSED = {
     "microbatches": (["partition.num_microbatches=0"], ConfigurationError, "num_microbatches"),
     "folder": (["model.weights=pretrained", "model.hub_name=."], ModelSourceError, "local folder"),
     "split": (["data.batch_size=3"], BatchError, "data.batch_size=3"),
-    "steps": (["scheduler.warmup_steps=-1"], ConfigurationError, "warmup_steps"),
+    "steps": (["scheduler.num_warmup_steps=-1"], ConfigurationError, "num_warmup_steps=-1"),
     "precision": (["trainer.precision=12"], InstantiationException, "12"),
     "text": (["data.text.train_bytes=0"], ConfigurationError, "train_bytes"),
 }

@@ -26,7 +26,7 @@ SMALL = (
     "data.text.validation_bytes=200",
     "hardware=cpu",
     "partition.num_microbatches=4",
-    "scheduler.warmup_steps=1",
+    "scheduler.num_warmup_steps=1",
     "trainer.max_steps=3",
 )
 """Overrides."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -37,7 +38,7 @@ def adapted(method: str, settings: dict[str, Any], *, model_type: str = "qwen3")
         config = AutoConfig.for_model(model_type, **sizes)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         return (
-            Adapters(config=PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()](**settings))
+            Adapters(config=PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(method.upper())](**settings))
             .apply(model)
             .train()
         )

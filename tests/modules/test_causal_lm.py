@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+import transformers
+from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules import CausalLanguageModule, ModelSource, WarmupCosine
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from tests.kit.architectures import TINY
 
 
@@ -93,11 +94,57 @@ def test_test_and_predict(tmp_path: Path) -> None:
     assert predictions[0]["loss"].ndim == 0
 
 
-def test_the_scheduler_steps_with_the_optimizer(tmp_path: Path) -> None:
-    module = make_module(scheduler=WarmupCosine(warmup_steps=1, final_share=0.5))
-    trainer = make_trainer(tmp_path, max_steps=3)
-    trainer.fit(module, make_loader(), make_loader())
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.005)
+SCHEDULE: Any = transformers.get_cosine_with_min_lr_schedule_with_warmup_lr_rate
+COSINE = functools.partial(
+    SCHEDULE,
+    num_warmup_steps=1,
+    num_training_steps=None,
+    min_lr_rate=0.5,
+)
+
+
+class Rates(Callback):
+    """Keeps the learning rate of every step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "rates"),
+    [
+        (COSINE, [0.01, 0.0075, 0.005]),
+        (functools.partial(COSINE, num_training_steps=2), [0.01, 0.005, 0.01]),
+        (functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2), [0.01, 0.01, 0.001]),
+        (None, [0.01, 0.01, 0.01]),
+    ],
+    ids=["length of the run", "own length", "of torch", "none"],
+)
+def test_the_schedule_steps_with_the_optimizer(
+    scheduler: Any, rates: list[float], tmp_path: Path
+) -> None:
+    recorder = Rates()
+    trainer = make_trainer(tmp_path, max_steps=3, callbacks=[recorder])
+    trainer.fit(make_module(scheduler=scheduler), make_loader(), make_loader())
+    assert recorder.rates == pytest.approx(rates)
+
+
+def test_a_run_without_an_end_needs_a_length(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=-1, max_epochs=-1)
+    with pytest.raises(ConfigurationError, match=r"Set scheduler\.num_training_steps"):
+        trainer.fit(make_module(scheduler=COSINE), make_loader(), make_loader())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_warmup_steps", -1), ("num_training_steps", 0), ("min_lr_rate", 1.5)],
+)
+def test_figures_of_a_schedule_are_checked(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"scheduler.{name}={value} must be"):
+        make_module(scheduler=functools.partial(COSINE, **{name: value}))
 
 
 def test_only_unfrozen_parameters_are_trained(tmp_path: Path) -> None:

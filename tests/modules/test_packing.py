@@ -14,7 +14,7 @@ from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.data.samples import Padding, Sample, as_row, packed_row
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
-from roundpipe_lightning.modules.packing import as_one_row, check_documents_apart
+from roundpipe_lightning.modules.causal_lm import as_one_row, check_documents_apart
 from tests.kit.architectures import TINY
 
 SLIDING = {

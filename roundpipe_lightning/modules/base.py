@@ -1,0 +1,145 @@
+"""What the modules here have in common: how their model is built and how it is optimized."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules.source import ModelSource
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+"""Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=1e-3)`."""
+
+SchedulerFactory = Callable[..., Any]
+"""Makes the learning rate's schedule from the optimizer: a partial of one of torch or transformers.
+
+Where it takes `num_training_steps` and has none, it is given the optimizer steps of the run.
+"""
+
+
+class AdapterMaker(Protocol):
+    """Puts adapters into a model, such as `roundpipe_lightning.modules.Adapters`."""
+
+    def apply(self, model: PreTrainedModel, *, task: str) -> Any:
+        """Return the model with adapters, all else frozen.
+
+        Args:
+            model: The base.
+            task: What it is for, as peft spells it: `CAUSAL_LM`, `SEQ_CLS`.
+        """
+
+
+class TransformersModule(LightningModule):
+    """Training of a model of transformers: ordinary Lightning code, which knows no pipelines.
+
+    Args:
+        source: The architecture and where its weights come from. The model is built in
+            `configure_model`, that is in the place and dtype the Trainer's strategy asks for.
+        optimizer: Makes the optimizer from the parameters that are trained.
+        scheduler: Makes the schedule of the learning rate; None keeps the optimizer's.
+        adapters: Puts adapters into the model; None trains every parameter.
+
+    Attributes:
+        model: The model; None before `configure_model`.
+    """
+
+    task: ClassVar[str] = "CAUSAL_LM"
+    """What the model is for, as peft spells it."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        adapters: AdapterMaker | None = None,
+    ) -> None:
+        super().__init__()
+        if scheduler is not None:
+            _check_schedule(scheduler)
+        self.source = source
+        self.optimizer_factory = optimizer
+        self.scheduler = scheduler
+        self.adapters = adapters
+        self.model: PreTrainedModel | None = None
+
+    @property
+    def built_model(self) -> Any:
+        """The model.
+
+        Raises:
+            ConfigurationError: `configure_model` was not called.
+        """
+        if self.model is None:
+            raise ConfigurationError(
+                "The model is not built yet. A Trainer builds it; without one, call "
+                "configure_model() first."
+            )
+        return self.model
+
+    def configure_model(self) -> None:
+        """Build the model once; called again for every validate, test and predict."""
+        if self.model is None:
+            self.model = self.build_model(self.source)
+
+    def build_model(self, source: ModelSource) -> Any:
+        """The model of a source, with its adapters if there are any."""
+        model = source.build()
+        return model if self.adapters is None else self.adapters.apply(model, task=self.task)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer over the parameters that are trained, and its schedule, per step.
+
+        Raises:
+            ConfigurationError: No parameter requires a gradient, or the schedule has no end.
+        """
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ConfigurationError(
+                "No parameter of the model is trained: every one has requires_grad=False. "
+                "Unfreeze some, or validate and test instead (train=false)."
+            )
+        optimizer = self.optimizer_factory(trained)
+        if self.scheduler is None:
+            return optimizer
+        options = {}
+        if _default_of(self.scheduler, "num_training_steps") in (None, inspect.Parameter.empty):
+            num_steps = self.trainer.estimated_stepping_batches
+            if math.isinf(num_steps):
+                raise ConfigurationError(
+                    "The run has no end (max_steps=-1 and max_epochs=-1), so the length of the "
+                    "schedule is unknown. Set scheduler.num_training_steps, trainer.max_steps or "
+                    "trainer.max_epochs."
+                )
+            options["num_training_steps"] = int(num_steps)
+        schedule = self.scheduler(optimizer, **options)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _default_of(function: Callable[..., Any], name: str) -> Any:
+    """The value that a function or a partial has for an argument; -1 if it takes no such one."""
+    parameter = inspect.signature(function).parameters.get(name)
+    return -1 if parameter is None else parameter.default
+
+
+def _check_schedule(scheduler: SchedulerFactory) -> None:
+    """Refuse figures that transformers' schedules take without a word."""
+    given = getattr(scheduler, "keywords", {})
+    for name, least, most in (
+        ("num_warmup_steps", 0, math.inf),
+        ("num_training_steps", 1, math.inf),
+        ("min_lr_rate", 0.0, 1.0),
+    ):
+        value = given.get(name)
+        if value is not None and not least <= value <= most:
+            limits = f"at least {least}" if math.isinf(most) else f"between {least} and {most}"
+            raise ConfigurationError(f"scheduler.{name}={value} must be {limits}.")
