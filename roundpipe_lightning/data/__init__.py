@@ -1,14 +1,13 @@
 """What `train.py` trains on. Nothing is downloaded, and nothing is read at import."""
 
-from roundpipe_lightning.data.byte_windows import ByteDataModule
+from roundpipe_lightning.data.bytes import ByteDataModule, TextFolder
 from roundpipe_lightning.data.chat import ChatDataModule
 from roundpipe_lightning.data.classification import ClassificationDataModule
-from roundpipe_lightning.data.corpus import TextFolder
-from roundpipe_lightning.data.files import FileOptions
 from roundpipe_lightning.data.preference import PreferenceDataModule
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
 from roundpipe_lightning.data.stream import TextStreamDataModule
 from roundpipe_lightning.data.text import TextDataModule
+from roundpipe_lightning.data.token_data import FileOptions
 
 __all__ = [
     "ByteDataModule",

@@ -1,15 +1,26 @@
-"""Conversations in files, for fine-tuning a model that chats."""
+"""Conversations: the tokenizer's own chat template, loss on the assistant's part alone."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from jinja2 import TemplateError
 from typing_extensions import override
 
-from roundpipe_lightning.data.conversation import ConversationEncoder
-from roundpipe_lightning.data.files import FileDataModule, FileOptions, Files, TokenizerMaker
 from roundpipe_lightning.data.records import Record
-from roundpipe_lightning.data.samples import Row, Sample, as_row, packed_rows
+from roundpipe_lightning.data.samples import IGNORED, Row, Sample, as_row, packed_rows
+from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import ConfigurationError, DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a message may have; whether a template knows all of them is the template's matter."""
+
+Message = Mapping[str, Any]
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatDataModule(FileDataModule):
@@ -20,13 +31,11 @@ class ChatDataModule(FileDataModule):
     attention crosses from one conversation into another.
 
     Args:
-        files: Paths of JSON lines, folders, patterns; or an object that has records.
-        tokenizer: Loads the tokenizer.
         packing: Whether conversations share rows.
         no_target: What becomes of a conversation in which the assistant says nothing (that is
             left of it): `drop` or `refuse`.
         field: Field of a record that has the messages.
-        options: The fields of `FileOptions`; `seq_len` and `batch_size` among them.
+        options: The other arguments of `FileDataModule`.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -35,14 +44,12 @@ class ChatDataModule(FileDataModule):
     def __init__(
         self,
         *,
-        files: Files,
-        tokenizer: TokenizerMaker,
         packing: bool = True,
         no_target: str = "drop",
         field: str = "messages",
         **options: Any,
     ) -> None:
-        super().__init__(files, tokenizer=tokenizer, options=FileOptions(**options))
+        super().__init__(**options)
         if no_target not in ("drop", "refuse"):
             raise ConfigurationError(f"data.no_target={no_target!r} is not one of drop, refuse.")
         self.packing = packing
@@ -84,3 +91,172 @@ class ChatDataModule(FileDataModule):
         if self.packing:
             return packed_rows(samples, seq_len=self.seq_len)
         return [as_row(sample) for sample in samples]
+
+
+class ConversationEncoder:
+    """Turns conversations into samples in which only what the assistant says is predicted.
+
+    Where the template marks the assistant's part (`{% generation %}`), the marks decide. Else the
+    conversation is rendered up to each of the assistant's messages, with and without it, and the
+    difference is the assistant's part: its text and the token that ends it.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers with a chat template.
+        name: What it is called, for messages.
+        field: Field of a record that has the messages.
+
+    Raises:
+        ConfigurationError: The tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, *, name: str, field: str = "messages") -> None:
+        if not tokenizer.chat_template:
+            raise ConfigurationError(
+                f"The tokenizer {name} has no chat template, so it is not known how a conversation "
+                "is written. Take the tokenizer of the model's chat variant, or set "
+                "data.tokenizer.chat_template to a file with a Jinja template."
+            )
+        self.tokenizer = tokenizer
+        self.field = field
+        self._is_marked = _MARKED.search(str(tokenizer.get_chat_template())) is not None
+
+    def __call__(self, record: Record) -> Sample:
+        """Encode the conversation of a record.
+
+        Raises:
+            DataError: It is not a conversation, or the template cannot write it.
+        """
+        messages = check_messages(record.get(self.field), place=record.place)
+        options = {"tools": record.fields["tools"]} if record.fields.get("tools") else {}
+        if self._is_marked:
+            return self._encode_marked(messages, options, place=record.place)
+        return self._encode_by_difference(messages, options, place=record.place)
+
+    def last_answer(self, messages: Sequence[Message], *, place: str) -> Sample:
+        """A conversation that ends with the assistant's message, which alone is predicted.
+
+        Raises:
+            DataError: The template cannot write it.
+        """
+        if self._is_marked:
+            sample = self._encode_marked(messages, {}, place=place)
+        else:
+            sample = self._encode_by_difference(messages, {}, place=place)
+        targets = torch.nonzero(sample.labels != IGNORED).flatten().tolist()
+        if targets:
+            earlier = torch.nonzero(sample.labels[: targets[-1]] == IGNORED).flatten().tolist()
+            sample.labels[: earlier[-1]] = IGNORED  # the last run of targets begins after it
+        return sample
+
+    def _encode_marked(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str
+    ) -> Sample:
+        found = self._render(
+            messages,
+            options,
+            place=place,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        targets = [bool(mark) for mark in found["assistant_masks"]]
+        return Sample.of(found["input_ids"], targets=targets)
+
+    def _encode_by_difference(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str
+    ) -> Sample:
+        text = self._render(messages, options, place=place)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._render(
+                    messages[:index], options, place=place, add_generation_prompt=True
+                )
+                through = self._render(messages[: index + 1], options, place=place)
+                content = str(message.get("content") or "").strip()
+                span = _assistant_span(text, before=before, through=through, content=content)
+                if span is None:
+                    raise DataError(
+                        f"{place}: message {index + 1} is the assistant's, but the chat template "
+                        "writes the conversation before it in another way once it is there, so "
+                        "its tokens cannot be told. Use a template with generation marks "
+                        "(data.tokenizer.chat_template)."
+                    )
+                spans.append(span)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        targets = [
+            any(start < stop and start < end and stop > begin for begin, end in spans)
+            for start, stop in encoded["offset_mapping"]
+        ]
+        return Sample.of(encoded["input_ids"], targets=targets)
+
+    def _render(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str, **how: Any
+    ) -> Any:
+        if not messages:
+            return ""
+        how.setdefault("tokenize", False)
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), **options, **how)
+        except (ValueError, TypeError, TemplateError) as error:
+            raise DataError(
+                f"{place}: the tokenizer's chat template refuses this conversation: {error}"
+            ) from error
+
+
+def check_messages(value: Any, *, place: str) -> Sequence[Message]:
+    """The messages of a conversation.
+
+    Raises:
+        DataError: It is no list of messages, is empty, or a message has no role that is known or
+            no content.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(
+            f"{place}: a conversation is a list of messages, and not an empty one, such as "
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
+        )
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{place}: message {number} is no object with a role and a content.")
+        role = message.get("role")
+        if role not in ROLES:
+            raise DataError(
+                f"{place}: message {number} has the role {role!r}. Known roles are "
+                f"{', '.join(ROLES)}."
+            )
+        content = message.get("content")
+        if not message.get("tool_calls") and (content is None or content in ("", [])):
+            raise DataError(
+                f"{place}: message {number} ({role}) has no content. Give it one or remove it."
+            )
+    return value
+
+
+def _assistant_span(
+    text: str, *, before: str, through: str, content: str
+) -> tuple[int, int] | None:
+    """Where the assistant's message is in the text of a conversation.
+
+    Args:
+        text: The whole conversation.
+        before: It up to the message, with the words that make the assistant speak.
+        through: It up to and with the message. Where templates write the last message in another
+            way than earlier ones (without its reasoning, say), that is no beginning of `text`, but
+            what follows the content in it is also what ends the message in `text`.
+        content: What the assistant says.
+
+    Returns:
+        First character and the one after the last; None if it cannot be told.
+    """
+    if not text.startswith(before) or not through.startswith(before):
+        return None
+    if text.startswith(through):
+        said = through[len(before) :]
+        return len(before), len(before) + len(said.rstrip())
+    at = through.rfind(content)
+    if not content or at < len(before):
+        return None
+    ending = through[at + len(content) :].rstrip()
+    found = text.find(content + ending, len(before))
+    return None if found < 0 else (len(before), found + len(content) + len(ending))

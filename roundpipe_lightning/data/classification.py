@@ -1,14 +1,14 @@
 """Texts with a class in files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from roundpipe_lightning.data.files import FileDataModule, FileOptions, Files, TokenizerMaker
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import Row, Sample, as_row
+from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 
@@ -16,12 +16,10 @@ class ClassificationDataModule(FileDataModule):
     """Texts with a class: `{"text": "...", "label": "..."}` per line, or columns of a CSV file.
 
     Args:
-        files: Paths of JSON lines or CSV files, folders, patterns; or an object that has records.
-        tokenizer: Loads the tokenizer.
         classes: Names of the classes, in the order of their numbers. A label is a name or a number.
         field: Field of a record that has the text.
         label_field: Field of a record that has the class.
-        options: The fields of `FileOptions`; `seq_len` and `batch_size` among them.
+        options: The other arguments of `FileDataModule`.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -30,14 +28,12 @@ class ClassificationDataModule(FileDataModule):
     def __init__(
         self,
         *,
-        files: Files,
-        tokenizer: TokenizerMaker,
         classes: Sequence[str],
         field: str = "text",
         label_field: str = "label",
         **options: Any,
     ) -> None:
-        super().__init__(files, tokenizer=tokenizer, options=FileOptions(**options))
+        super().__init__(**options)
         if len(classes) < 2 or len(set(classes)) < len(classes):
             raise ConfigurationError(
                 f"data.classes={list(classes)}: name at least two classes, no name twice."
@@ -47,8 +43,7 @@ class ClassificationDataModule(FileDataModule):
         self.label_field = label_field
 
     @override
-    def encode(self, record: Record) -> Mapping[str, Any] | None:
-        """A text as tokens, and its class."""
+    def encode(self, record: Record) -> Row | None:
         label = self._label(record)
         whole = Sample.of(self.tokenizer(record.text(self.field))["input_ids"])
         sample = self.options.policy.apply(whole, limit=self.seq_len, place=record.place)
@@ -59,7 +54,6 @@ class ClassificationDataModule(FileDataModule):
 
     @override
     def arrange(self, samples: Sequence[Row]) -> Sequence[Row]:
-        """One text in each row."""
         return samples
 
     def _label(self, record: Record) -> int:

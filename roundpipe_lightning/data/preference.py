@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from roundpipe_lightning.data.conversation import ConversationEncoder, Message, check_messages
-from roundpipe_lightning.data.files import FileDataModule, FileOptions, Files, TokenizerMaker
+from roundpipe_lightning.data.chat import ConversationEncoder, Message, check_messages
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong, as_row
+from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import DataError
 
 
@@ -38,8 +38,6 @@ class PreferenceDataModule(FileDataModule):
     tokenizer's chat template; of each only the last answer is scored.
 
     Args:
-        files: Paths of JSON lines, folders, patterns; or an object that has records.
-        tokenizer: Loads the tokenizer.
         options: The fields of `FileOptions`; `seq_len` and `batch_size` (in pairs) among them.
             `too_long=cut_end` cuts answers, `cut_start` cuts prompts.
 
@@ -47,8 +45,8 @@ class PreferenceDataModule(FileDataModule):
         ConfigurationError: A setting is out of its range.
     """
 
-    def __init__(self, *, files: Files, tokenizer: TokenizerMaker, **options: Any) -> None:
-        super().__init__(files, tokenizer=tokenizer, options=FileOptions(**options))
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._encoder: ConversationEncoder | None = None
 
     @override

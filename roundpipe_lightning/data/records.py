@@ -1,13 +1,15 @@
-"""Records in files: JSON lines, CSV, Parquet and plain text, read one at a time."""
+"""Records in files and data sets: JSON lines, CSV, Parquet, plain text, the Hugging Face hub.
+
+JSON lines and CSV are read here and not by `datasets`, so that one file may hold records of several
+forms and a broken line is named by its number.
+"""
 
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,8 +63,8 @@ class RecordSource(Protocol):
     def parts(self) -> Sequence[str]:
         """Names of the parts: files, for instance. None of them is opened."""
 
-    def read(self, part: str, *, start: int = 0) -> Iterator[Record]:
-        """Records of a part in their order, without the first `start` ones."""
+    def read(self, part: str) -> Iterator[Record]:
+        """Records of a part in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,8 @@ class RecordFiles:
     """Records in files of this machine.
 
     How a file is read follows from its suffix: `.jsonl` (one JSON object per line), `.csv` (the
-    first line names the fields), `.parquet` (needs pyarrow), `.txt` and `.md` (the whole file is
-    the field `text` of one record).
+    first line names the fields), `.parquet`, `.txt` and `.md` (the whole file is the field `text`
+    of one record).
 
     Attributes:
         paths: Files, folders (all files in them that can be read) and glob patterns.
@@ -95,29 +97,24 @@ class RecordFiles:
         found = [str(file) for path in self.paths for file in _files(path)]
         return tuple(dict.fromkeys(found))
 
-    def read(self, part: str, *, start: int = 0) -> Iterator[Record]:
+    def read(self, part: str) -> Iterator[Record]:
         """Records of a file.
-
-        Args:
-            part: Path of the file.
-            start: Records at its beginning that are left out.
 
         Raises:
             DataError: The file cannot be read; the message names the line.
-            ConfigurationError: A library that it needs is not installed.
         """
         path = Path(part)
-        return _READERS[path.suffix.lower()](path, start)
+        return _READERS[path.suffix.lower()](path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecords:
-    """Records of a data set of the `datasets` library, where that is installed.
+    """Records of a data set of the `datasets` library.
 
     Attributes:
         path: Name on the hub, or a local folder or file type that `datasets.load_dataset` takes.
         split: Part of the data set: `train`, `train[:90%]`, ...
-        options: Further arguments of `load_dataset`, such as `data_files` or `name`.
+        options: Further arguments of `load_dataset`: `data_files`, `name`, `streaming=True`, ...
     """
 
     path: str
@@ -128,16 +125,13 @@ class DatasetRecords:
         """The split alone."""
         return (self.split,)
 
-    def read(self, part: str, *, start: int = 0) -> Iterator[Record]:
-        """Rows of the split.
+    def read(self, part: str) -> Iterator[Record]:
+        """Rows of the split."""
+        import datasets  # takes a second, and few need it
 
-        Raises:
-            ConfigurationError: The library is not installed.
-        """
-        datasets = _imported("datasets", reason="data sets of its hub")
         rows = datasets.load_dataset(self.path, split=part, **self.options)
-        for index in range(start, len(rows)):
-            yield Record(fields=rows[index], place=f"{self.path}, {part}, row {index}")
+        for index, fields in enumerate(rows):
+            yield Record(fields=fields, place=f"{self.path}, {part}, row {index}")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -152,28 +146,24 @@ def _files(path: str) -> list[Path]:
     else:
         files = sorted(Path(place.anchor).glob(str(place.relative_to(place.anchor))))
         files = [file for file in files if file.is_file()]
+    known = ", ".join(_READERS)
     if not files:
         raise ConfigurationError(
             f"data files: nothing is found at {path!r} (looked in {Path.cwd()}). Name a file, a "
-            f"folder or a pattern; known suffixes are {', '.join(_READERS)}."
+            f"folder or a pattern; known suffixes are {known}."
         )
     for file in files:
         if file.suffix.lower() not in _READERS:
             raise ConfigurationError(
-                f"data files: {str(file)!r} has a suffix that is not known. Known are "
-                f"{', '.join(_READERS)}."
+                f"data files: {str(file)!r} has a suffix that is not known. Known are {known}."
             )
     return files
 
 
-def _json_lines(path: Path, start: int) -> Iterator[Record]:
-    seen = 0
+def _json_lines(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            seen += 1
-            if seen > start:
+            if line.strip():
                 place = f"{path}, line {number}"
                 yield Record(fields=_json_object(line, place=place), place=place)
 
@@ -195,10 +185,10 @@ def _json_object(line: bytes, *, place: str) -> Mapping[str, Any]:
     return value
 
 
-def _comma_separated(path: Path, start: int) -> Iterator[Record]:
+def _comma_separated(path: Path) -> Iterator[Record]:
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        for fields in islice(reader, start, None):
+        for fields in reader:
             place = f"{path}, line {reader.line_num}"
             if None in fields or None in fields.values():
                 raise DataError(
@@ -209,47 +199,28 @@ def _comma_separated(path: Path, start: int) -> Iterator[Record]:
             yield Record(fields=fields, place=place)
 
 
-def _parquet(path: Path, start: int) -> Iterator[Record]:
-    parquet = _imported("pyarrow.parquet", reason=f"{path.name}, a Parquet file")
-    file = parquet.ParquetFile(path)
-    row = 0
-    for group in range(file.num_row_groups):
-        num_rows = file.metadata.row_group(group).num_rows
-        if row + num_rows > start:
-            table = file.read_row_group(group).to_pylist()
-            for index, fields in enumerate(table):
-                if row + index >= start:
-                    yield Record(fields=fields, place=f"{path}, row {row + index}")
-        row += num_rows
+def _parquet(path: Path) -> Iterator[Record]:
+    """Rows, read a group at a time and copied into no cache."""
+    source = DatasetRecords(path="parquet", options={"data_files": str(path), "streaming": True})
+    for index, record in enumerate(source.read("train")):
+        yield Record(fields=record.fields, place=f"{path}, row {index}")
 
 
-def _whole_text(path: Path, start: int) -> Iterator[Record]:
-    if start == 0:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: this is not a text in UTF-8 ({error}).") from error
-        yield Record(fields={"text": text}, place=str(path))
+def _whole_text(path: Path) -> Iterator[Record]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: this is not a text in UTF-8 ({error}).") from error
+    yield Record(fields={"text": text}, place=str(path))
 
 
-_READERS: Mapping[str, Callable[[Path, int], Iterator[Record]]] = {
+_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
     ".jsonl": _json_lines,
     ".csv": _comma_separated,
     ".parquet": _parquet,
     ".txt": _whole_text,
     ".md": _whole_text,
 }
-
-
-def _imported(name: str, *, reason: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise ConfigurationError(
-            f"{reason} needs the package {package!r}, which is not installed. Install it with "
-            f'`pip install "roundpipe-lightning[data]"` or `pip install {package}`.'
-        ) from error
 
 
 def _kind(value: object) -> str:

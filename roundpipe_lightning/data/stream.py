@@ -1,4 +1,8 @@
-"""Texts that are read while training goes on: for more of them than memory holds."""
+"""Texts that are read while training goes on: for more of them than memory holds.
+
+`datasets` streams too, but what is in its shuffle buffer is lost when it goes on from a saved
+state. Here every record is read once, whenever a run was stopped.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from roundpipe_lightning.data.files import (
-    FileOptions,
-    Files,
-    TokenDataModule,
-    TokenizerMaker,
-    as_source,
-)
 from roundpipe_lightning.data.records import Record, RecordSource
 from roundpipe_lightning.data.samples import Padding, Rows, Sample
 from roundpipe_lightning.data.text import TextDataModule, WindowCutter, text_sample
+from roundpipe_lightning.data.token_data import Files, TokenizerMaker, as_source
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 
 Batch = dict[str, Tensor]
@@ -205,79 +203,43 @@ class StreamLoader(DataLoader[Any]):
         self._loaded = state or None
 
 
-class TextStreamDataModule(TokenDataModule):
+class TextStreamDataModule(TextDataModule):
     """Texts of files of any size, tokenised while training goes on; every token is predicted.
 
-    Like `TextDataModule`, but nothing is held in memory beside a run of records. The order is drawn
-    from the seed and the epoch, and a checkpoint goes on with the batch that would have come next.
-    The length of an epoch is not known, so the Trainer needs `max_steps`.
+    Like `TextDataModule`, but nothing is held in memory beside a run of records and the texts that
+    are validated on. The order is drawn from the seed and the epoch, and a checkpoint goes on with
+    the batch that would have come next. The length of an epoch is not known, so the Trainer needs
+    `max_steps`.
 
     Args:
-        files: Paths of JSON lines, CSV, Parquet, text files, folders, patterns; or an object that
-            has records.
-        tokenizer: Loads the tokenizer. Its end-of-text token ends every text.
-        validation_files: Texts that are validated on; they are held in memory.
-        field: Field of a record that has the text.
-        keep_apart: Whether no attention crosses from one text into another in the same window.
+        validation_files: Texts that are validated on.
         run_records: Records that are shuffled among each other.
-        options: The fields of `FileOptions`; `seq_len` and `batch_size` (in windows) among them.
+        options: The other arguments of `TextDataModule`.
 
     Raises:
         ConfigurationError: A setting is out of its range.
     """
 
     def __init__(
-        self,
-        *,
-        files: Files,
-        tokenizer: TokenizerMaker,
-        validation_files: Files,
-        field: str = "text",
-        keep_apart: bool = True,
-        run_records: int = 10_000,
-        **options: Any,
+        self, *, validation_files: Files, run_records: int = 10_000, **options: Any
     ) -> None:
-        super().__init__(FileOptions(**options))
+        super().__init__(validation_files=validation_files, **options)
         if run_records < 1:
             raise ConfigurationError(f"data.run_records={run_records} must be at least 1.")
-        self.field = field
-        self.keep_apart = keep_apart
         self.run_records = run_records
-        self._source = as_source(files)
-        self._validation = TextDataModule(
-            files=validation_files,
-            tokenizer=tokenizer,
-            field=field,
-            keep_apart=keep_apart,
-            **options,
-        )
         self._validation_source = as_source(validation_files)
-        self._validation_rows: Rows | None = None
-        self.tokenizer_source = tokenizer
-
-    @property
-    def packs_documents(self) -> bool:
-        """Whether several documents share a row and must not see each other."""
-        return self.keep_apart
-
-    @property
-    @override
-    def tokenizer(self) -> Any:
-        """The tokenizer, loaded when it is first asked for."""
-        return self._validation.tokenizer
 
     @override
     def setup(self, stage: str | None = None) -> None:
         """Find the files, and read those that are validated on."""
-        self._source.parts()
-        if self._validation_rows is None:
-            samples = self._validation.encode_all(self._validation_source)
-            self._validation_rows = Rows(self._validation.arrange(samples))
+        self.files.parts()
+        if self.validation_rows is None:
+            self.validation_rows = Rows(self.arrange(self.encode_all(self._validation_source)))
 
+    @override
     def train_dataloader(self) -> StreamLoader:
-        """Batches of windows, in the epoch's own order."""
         stream = WindowStream(
-            source=self._source,
+            source=self.files,
             tokenizer=self.tokenizer_source,
             field=self.field,
             seq_len=self.seq_len,
@@ -286,9 +248,3 @@ class TextStreamDataModule(TokenDataModule):
             order=StreamOrder(run_records=self.run_records, seed=self.options.seed),
         )
         return StreamLoader(stream, num_workers=self.options.num_workers)
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Batches of validation windows, always the same."""
-        assert self._validation_rows is not None, "Lightning calls setup first"
-        return self._validation.batches(self._validation_rows)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from roundpipe_lightning.data.files import FileDataModule, FileOptions, Files, TokenizerMaker
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import Padding, Row, Sample, packed_row
+from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import ConfigurationError
 
 
@@ -18,8 +18,6 @@ class TextDataModule(FileDataModule):
     """Texts, laid end to end and cut into windows of equal length; every token is predicted.
 
     Args:
-        files: Paths of JSON lines, CSV, Parquet, text files, folders, patterns; or an object that
-            has records.
         tokenizer: Loads the tokenizer. Its end-of-text token ends every text.
         field: Field of a record that has the text.
         keep_apart: Whether no attention crosses from one text into another in the same window.
@@ -33,13 +31,11 @@ class TextDataModule(FileDataModule):
     def __init__(
         self,
         *,
-        files: Files,
-        tokenizer: TokenizerMaker,
         field: str = "text",
         keep_apart: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(files, tokenizer=tokenizer, options=FileOptions(**options))
+        super().__init__(**options)
         self.field = field
         self.keep_apart = keep_apart
 

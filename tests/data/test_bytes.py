@@ -1,10 +1,139 @@
-"""Packing documents into windows."""
+"""Which text is read, and how it is packed into windows."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.data.bytes import DOCUMENT_SEPARATOR, NUM_TOKENS, pack
+from roundpipe_lightning.data import ByteDataModule, TextFolder
+from roundpipe_lightning.data.bytes import (
+    DOCUMENT_SEPARATOR,
+    NUM_TOKENS,
+    find_files,
+    pack,
+    standard_library,
+)
+from roundpipe_lightning.errors import ConfigurationError
+
+
+def make_data(**options: Any) -> ByteDataModule:
+    text = TextFolder(train_bytes=2_000, validation_bytes=500)
+    return ByteDataModule(**{"seq_len": 16, "batch_size": 4, "text": text, **options})
+
+
+def fill(folder: Path) -> None:
+    for number in range(20):
+        path = folder / f"package{number % 3}" / f"module{number}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes([65 + number]) * 10)
+    (folder / "notes.txt").write_text("not Python")
+    for skipped in ("test", "site-packages"):
+        (folder / skipped).mkdir()
+        (folder / skipped / "module.py").write_text("skipped")
+
+
+def test_batches_of_the_standard_library() -> None:
+    data = make_data()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape == batch["labels"].shape == (4, 16)
+    assert int(batch["input_ids"].max()) < data.num_tokens
+    loaders = (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader())
+    assert len({len(loader) for loader in loaders}) == 1
+
+
+def test_reads_nothing_before_setup_and_once_in_it(tmp_path: Path) -> None:
+    data = make_data(text=TextFolder(folder=str(tmp_path), train_bytes=70, validation_bytes=70))
+    for number in range(4):
+        (tmp_path / f"{number}.py").write_bytes(b"x" * 70)
+    data.setup("fit")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    data.setup("test")
+
+
+def test_the_seed_orders_training_and_leaves_validation() -> None:
+    one, two = make_data(seed=1), make_data(seed=2)
+    one.setup()
+    two.setup()
+    first, second = next(iter(one.train_dataloader())), next(iter(two.train_dataloader()))
+    assert not torch.equal(first["input_ids"], second["input_ids"])
+    first, second = next(iter(one.val_dataloader())), next(iter(two.val_dataloader()))
+    assert torch.equal(first["input_ids"], second["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seq_len", 1),
+        ("batch_size", 0),
+        ("num_workers", -1),
+        ("text.train_bytes", 0),
+        ("text.validation_bytes", -1),
+    ],
+)
+def test_refuses_figures_that_are_too_small(name: str, value: int) -> None:
+    make: Any = TextFolder if name.startswith("text.") else make_data
+    with pytest.raises(ConfigurationError, match=f"data.{name}={value} must be"):
+        make(**{name.removeprefix("text."): value})
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_refuses_too_little_text_for_one_batch(part: str) -> None:
+    budgets: Any = {"train_bytes": 2_000, "validation_bytes": 500, f"{part}_bytes": 20}
+    with pytest.raises(ConfigurationError, match=f"Raise data.text.{part}_bytes"):
+        make_data(text=TextFolder(**budgets)).setup()
+
+
+def test_the_standard_library_is_found_and_the_same_twice() -> None:
+    folder = standard_library()
+    files = find_files(folder, pattern="*.py")
+    assert folder / "argparse.py" in files
+    assert files == find_files(folder, pattern="*.py")
+    assert not any("site-packages" in path.parts for path in files)
+
+
+def test_the_order_depends_on_the_paths_alone(tmp_path: Path) -> None:
+    fill(tmp_path)
+    files = find_files(tmp_path, pattern="*.py")
+    assert len(files) == 20
+    assert files != sorted(files)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    fill(moved)
+    names = [path.relative_to(tmp_path) for path in files]
+    assert [path.relative_to(moved) for path in find_files(moved, pattern="*.py")] == names
+
+
+@pytest.mark.parametrize(("budget", "num_trained"), [(43, 43), (10_000, 170)])
+def test_budgets_hold_exactly_and_no_file_is_in_both_parts(
+    tmp_path: Path, budget: int, num_trained: int
+) -> None:
+    fill(tmp_path)
+    text = TextFolder(folder=str(tmp_path), train_bytes=budget, validation_bytes=25)
+    train, validation = text.read()
+    assert sum(map(len, validation)) == 25
+    assert sum(map(len, train)) == num_trained
+    assert not {text[:1] for text in train} & {text[:1] for text in validation}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folder": "nowhere"}, "nowhere"),
+        ({"pattern": "*.rs"}, r"data.text.pattern='\*.rs'"),
+        ({"validation_bytes": 200}, r"Lower data\.text\.validation_bytes"),
+    ],
+)
+def test_text_that_is_not_there_is_named(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    fill(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        TextFolder(**{"folder": str(tmp_path), **options}).read()
 
 
 def test_every_document_follows_a_separator() -> None:
@@ -13,18 +142,12 @@ def test_every_document_follows_a_separator() -> None:
     assert windows.tolist() == [[separator, 97, 98, separator, separator, 99, 255]]
 
 
-def test_no_document_makes_no_window() -> None:
-    assert pack([], seq_len=4).shape == (0, 4)
-
-
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(min_value=1, max_value=16))
 def test_nothing_but_the_last_tokens_is_lost(documents: list[bytes], seq_len: int) -> None:
     windows = pack(documents, seq_len=seq_len)
     num_tokens = sum(map(len, documents)) + len(documents)
     assert windows.shape == (num_tokens // seq_len, seq_len)
     assert windows.dtype == torch.int16
-    expected = [token for document in documents for token in (DOCUMENT_SEPARATOR, *document)][
-        : windows.numel()
-    ]
-    assert windows.flatten().tolist() == expected
+    expected = [token for document in documents for token in (DOCUMENT_SEPARATOR, *document)]
+    assert windows.flatten().tolist() == expected[: windows.numel()]
     assert all(0 <= token < NUM_TOKENS for token in expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roundpipe_lightning.data import ChatDataModule, Record
-from roundpipe_lightning.data.conversation import ConversationEncoder
+from roundpipe_lightning.data.chat import ConversationEncoder
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.modules.tokenizer import TokenizerSource
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from roundpipe_lightning.data.loader import ResumableLoader, SeededOrder
+from roundpipe_lightning.data.token_data import ResumableLoader, SeededOrder
 from roundpipe_lightning.strategy.resume.data_position import SlowResumeWarning
 from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
 from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning

@@ -1,4 +1,4 @@
-"""What the data modules for files have in common: reading, splitting, batching."""
+"""What the data modules have in common: reading, splitting, batching, going on where it was."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
-from roundpipe_lightning.data.loader import ResumableLoader, SeededOrder
 from roundpipe_lightning.data.records import Record, RecordFiles, RecordSource
 from roundpipe_lightning.data.samples import Padding, Row, Rows, TooLong, pad_token_of
 from roundpipe_lightning.errors import ConfigurationError, DataError
@@ -38,7 +37,7 @@ class TokenizerMaker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """How the samples of files are split, cut and batched.
+    """How samples are split, cut and batched.
 
     Attributes:
         seq_len: Tokens of a sample, or of a packed row, at most.
@@ -65,16 +64,11 @@ class FileOptions:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("seq_len", 2),
-            ("batch_size", 1),
-            ("pad_to_multiple_of", 1),
-            ("num_workers", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigurationError(
-                    f"data.{name}={getattr(self, name)} must be at least {least}."
-                )
+        least = {"seq_len": 2, "batch_size": 1, "pad_to_multiple_of": 1, "num_workers": 0}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value < minimum:
+                raise ConfigurationError(f"data.{name}={value} must be at least {minimum}.")
         if not 0 < self.validation_share < 1:
             raise ConfigurationError(
                 f"data.validation_share={self.validation_share} must lie between 0 and 1."
@@ -83,30 +77,37 @@ class FileOptions:
 
     @property
     def policy(self) -> TooLong:
-        """What becomes of samples that are too long."""
         return TooLong(self.too_long)
 
 
 class TokenDataModule(LightningDataModule):
-    """What a model and a person may ask of tokenised data.
+    """Rows of tokens in memory, for training and for validation.
+
+    A subclass sets both in `setup`. The order of the training rows depends on the seed and the
+    epoch alone, and a checkpoint goes on in the middle of an epoch. Validation rows stay in their
+    order, and are what is tested and predicted as well.
 
     Args:
         options: How samples are split, cut and batched.
+
+    Attributes:
+        train_rows: Rows to train on; None before `setup`.
+        validation_rows: Rows to validate on; None before `setup`.
     """
+
+    drops_last_validation_batch = False
+    """Whether a smaller last batch of validation rows is left out."""
 
     def __init__(self, options: FileOptions) -> None:
         super().__init__()
         self.options = options
+        self.train_rows: Dataset[Row] | None = None
+        self.validation_rows: Dataset[Row] | None = None
 
     @property
     @abstractmethod
-    def tokenizer(self) -> Any:
-        """The tokenizer, loaded when it is first asked for."""
-
-    @property
     def num_tokens(self) -> int:
         """Size that a model's vocabulary must have at least."""
-        return len(self.tokenizer)
 
     @property
     def seq_len(self) -> int:
@@ -118,40 +119,59 @@ class TokenDataModule(LightningDataModule):
         """Rows of a batch."""
         return self.options.batch_size
 
-    @abstractmethod
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.train_rows is not None, "Lightning calls setup first"
+        return ResumableLoader(
+            self.train_rows,
+            order=SeededOrder(len(self.train_rows), seed=self.options.seed),  # type: ignore[arg-type]
+            batch_size=self.batch_size,
+            num_workers=self.options.num_workers,
+            collate=self.collate(),
+        )
+
     def val_dataloader(self) -> DataLoader[Any]:
-        """Batches of validation rows, always the same."""
+        assert self.validation_rows is not None, "Lightning calls setup first"
+        return DataLoader(
+            self.validation_rows,
+            batch_size=self.batch_size,
+            num_workers=self.options.num_workers,
+            collate_fn=self.collate(),
+            drop_last=self.drops_last_validation_batch,
+            persistent_workers=self.options.num_workers > 0,
+        )
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """The validation rows: this data has no third part."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The validation rows."""
         return self.val_dataloader()
+
+    def collate(self) -> Callable[[list[Row]], Any] | None:
+        """What makes a batch of rows; None stacks their tensors."""
+        return None
 
 
 class FileDataModule(TokenDataModule):
-    """Samples of files, tokenised in `setup` and held in memory.
+    """Samples of files, tokenised in `setup`. Batches are padded to their longest row.
 
-    The kinds of data differ in how a record becomes rows: see `encode` and `arrange`. The order of
-    the training rows depends on the seed and the epoch alone, and a checkpoint goes on in the
-    middle of an epoch. Batches are padded to their longest row.
+    The kinds of data differ in how a record becomes rows: see `encode` and `arrange`.
 
     Args:
-        files: The samples.
+        files: The samples: paths of JSON lines, CSV, Parquet and text files, folders, patterns; or
+            an object that has records.
         tokenizer: Loads the tokenizer.
-        options: How samples are split, cut and batched.
+        options: The fields of `FileOptions`; `seq_len` and `batch_size` among them.
+
+    Raises:
+        ConfigurationError: A setting is out of its range.
     """
 
-    def __init__(self, files: Files, *, tokenizer: TokenizerMaker, options: FileOptions) -> None:
-        super().__init__(options)
+    def __init__(self, *, files: Files, tokenizer: TokenizerMaker, **options: Any) -> None:
+        super().__init__(FileOptions(**options))
         self.files = as_source(files)
         self.tokenizer_source = tokenizer
         self.skipped: Counter[str] = Counter()
         self._tokenizer: Any = None
-        self._train: Rows | None = None
-        self._validation: Rows | None = None
 
     @abstractmethod
     def encode(self, record: Record) -> Any | None:
@@ -166,7 +186,6 @@ class FileDataModule(TokenDataModule):
         """Make rows of samples."""
 
     @property
-    @override
     def tokenizer(self) -> Any:
         """The tokenizer, loaded when it is first asked for."""
         if self._tokenizer is None:
@@ -177,6 +196,11 @@ class FileDataModule(TokenDataModule):
     def tokenizer_name(self) -> str:
         """What the tokenizer is called in messages."""
         return repr(self.tokenizer_source.name or "bytes")
+
+    @property
+    @override
+    def num_tokens(self) -> int:
+        return len(self.tokenizer)
 
     @property
     def pad_token_id(self) -> int:
@@ -199,7 +223,7 @@ class FileDataModule(TokenDataModule):
             DataError: A sample cannot be read or used.
             ConfigurationError: There are too few samples for one batch.
         """
-        if self._train is not None:
+        if self.train_rows is not None:
             return
         self.collate()  # a tokenizer that cannot pad is refused before anything is read
         train = self.encode_all(self.files)
@@ -213,37 +237,10 @@ class FileDataModule(TokenDataModule):
                 f"The {len(train)} training samples make {len(rows)} rows, less than one batch of "
                 f"data.batch_size={self.batch_size}. Give more samples or lower data.batch_size."
             )
-        self._train, self._validation = rows, Rows(self.arrange(validation))
-
-    def train_dataloader(self) -> ResumableLoader:
-        """Batches of training rows in the epoch's own order."""
-        assert self._train is not None, "Lightning calls setup first"
-        return ResumableLoader(
-            self._train,
-            order=SeededOrder(len(self._train), seed=self.options.seed),
-            batch_size=self.batch_size,
-            num_workers=self.options.num_workers,
-            collate=self.collate(),
-        )
+        self.train_rows, self.validation_rows = rows, Rows(self.arrange(validation))
 
     @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Batches of validation rows, always the same; the last one may be smaller."""
-        assert self._validation is not None, "Lightning calls setup first"
-        return self.batches(self._validation)
-
-    def batches(self, rows: Rows) -> DataLoader[Any]:
-        """Batches of rows in their order; the last one may be smaller."""
-        return DataLoader(
-            rows,
-            batch_size=self.batch_size,
-            num_workers=self.options.num_workers,
-            collate_fn=self.collate(),
-            persistent_workers=self.options.num_workers > 0,
-        )
-
     def collate(self) -> Callable[[list[Row]], Any]:
-        """What makes a batch of rows."""
         return Padding(pad_token=self.pad_token_id, multiple_of=self.options.pad_to_multiple_of)
 
     def encode_all(self, source: RecordSource) -> list[Any]:
@@ -253,9 +250,8 @@ class FileDataModule(TokenDataModule):
             DataError: A record cannot be read or used, or there is none that can.
         """
         self.skipped.clear()
-        samples = [
-            sample for record in all_records(source) if (sample := self.encode(record)) is not None
-        ]
+        records = (record for part in source.parts() for record in source.read(part))
+        samples = [sample for record in records if (sample := self.encode(record)) is not None]
         for reason, count in self.skipped.items():
             log.warning("%d of %d samples left out: %s", count, len(samples) + count, reason)
         if not samples:
@@ -265,12 +261,6 @@ class FileDataModule(TokenDataModule):
                 f"{f' ({reasons})' if reasons else ''}."
             )
         return samples
-
-
-def all_records(source: RecordSource) -> Iterator[Record]:
-    """Records of all parts, one part after the other."""
-    for part in source.parts():
-        yield from source.read(part)
 
 
 def as_source(files: Files) -> RecordSource:
@@ -288,7 +278,95 @@ def _split(samples: Sequence[Any], *, share: float) -> tuple[list[Any], list[Any
         )
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
     taken = set(order[:num_taken])
-    return (
-        [sample for index, sample in enumerate(samples) if index not in taken],
-        [sample for index, sample in enumerate(samples) if index in taken],
-    )
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for index, sample in enumerate(samples):
+        parts[index in taken].append(sample)
+    return parts
+
+
+# --- the order of an epoch ------------------------------------------------------------------------
+
+
+class SeededOrder(Sampler[int]):
+    """A new permutation in every epoch, drawn from `(seed, epoch)` and no global generator.
+
+    Args:
+        length: Number of items.
+        seed: Seed of all permutations.
+    """
+
+    def __init__(self, length: int, *, seed: int) -> None:
+        self.length = length
+        self.seed = seed
+        self.epoch = 0
+        self.start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation; Lightning calls this before every epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(self.length, generator=generator).tolist()
+        start, self.start = self.start, 0
+        return iter(order[start:])
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader that goes on in the middle of an epoch with the batch that would have come next.
+
+    Lightning saves `state_dict` in every checkpoint and hands it back before the first batch.
+
+    Args:
+        dataset: What to load.
+        order: The order of the epoch; this loader owns it.
+        batch_size: Samples in a batch; a smaller last one is dropped.
+        num_workers: Processes that prepare batches; 0 prepares them in the Trainer's.
+        collate: Makes a batch of samples; None stacks their tensors.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        order: SeededOrder,
+        batch_size: int,
+        num_workers: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            sampler=order,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            collate_fn=collate,
+            drop_last=True,
+            persistent_workers=num_workers > 0,
+        )
+        self.order = order
+        self.num_yielded = 0
+        self._num_skipped = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.num_yielded, self._num_skipped = self._num_skipped, 0
+        batch_size = self.batch_size
+        assert batch_size is not None
+        self.order.start = self.num_yielded * batch_size
+        # made at once: a seed for processes is drawn here, before the random state is restored
+        return self._counted(super().__iter__())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.num_yielded += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches of the current epoch were handed out."""
+        return {"num_yielded": self.num_yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next epoch after the batches that `state` says were handed out."""
+        self._num_skipped = int(state["num_yielded"]) % len(self)
