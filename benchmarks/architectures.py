@@ -314,7 +314,7 @@ def examine(name: str, kind: str) -> Report:
     random_state = torch.get_rng_state()
     want = train_plainly(plain)
     draws = not torch.equal(random_state, torch.get_rng_state())
-    chain = Chain.of(stacks)
+    chain = Chain.from_stacks(stacks)
     devices = [CpuDevice(index) for index in range(NUM_WORKERS)]
     try:
         plan = _plan(module, chain)
@@ -341,7 +341,7 @@ def examine(name: str, kind: str) -> Report:
 
 
 def _gradients_matter(module: LanguageModel) -> bool:
-    """Say whether a model's logits are others, to the bit, when no graph is kept."""
+    """Return whether a model's logits are others, to the bit, when no graph is kept."""
     batch = batches(0, module.kind)[0]
     with torch.no_grad():
         without = module.model(**batch, use_cache=False).logits

@@ -33,7 +33,7 @@ from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.steps import PendingStep
+from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.planning.cost.costs import stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
@@ -136,7 +136,7 @@ def measure(
 
 
 def _run(engine: Engine, batches: Sequence[Tensor], *, num_batches: int) -> None:
-    steps: list[PendingStep] = []
+    steps: list[Step] = []
     for _ in range(num_batches):
         step = engine.begin_step(
             batches,

@@ -38,7 +38,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Protocol
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.steps import PendingStep, StepResult
+from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.planning.schedule.cuts import call_lengths
 from roundpipe_lightning.planning.schedule.plan import Plan
@@ -287,9 +287,9 @@ def _train_stale(case: Case, engine: Engine, model: RaceModel, plain: PlainModel
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE)
     results: list[StepResult] = []
-    in_flight: PendingStep | None = None
+    in_flight: Step | None = None
 
-    def update(step: PendingStep, *, is_read: bool) -> None:
+    def update(step: Step, *, is_read: bool) -> None:
         results.append(step.result())
         for parameter in parameters:
             parameter.grad = results[-1].gradients.get(parameter)
@@ -346,7 +346,7 @@ def _run_step(case: Case, engine: Engine, seeds: Sequence[int]) -> list[StepResu
     return [step.result() for step in pending]
 
 
-def _begun(case: Case, engine: Engine, seed: int) -> PendingStep:
+def _begun(case: Case, engine: Engine, seed: int) -> Step:
     batches = make_batches(case.num_microbatches, seed=seed)
     torch.manual_seed(seed)
     return engine.begin_step(

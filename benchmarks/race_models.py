@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture.randomness import RandomLock, RandomStream
+from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
 
 WIDTH = 4
@@ -294,7 +295,7 @@ class PlainModel:
         losses = []
         for index, batch in enumerate(batches):
             stream = RandomStream(
-                RandomLock(),
+                StepDraws(threading.Lock()),
                 step_seed=step_seed,
                 microbatch=index,
                 generators=lambda: (torch.default_generator,),

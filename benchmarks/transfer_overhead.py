@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.steps import PendingStep
+from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.transfers import Transfers
@@ -166,7 +166,7 @@ def small_engine(num_workers: int, num_microbatches: int) -> Iterator[tuple[Engi
     devices = [MemoryDevice(index) for index in range(num_workers)]
     with Engine(module, stack=stack, devices=devices, plan=plan) as engine:
 
-        def step() -> PendingStep:
+        def step() -> Step:
             return engine.begin_step(
                 batches,
                 lambda view, batch, index: view(batch).square().mean(),

@@ -11,95 +11,55 @@ gradients are, and the next step can begin meanwhile (`engine/steps.py`).
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
-from roundpipe_lightning.engine.capture.randomness import RandomLock, StepDraws
+from roundpipe_lightning.engine.capture.randomness import StepDraws
 from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.engine.chain.stage_runs import plan_runs
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import StepAborted
-from roundpipe_lightning.engine.device.notes import raise_noted
-from roundpipe_lightning.engine.device.threads import Countdown, divided_intra_op_threads
+from roundpipe_lightning.engine.device.threads import (
+    Countdown,
+    divided_intra_op_threads,
+    raise_noted,
+)
 from roundpipe_lightning.engine.evaluation import Evaluation
 from roundpipe_lightning.engine.microbatch import Microbatch, StepContext, UserStep
-from roundpipe_lightning.engine.steps import (
-    PendingStep,
-    RunningStep,
-    StepResult,
-    StepsUnderWay,
-    grace_seconds,
-)
+from roundpipe_lightning.engine.prepared_plans import PreparedPlan, PreparedPlans
+from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight, grace_seconds
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.transfers import Transfers
-from roundpipe_lightning.engine.transfer.worker_transfers import WorkerRuns
-from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
+from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
-
-_PLANS_REMEMBERED = 64
-
-
-class BatchStarts:
-    """The workers with which the batches of one engine begin."""
-
-    def __init__(self) -> None:
-        self._next = 0  # the worker with which a batch begins that follows the last one
-        self._rotated: list[tuple[Plan, int, Plan]] = []
-        self._turns: list[tuple[Plan, int]] = []
-
-    def following(self, plan: Plan) -> Plan:
-        """Return a plan as it is run by a batch that follows the last one."""
-        first = self._first(plan)
-        for known, worker, found in self._rotated:
-            if known is plan and worker == first:
-                return found
-        found = rotated(plan, first)
-        self._rotated = [(plan, first, found), *self._rotated][:_PLANS_REMEMBERED]
-        return found
-
-    def _first(self, plan: Plan) -> int:
-        if not self._turns_of(plan):
-            return 0
-        return self._next - self._next % plan.team_size
-
-    def began(self, plan: Plan, *, follows: bool) -> None:
-        """Note that a batch has begun.
-
-        Args:
-            plan: Its plan, as if it began with worker 0.
-            follows: Whether it follows the last one; else it begins with worker 0.
-        """
-        first = self._first(plan) if follows else 0
-        self._next = (first + self._turns_of(plan)) % plan.num_workers
-
-    def _turns_of(self, plan: Plan) -> int:
-        for known, turns in self._turns:
-            if known is plan:
-                return turns
-        turns = turns_of_batch(plan)
-        self._turns = [(plan, turns), *self._turns][:_PLANS_REMEMBERED]
-        return turns
-
-
-__all__ = ["Engine", "UnusedStackWarning"]
 
 
 class UnusedStackWarning(UserWarning):
     """A step did not call the stack that the engine was to pipeline."""
+
+
+class _Opened(NamedTuple):
+    """What an engine has between entering and closing."""
+
+    store: HostStore
+    transfers: Transfers
+    workers: tuple[Worker, ...]
+    steps: StepsInFlight
+    resources: ExitStack
 
 
 class Engine:
@@ -140,9 +100,8 @@ class Engine:
         self._upload_dtype = upload_dtype if moves else None
         self._compiler = compiler
         self._stacks = _as_stacks(stack)
-        self._names = {b: n for s in self._stacks for b, n in zip(s.blocks, s.names, strict=True)}
         self._blocks = tuple(block for s in self._stacks for block in s.blocks)
-        self._chain = Chain.of(self._stacks) if chain is None else chain
+        self._chain = Chain.from_stacks(self._stacks) if chain is None else chain
         self._devices = tuple(devices)
         if compiler is not None and not all(device.can_compile for device in devices):
             raise ConfigurationError(
@@ -151,18 +110,12 @@ class Engine:
         self._plan = plan
         self._timeout_seconds = timeout_seconds
         self._check_plan(plan)
-        self._random_lock = RandomLock()
+        self._random_lock = threading.Lock()
         self._classes = ViewClasses()
-        self._graphs: list[tuple[Plan, TurnGraph]] = []
-        self._steps: StepsUnderWay | None = None
+        self._plans = PreparedPlans(self._chain)
         self._num_steps = 0
-        self._starts = BatchStarts()
         self._warned_of_unused_stack = False
-        self._resources = ExitStack()
-        self._store: HostStore | None = None
-        self._transfers: Transfers | None = None
-        self._visits: list[tuple[Plan, bool, tuple[WorkerRuns, ...]]] = []
-        self._workers: tuple[Worker, ...] = ()
+        self._opened: _Opened | None = None
 
     def _check_plan(self, plan: Plan) -> None:
         if plan.partition.num_blocks != len(self._chain):
@@ -179,36 +132,35 @@ class Engine:
     # ------------------------------------------------------------------------------- life cycle
 
     def __enter__(self) -> Engine:
-        self._store = HostStore(self._module, self._blocks, upload_dtype=self._upload_dtype)
-        self._resources.callback(self._store.close)
-        for device in self._devices:
-            device.reset_peak_bytes()
-        accelerator = next((d for d in self._devices if not d.shares_host_memory), None)
-        if accelerator is not None:
-            self._store.pin(accelerator)
-        on_host = sum(device.shares_host_memory for device in self._devices)
-        self._num_threads = self._resources.enter_context(
-            divided_intra_op_threads(num_workers=on_host)
-        )
-        self._transfers = Transfers(self._store, devices=self._devices, names=self._names)
-        self._resources.callback(self._transfers.close)
-        pairs = zip(self._devices, self._transfers.transfers, strict=True)
-        self._workers = tuple(
-            Worker(
-                index,
-                device=device,
-                store=self._store,
-                classes=self._classes,
-                transfers=transfers,
+        with ExitStack() as resources:  # gives back what there is if the rest fails
+            store = HostStore(self._module, self._blocks, upload_dtype=self._upload_dtype)
+            resources.callback(store.close)
+            for device in self._devices:
+                device.reset_peak_bytes()
+            accelerator = next((d for d in self._devices if not d.shares_host_memory), None)
+            if accelerator is not None:
+                store.pin(accelerator)
+            on_host = sum(device.shares_host_memory for device in self._devices)
+            num_threads = resources.enter_context(divided_intra_op_threads(num_workers=on_host))
+            names = {b: n for s in self._stacks for b, n in zip(s.blocks, s.names, strict=True)}
+            transfers = Transfers(store, devices=self._devices, names=names)
+            resources.callback(transfers.close)
+            workers = tuple(
+                Worker(index, device=device, store=store, classes=self._classes, transfers=own)
+                for index, (device, own) in enumerate(
+                    zip(self._devices, transfers.transfers, strict=True)
+                )
             )
-            for index, (device, transfers) in enumerate(pairs)
-        )
-        self._steps = StepsUnderWay(
-            workers=self._workers,
-            transfers=self._transfers,
-            timeout_seconds=self._timeout_seconds,
-            prepare_thread=self._prepare_thread,
-        )
+            for worker in workers:
+                resources.callback(worker.clear)
+            steps = StepsInFlight(
+                workers=workers,
+                transfers=transfers,
+                timeout_seconds=self._timeout_seconds,
+                prepare_thread=partial(torch.set_num_threads, num_threads),
+            )
+            resources.callback(steps.close)
+            self._opened = _Opened(store, transfers, workers, steps, resources.pop_all())
         return self
 
     def __exit__(
@@ -221,30 +173,28 @@ class Engine:
 
     def close(self) -> None:
         """Join the threads and give page-locked memory back. The parameters stay where they are."""
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.close()
-        for worker in self._workers:
-            worker.clear()
-        self._resources.close()
+        if self._opened is not None:
+            self._opened.resources.close()
 
-    def _prepare_thread(self) -> None:
-        torch.set_num_threads(self._num_threads)
+    @property
+    def _open(self) -> _Opened:
+        assert self._opened is not None, "the engine is entered"
+        return self._opened
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The workers; none before the engine is entered."""
-        return self._workers
+        return () if self._opened is None else self._opened.workers
 
     @property
     def store(self) -> HostStore:
         """The parameters; there is none before the engine is entered."""
-        return self._open_store
+        return self._open.store
 
     @property
     def staging_bytes(self) -> int:
         """Page-locked host memory beside that of the parameters."""
-        return self._open_transfers.host_bytes
+        return self._open.transfers.host_bytes
 
     @property
     def stacks(self) -> tuple[BlockStack, ...]:
@@ -257,16 +207,12 @@ class Engine:
         return self._chain
 
     def plan_for(self, chain: Chain, plan: Plan) -> None:
-        """Run other calls of blocks from the next step on.
-
-        Args:
-            chain: The calls.
-            plan: Their plan, for some number of microbatches.
+        """Run other calls of blocks, by a plan for some number of microbatches, from now on.
 
         Raises:
             PlanError: If the plan is not for the chain.
         """
-        self._open_steps.finish_all()
+        self._open.steps.finish_all()
         before = self._chain
         self._chain = chain
         try:
@@ -275,8 +221,7 @@ class Engine:
             self._chain = before
             raise
         self._plan = plan
-        self._graphs.clear()
-        self._visits.clear()
+        self._plans = PreparedPlans(chain)
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -303,10 +248,10 @@ class Engine:
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
         stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]] = lambda index: {},
         outside: Outside | None = None,
-    ) -> PendingStep:
+    ) -> Step:
         """Begin forward and backward of all microbatches.
 
-        The step before may be under way; parameters have been as they are since that began. Ask
+        The step before may be in flight; parameters have been as they are since that began. Ask
         for the step's `outputs()` or its `result()` next.
 
         Args:
@@ -334,13 +279,12 @@ class Engine:
                 f"{len(microbatches)} microbatches and {len(loss_scales)} loss scales for a plan "
                 f"of {plan.num_microbatches} microbatches."
             )
-        self._open_store.check_blocks()
-        plan, visits = self._run_plan(plan, backward=backward)
-        told = Countdown(plan.num_microbatches)
+        if plan is not self._plan:
+            self._check_plan(plan)
+        self._open.store.check_blocks()
+        prepared = self._wait_for_capacity(plan, backward=backward)
         context = self._context(
-            plan,
-            told=told.tell,
-            pools=self._open_transfers.pools(self._graph_of(plan).pools),
+            prepared,
             call=call,
             backward=backward,
             thread_context=thread_context,
@@ -348,42 +292,64 @@ class Engine:
             stand_ins=stand_ins,
             outside=outside,
         )
-        runs = [
-            Microbatch(context, index=index, batch=batch, loss_scale=scale)
-            for index, (batch, scale) in enumerate(zip(microbatches, loss_scales, strict=True))
-        ]
-        pending = PendingStep(
-            RunningStep(runs, context, timeout_seconds=self._timeout_seconds),
-            steps=self._open_steps,
-            told=told,
-            devices=self._devices,
-            blocks=self._blocks,
-            transfers=self._open_transfers,
-            is_watched=not self._num_steps,
-            ended=self._step_ended,
+        step = Step(
+            [
+                Microbatch(context, index=index, batch=batch, loss_scale=scale)
+                for index, (batch, scale) in enumerate(zip(microbatches, loss_scales, strict=True))
+            ],
+            context,
+            steps=self._open.steps,
+            waits_for_end=not self._num_steps,
+            on_success=self._step_ended,
         )
-        pending.begin(visits)
-        return pending
+        self._open.steps.begin(step, prepared.visits(backward=backward))
+        return step
 
-    def _run_plan(self, plan: Plan, *, backward: bool) -> tuple[Plan, tuple[WorkerRuns, ...]]:
-        """End steps until another can begin; return what is run of its plan, and by which workers.
+    def _wait_for_capacity(self, plan: Plan, *, backward: bool) -> PreparedPlan:
+        """End steps until another can begin, and return its plan.
 
-        A step that follows one under way begins with the worker after the one that ends that.
+        A step that overlaps another begins with the worker after the one that ends that.
         """
-        steps = self._open_steps
-        if not steps.are_none:
-            following = self._starts.following(plan)
-            visits = self._runs_of(following, backward=backward)
-            steps.wait_for_capacity(visits, pools=self._graph_of(following).pools)
-            if not steps.are_none:
-                self._starts.began(plan, follows=True)
-                return following, visits
-        self._starts.began(plan, follows=False)
-        return plan, self._runs_of(plan, backward=backward)
+        steps, plans = self._open.steps, self._plans
+        if not steps.is_empty:
+            following = plans.overlapping(plan)
+            visits = following.visits(backward=backward)
+            steps.wait_for_capacity(visits, pools=following.graph.pools)
+            if not steps.is_empty:
+                plans.batch_begins(plan, overlaps=True)
+                return following
+        plans.batch_begins(plan, overlaps=False)
+        return plans.prepared(plan)
 
-    def _step_ended(self, result: StepResult, *, backward: bool) -> None:
+    def _context(self, prepared: PreparedPlan, **given: Any) -> StepContext:
+        plan, graph, opened = prepared.plan, prepared.graph, self._open
+        counts = Counter(link.block for link in self._chain.links)
+        repeated = frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
+        return StepContext(
+            module=self._module,
+            stacks=self._stacks,
+            chain=self._chain,
+            repeated=repeated,
+            turns=Turns(graph, before=opened.steps.last_turns),
+            workers=opened.workers,
+            classes=self._classes,
+            reducer=GradientReducer(
+                num_microbatches=plan.num_microbatches,
+                num_stages=len(plan.partition.backward),
+                take=opened.store.take_gradients,
+                shared=(*opened.store.shared, *repeated),
+            ),
+            draws=StepDraws(self._random_lock),
+            pools=opened.transfers.pools(graph.pools),
+            compiler=self._compiler,
+            step_seed=int(torch.randint(0, 2**62, (), device="cpu")),
+            returned=Countdown(plan.num_microbatches),
+            **given,
+        )
+
+    def _step_ended(self, step: Step, result: StepResult) -> None:
         self._num_steps += 1
-        trained = backward and any(loss is not None for loss in result.losses)
+        trained = step.context.backward and any(loss is not None for loss in result.losses)
         if trained and self._compiler is not None:
             self._compiler.end_step()
         if trained and not result.num_calls:
@@ -410,22 +376,23 @@ class Engine:
         Returns:
             What `call` returned, on the host.
         """
-        self._open_steps.finish_all()
-        self._open_store.check_blocks()
+        self._open.steps.finish_all()
+        self._open.store.check_blocks()
         evaluation = Evaluation(
             module=self._module,
             stacks=self._stacks,
             chain=self._chain,
             plan=self._plan,
-            workers=self._workers,
+            workers=self._open.workers,
             classes=self._classes,
             outside=outside,
         )
-        transfers = self._open_transfers
+        transfers = self._open.transfers
         succeeded, failed = False, None
         try:
-            transfers.begin(self._runs_of(self._plan, backward=False), is_planned=False)
-            result = evaluation.run(
+            visits = self._plans.prepared(self._plan).visits(backward=False)
+            transfers.begin(visits, is_planned=False)
+            result = evaluation.evaluate(
                 call, batch, overrides=overrides or {}, stand_ins=stand_ins or {}
             )
             succeeded = True
@@ -452,74 +419,8 @@ class Engine:
                 stacklevel=3,
             )
 
-    def _context(self, plan: Plan, **given: Any) -> StepContext:
-        if plan is not self._plan:
-            self._check_plan(plan)
-        graph = self._graph_of(plan)
-        repeated = _repeated_parameters(self._chain)
-        return StepContext(
-            module=self._module,
-            stacks=self._stacks,
-            chain=self._chain,
-            repeated=repeated,
-            plan=plan,
-            graph=graph,
-            turns=Turns(graph, before=self._open_steps.turns),
-            workers=self._workers,
-            classes=self._classes,
-            reducer=GradientReducer(
-                num_microbatches=plan.num_microbatches,
-                num_stages=len(plan.partition.backward),
-                take=self._open_store.take_gradients,
-                shared=(*self._open_store.shared, *repeated),
-            ),
-            draws=StepDraws(self._random_lock),
-            compiler=self._compiler,
-            step_seed=int(torch.randint(0, 2**62, (), device="cpu")),
-            **given,
-        )
-
-    def _graph_of(self, plan: Plan) -> TurnGraph:
-        """Return the gates of a plan, made once for each of the last plans."""
-        for known, graph in self._graphs:
-            if known is plan:
-                return graph
-        graph = TurnGraph.of(plan)
-        self._graphs = [(plan, graph), *self._graphs][:_PLANS_REMEMBERED]
-        return graph
-
-    def _runs_of(self, plan: Plan, *, backward: bool) -> tuple[WorkerRuns, ...]:
-        """Return what each worker runs of a plan, made once for each of the last plans."""
-        for known, is_trained, visits in self._visits:
-            if known is plan and is_trained == backward:
-                return visits
-        visits = plan_runs(plan, self._chain, backward=backward)
-        self._visits = [(plan, backward, visits), *self._visits][:_PLANS_REMEMBERED]
-        return visits
-
-    @property
-    def _open_steps(self) -> StepsUnderWay:
-        assert self._steps is not None, "the engine is entered"
-        return self._steps
-
-    @property
-    def _open_transfers(self) -> Transfers:
-        assert self._transfers is not None, "the engine is entered"
-        return self._transfers
-
-    @property
-    def _open_store(self) -> HostStore:
-        assert self._store is not None, "the engine is entered"
-        return self._store
-
 
 def _as_stacks(stack: BlockStack | Sequence[BlockStack] | None) -> tuple[BlockStack, ...]:
     if stack is None:
         return ()
     return (stack,) if isinstance(stack, BlockStack) else tuple(stack)
-
-
-def _repeated_parameters(chain: Chain) -> frozenset[nn.Parameter]:
-    """Parameters of blocks that stand in the chain more than once."""
-    counts = Counter(link.block for link in chain.links)
-    return frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())

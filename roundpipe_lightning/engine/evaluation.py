@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.capture.placeholder import RUN_HERE
 from roundpipe_lightning.engine.capture.trees import map_tensors
 from roundpipe_lightning.engine.capture.view import ViewClasses, put
+from roundpipe_lightning.engine.chain.block_outcome import run_block, works_in_place
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.engine.chain.values import run_block, works_in_place
-from roundpipe_lightning.engine.device.notes import add_note
+from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
-from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained, shortage_on
+from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained
 from roundpipe_lightning.engine.worker.user_code import Outside, UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.planning.schedule.plan import Plan
@@ -87,7 +87,7 @@ class Evaluation:
 
     @property
     def place(self) -> str:
-        """Where it stands, for people."""
+        """Where it stands, for messages."""
         code = "code outside the blocks" if self._block is None else f"block {self._block}"
         stage = self.stage
         return f"{code}, {stage.kind.name} stage {stage.index} of an evaluation, {self.worker}"
@@ -106,7 +106,7 @@ class Evaluation:
             self._activation.__exit__(None, None, None)
             self._activation = None
 
-    def run(
+    def evaluate(
         self,
         call: Callable[[Any, Any], Any],
         batch: Any,
@@ -114,17 +114,7 @@ class Evaluation:
         overrides: Mapping[str, Any],
         stand_ins: Mapping[nn.Module, nn.Module],
     ) -> Any:
-        """Run the user's code.
-
-        Args:
-            call: Takes the view of the module and the batch, where the code computes.
-            batch: On the host.
-            overrides: Attributes of the root view.
-            stand_ins: Modules that are something else in the view.
-
-        Returns:
-            What `call` returned, on the host.
-        """
+        """Run the user's code; arguments as of `Engine.evaluate`. Its output is on the host."""
         user = self._user
         try:
             self._go_to(0)
@@ -154,9 +144,9 @@ class Evaluation:
 
     def _shortage(self) -> Shortage:
         kind, worker = self.stage.kind.name, self.worker
-        return shortage_on(
+        return Shortage(
             worker,
-            among=self._workers,
+            workers=self._workers,
             place=f"{kind} stage {self.stage.index} of an evaluation, {worker}",
             stage=self.stage,
             plan=self._plan,

@@ -29,11 +29,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference
-from roundpipe_lightning.engine.capture.placeholder import RUN_HERE, make_proxies, writes_first
+from roundpipe_lightning.engine.capture.placeholder import RUN_HERE, make_proxy, writes_first
 from roundpipe_lightning.engine.capture.torch_functions import KEEP_PLACE, QUESTIONS, name_of
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import ViewClasses, ViewMaker, write_through
-from roundpipe_lightning.engine.chain.values import Given
+from roundpipe_lightning.engine.chain.block_outcome import Given
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
 from roundpipe_lightning.engine.worker.user_code import RootView
@@ -74,13 +74,7 @@ class ManualStep:
         overrides: Mapping[str, Any],
         stand_ins: Mapping[nn.Module, nn.Module],
     ) -> Any:
-        """Run the user's code.
-
-        Args:
-            call: Takes the view of the module and the batch, on the device.
-            batch: On the host.
-            overrides: Attributes of the root view.
-            stand_ins: Modules that are something else in the view.
+        """Run the user's code on the full batch; arguments as of `Engine.evaluate`.
 
         Returns:
             What `call` returned, on the host.
@@ -102,9 +96,12 @@ class ManualStep:
         self, overrides: Mapping[str, Any], stand_ins: Mapping[nn.Module, nn.Module]
     ) -> nn.Module:
         self._maker.add_stand_ins(stand_ins)
-        self._proxies = make_proxies(
-            self._blocks, maker=self._maker, classes=self._classes, called=self._block_called
-        )
+        self._proxies = {
+            block: make_proxy(
+                block, maker=self._maker, classes=self._classes, called=self._block_called
+            )
+            for block in self._blocks
+        }
         self._maker.add_stand_ins(self._proxies)
         has_device = isinstance(getattr(type(self._module), "device", None), property)
         view = self._maker.view_of(self._module, *((RootView,) if has_device else ()))
@@ -176,7 +173,7 @@ class _BlockRun:
     ) -> None:
         self._block = block
         self._tensors: list[Tensor] = []
-        self._given: Given = Copies(self._number).of(given)
+        self._given: Given = Copies(self._number).copied(given)
         self._forward: tuple[Any, Given] | None = (proxy, given)
         self._meeting = meeting
         self._buffers = buffers
@@ -203,7 +200,9 @@ class _BlockRun:
             (proxy, (args, kwargs)), self._forward = self._forward, None
             with self._buffers_kept(), self._meeting.in_block():
                 return proxy(*args, **kwargs)
-        args, kwargs = Copies(lambda numbered, in_object: tensors[numbered.number]).of(self._given)
+        args, kwargs = Copies(lambda numbered, in_object: tensors[numbered.number]).copied(
+            self._given
+        )
         clones = {buffer: earlier.clone() for buffer, earlier in self._earlier.items()}
         maker = self._new_maker(lambda b: clones[b] if b in clones else self._buffers.place(b))
         try:
@@ -260,7 +259,7 @@ class _MeetingPlace(TorchFunctionMode):
             self._copies = None
 
     def is_here(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is on the device."""
+        """Return whether a tensor is on the device."""
         return tensor.device == self._device.torch_device
 
     def placed(self, parameter: nn.Parameter) -> Tensor:

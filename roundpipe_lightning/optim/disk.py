@@ -33,7 +33,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.device.threads import Failure, Run, ThreadTeam
+from roundpipe_lightning.engine.device.threads import Failure, TeamTasks, ThreadTeam
 from roundpipe_lightning.errors import OffloadError
 from roundpipe_lightning.optim.state import Field
 from roundpipe_lightning.planning.model.storage import STATE_WINDOW_BYTES
@@ -144,7 +144,7 @@ class StateFiles:
         self._next: dict[tuple[Range, ...], tuple[Range, ...]] = {}
         self._last: tuple[Range, ...] = ()
         self._teams: list[ThreadTeam] = []
-        self._writing: Run | None = None
+        self._writing: TeamTasks | None = None
         self._failures: list[Failure] = []
         self._lock = threading.Lock()
 

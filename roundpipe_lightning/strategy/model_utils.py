@@ -24,7 +24,7 @@ def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
     if given_plan is not None:
         with contextlib.suppress(PlanError):  # the plan is checked against the chain
             return Chain.named(given_plan.block_names, stacks)
-    return Chain.of(stacks)
+    return Chain.from_stacks(stacks)
 
 
 def accelerators(devices: Sequence[Device]) -> tuple[torch.device, ...]:

@@ -28,7 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.device.notes import add_note
+from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import ConfigurationError

@@ -28,7 +28,7 @@ from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.manual import ManualStep
-from roundpipe_lightning.engine.steps import PendingStep, StepResult
+from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.models.batches import (
     batch_size_of,
@@ -76,7 +76,7 @@ class _InFlight:
         waiting: The optimizer's step, if that comes next.
     """
 
-    step: PendingStep
+    step: Step
     plan: Plan
     gradients: LaterGradients
     waiting: WaitingStep | None = None
@@ -211,7 +211,7 @@ class MicrobatchedStep:
             loss = later.loss
         return _output(loss, known.outputs, microbatches=microbatches, shares=shares)
 
-    def _synchronize_before(self, step: PendingStep) -> None:
+    def _synchronize_before(self, step: Step) -> None:
         """Synchronize the batch before one that has begun; let that end if it fails."""
         try:
             self.synchronize(has_next=True)

@@ -14,7 +14,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.steps import PendingStep, StepResult
+from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
 from roundpipe_lightning.planning.schedule.schedule import Action
@@ -71,7 +71,7 @@ def opened(module: Regressor, plan: Plan, *, emulated: bool = True) -> Iterator[
             yield engine
 
 
-def begin(engine: Engine, plan: Plan, number: int, *, call: Any = training_step) -> PendingStep:
+def begin(engine: Engine, plan: Plan, number: int, *, call: Any = training_step) -> Step:
     """Begin the step of a batch."""
     batches = [(x + number, y) for x, y in regression_batches(plan.num_microbatches)]
     torch.manual_seed(number)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from roundpipe_lightning.engine.capture.placeholder import Phantom
+from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     cpu_workers,
@@ -44,6 +44,6 @@ def test_a_cache_that_nobody_reads_is_not_kept(name: str) -> None:
         with engine_of(module, stack, plan, devices=make_workers(2)) as engine:
             result = mean_step(engine, batches, call=call)
             assert not differences(module, result, plain)
-            assert kept == [[Phantom] * len(stack.blocks)] * 2, "names of tensors, not tensors"
+            assert kept == [[LazyTensor] * len(stack.blocks)] * 2, "names of tensors, not tensors"
             gc.collect()
             assert [cache() for cache in caches] == [None, None]

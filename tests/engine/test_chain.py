@@ -130,7 +130,7 @@ def check(
             module, stacks = make()
             batches = regression_batches(num_microbatches)
             plain = plain_step(module, batches, call=call)
-            first = Chain.of([stacks[main]])
+            first = Chain.from_stacks([stacks[main]])
             counts = {"num_workers": num_workers, "num_microbatches": num_microbatches}
             devices = emulated_workers(num_workers) if emulated else cpu_workers(num_workers)
             with Engine(
@@ -321,7 +321,7 @@ def _steps(call: Step, num_microbatches: int = 3, **parts: Any) -> tuple[StepRes
     module, stacks = regressor()
     batches = regression_batches(num_microbatches)
     plain = plain_step(module, batches, call=call)
-    chain = Chain.of(stacks)
+    chain = Chain.from_stacks(stacks)
     plan = one_block_each(chain, num_workers=2, num_microbatches=num_microbatches)
     with Engine(module, stack=stacks, devices=cpu_workers(2), plan=plan) as engine:
         return mean_step(engine, batches, call=call), module, plain
@@ -352,7 +352,7 @@ def test_a_first_stack_that_is_not_called() -> None:
 
     module, batches = EncoderDecoder(), regression_batches(2)
     plain = plain_step(module, batches, call=call)
-    chain = Chain.of(module.stacks)
+    chain = Chain.from_stacks(module.stacks)
     counts = {"num_workers": 2, "num_microbatches": 2}
     plan = plan_for(chain, **counts)
     with Engine(
@@ -432,7 +432,7 @@ def test_what_a_switch_is_left_at_reaches_the_module() -> None:
 def test_a_worker_never_holds_more_than_its_stage_and_a_streamed_block() -> None:
     module = EncoderDecoder()
     block = {b: sum(p.nbytes for p in b.parameters()) for s in module.stacks for b in s.blocks}
-    first = Chain.of([module.stacks[1]])
+    first = Chain.from_stacks([module.stacks[1]])
     segments = (module.embed, module.norm, module.tail)
     outside = sum(p.nbytes for m in segments for p in m.parameters())
     values = 4096  # boundaries of a few samples
@@ -459,7 +459,7 @@ def test_nothing_is_recomputed_where_nothing_needs_a_gradient() -> None:
     module.requires_grad_(False)
     module.layers[2].requires_grad_(True)
     stack, batches = layers_of(module), regression_batches(2)
-    chain = Chain.of([stack])
+    chain = Chain.from_stacks([stack])
     plain = plain_step(module, batches)
     runs: list[int] = []
 
@@ -497,7 +497,7 @@ def test_buffers_of_a_block_that_runs_twice() -> None:
         x, y = batch
         return functional.mse_loss(view(x) * view(x + 1), y)
 
-    chain = Chain.recorded([*Chain.of([stack]).links] * 2)
+    chain = Chain.recorded([*Chain.from_stacks([stack]).links] * 2)
     for num, refused in ((1, False), (2, True)):
         plan = one_block_each(chain, num_workers=2, num_microbatches=num)
         with Engine(module, stack=stack, devices=cpu_workers(2), plan=plan, chain=chain) as engine:

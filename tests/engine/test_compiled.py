@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler, kind_of, plain_copy
-from roundpipe_lightning.engine.capture.randomness import RandomLock, RandomStream
+from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
 
 
 class Backend:
@@ -100,7 +101,7 @@ def test_nothing_is_compiled_in_the_first_step() -> None:
     compiler, block = BlockCompiler(Backend()), Block(0)
     assert compiler.stand_in(block, block=block, name="b", placed=Placed(), stream=None) is block
     compiler.end_step()
-    compiler.leave("b", "it writes")
+    compiler.exclude("b", "it writes")
     assert compiler.stand_in(block, block=block, name="b", placed=Placed(), stream=None) is block
     other = BlockCompiler(Backend())
     other.load_state_dict(compiler.state_dict())
@@ -110,9 +111,11 @@ def test_nothing_is_compiled_in_the_first_step() -> None:
 
 def test_a_block_that_draws_draws_the_same_again() -> None:
     compiler, block, x = ready(Backend()), Block(0, drop=0.5), torch.randn(64, 4)
-    compiler.note_draw("b")
+    compiler.add_drawing("b")
     generator = torch.default_generator
-    stream = RandomStream(RandomLock(), step_seed=1, microbatch=0, generators=lambda: (generator,))
+    stream = RandomStream(
+        StepDraws(threading.Lock()), step_seed=1, microbatch=0, generators=lambda: (generator,)
+    )
 
     def drawn(number: int) -> Tensor:
         with stream.block(number):

@@ -171,7 +171,7 @@ def test_callbacks_come_when_it_has_happened() -> None:
 
         def call(name: str) -> None:
             called.append(name)
-            are_called.tell()
+            are_called.count()
 
         with device.activate():
             server.launch(0.03)

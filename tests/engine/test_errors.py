@@ -525,3 +525,27 @@ def test_a_stack_must_have_distinct_blocks() -> None:
         stack_of((block, block))
     with pytest.raises(ConfigurationError, match="at least one"):
         stack_of(())
+
+
+def test_an_engine_that_fails_to_open_gives_page_locked_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Regressor()
+    devices = emulated_workers(2)
+    locked: set[int] = set()
+    for device in devices:
+        monkeypatch.setattr(device, "pin", lambda buffer: locked.add(buffer.data_ptr()))
+        monkeypatch.setattr(device, "unpin", lambda buffer: locked.discard(buffer.data_ptr()))
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        assert locked
+        raise PlannedError("no thread can be started")
+
+    monkeypatch.setattr("roundpipe_lightning.engine.engine.Logistics.__init__", fail)
+    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=2)
+    with (
+        pytest.raises(PlannedError),
+        engine_of(module, layers_of(module), plan, devices=devices),
+    ):
+        pass
+    assert not locked

@@ -242,7 +242,7 @@ def test_generation_with_an_encoder_and_two_caches(server: str, planned: list[in
         return tokens
 
     stacks = find_stacks(module, None)
-    chain = Chain.of([stacks[i] for i in planned])
+    chain = Chain.from_stacks([stacks[i] for i in planned])
     plan = one_block_each(chain, num_workers=3, num_microbatches=1)
     devices = SERVERS[server](3)
     with torch.no_grad():

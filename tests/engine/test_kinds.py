@@ -60,7 +60,7 @@ def check(name: str, devices: Sequence[Device], *, tolerance: float) -> None:
     original = copy.deepcopy(module.state_dict())
     plain = plain_step(module, batches)
     buffers = {n: b.clone() for n, b in module.named_buffers()}
-    chain = Chain.of(stacks[-1:])
+    chain = Chain.from_stacks(stacks[-1:])
     counts = {"num_workers": 2, "num_microbatches": NUM_MICROBATCHES}
     with Engine(
         module,
@@ -102,7 +102,7 @@ def test_compiled_modules_run_as_they_are(kind: str) -> None:
     compiled.clear()
     torch._dynamo.reset()
     stack = layers_of(module)
-    plan = one_block_each(Chain.of([stack]), num_workers=2, num_microbatches=4)
+    plan = one_block_each(Chain.from_stacks([stack]), num_workers=2, num_microbatches=4)
     devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
     with engine_of(module, stack, plan, devices=devices) as engine:
         assert not differences(module, mean_step(engine, batches), plain, tolerance=1e-6)

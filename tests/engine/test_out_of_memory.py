@@ -147,7 +147,17 @@ def test_devices_of_every_size() -> None:
 # What is said ------------------------------------------------------------------------------------
 
 
-def _shortage(device: Device | None = None, **given: Any) -> Shortage:
+class _Holder:
+    """A worker that holds some of everything."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def held_memory(self, *, boundaries: int) -> HeldMemory:
+        return HeldMemory(weights=4 << 30, gradients=3 << 30, outside=2 << 30, boundaries=1 << 30)
+
+
+def _shortage(device: Device | None = None, *, num_workers: int = 1, **given: Any) -> Shortage:
     plan = Plan(
         model="any",
         partition=Partition(forward=(2,), backward=(2, 2)),
@@ -159,12 +169,11 @@ def _shortage(device: Device | None = None, **given: Any) -> Shortage:
     )
     described: dict[str, Any] = {
         "place": "FUSED stage 0 (blocks c to d, the tail segment), microbatch 1, worker 0 (cuda:0)",
-        "device": device or CpuDevice(),
         "plan": plan,
         "stage": plan.partition.stage(StageKind.FUSED, 0),
-        "held": HeldMemory(weights=4 << 30, gradients=3 << 30, outside=2 << 30, boundaries=1 << 30),
     }
-    return Shortage(**{**described, **given})
+    worker = _Holder(device or CpuDevice())
+    return Shortage(worker, workers=[worker] * num_workers, **{**described, **given})
 
 
 def test_accelerators_memory_is_accounted_for_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +232,7 @@ def test_settings_follow_from_what_was_run() -> None:
         EmulatedDevice(0),
         plan=plan,
         stage=plan.partition.stage(StageKind.FUSED, 0),
-        workers_on_device=3,
+        num_workers=3,
     ).explain(MemoryError())
     assert text.startswith("Out of host memory (DefaultCPUAllocator: can't allocate memory) in ")
     assert "The allocator says nothing more." in text
@@ -267,4 +276,4 @@ def test_other_errors_pass() -> None:
 
 
 def test_nobody_counts_on_a_processor() -> None:
-    assert AllocatorFigures.of(CpuDevice()) is None
+    assert AllocatorFigures.read(CpuDevice()) is None

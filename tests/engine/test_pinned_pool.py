@@ -209,7 +209,7 @@ def test_who_comes_back_late_from_a_failed_step_gets_ordinary_memory() -> None:
 @settings(deadline=None)
 @given(random_plans())
 def test_microbatches_of_one_lane_are_never_under_way_together(plan: Plan) -> None:
-    graph = TurnGraph.of(plan)
+    graph = TurnGraph.from_plan(plan)
     before = {key: set[ActionKey]() for key in graph.actions}
     for key in _in_order(plan, graph, first=lambda ready: ready[0]):
         for follower in graph.opens[key]:
@@ -230,7 +230,7 @@ def test_rounds_take_over_the_lanes_of_rounds_that_have_ended() -> None:
         round_size=2,
         partition=Partition(forward=(2,), backward=(1, 2)),
     )
-    pools = TurnGraph.of(plan).pools
+    pools = TurnGraph.from_plan(plan).pools
     assert pools[:2] == (0, 1)
     assert max(pools) < 6
 
@@ -293,7 +293,7 @@ def in_order(
     def order_of(turns: Turns) -> _Order:
         with mutex:
             if turns not in orders:
-                orders[turns] = _Order(_in_order(plan, TurnGraph.of(plan), first=first))
+                orders[turns] = _Order(_in_order(plan, TurnGraph.from_plan(plan), first=first))
             return orders[turns]
 
     def begin_in_order(turns: Turns, action: Action) -> None:
@@ -357,7 +357,7 @@ def run(engine: Engine, *, batches_in_flight: int) -> None:
 def test_dependencies_are_in_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """The orders of the tests above differ, and each respects what waits for what."""
     plan = two_round_plan(Regressor(4))
-    graph = TurnGraph.of(plan)
+    graph = TurnGraph.from_plan(plan)
     orders = [[*_in_order(plan, graph, first=first)] for first in (furthest, nearest)]
     assert orders[0] != orders[1]
     for order in orders:

@@ -72,7 +72,7 @@ def test_accelerators_are_measured_alone_and_at_once(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(probe, "_properties", lambda device: properties)
-    monkeypatch.setattr(probe, "_matrix_rates", lambda device: rates)
+    monkeypatch.setattr(probe, "_matrix_rates", lambda device, share: rates)
     monkeypatch.setattr(probe, "_copy_rate", lambda device: 1e12 if device.type == "cuda" else 1e11)
     both = {(1, True): 25e9, (1, False): 24e9, (4, True): 60e9, (4, False): 50e9}
     monkeypatch.setattr(

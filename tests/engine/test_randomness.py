@@ -19,7 +19,6 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.capture.randomness import (
     RANDOM_FUNCTIONS,
     OwnGenerators,
-    RandomLock,
     RandomStream,
     StepDraws,
     mix,
@@ -92,7 +91,7 @@ def test_gradients_are_those_of_a_plain_loop_with_the_same_masks() -> None:
 
     def call(model: Any, batch: Any, index: int) -> Tensor:
         stream = RandomStream(
-            RandomLock(),
+            StepDraws(threading.Lock()),
             step_seed=step_seed,
             microbatch=index,
             generators=lambda: (torch.default_generator,),
@@ -234,7 +233,7 @@ def test_evaluation_draws_as_plain_pytorch_does() -> None:
 # ------------------------------------------------------------------- generators of the engine's own
 
 
-class _Unused(RandomLock):
+class _Unused(StepDraws):
     def draw(self, seed: int, generators: Any, call: Any) -> Any:
         raise AssertionError("the process-wide generators are seeded")
 
@@ -253,10 +252,10 @@ OWN_DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _called(lock: RandomLock, function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+def _called(draws: StepDraws, function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     """Call a function in a stream, and return what it gives and its gradient."""
     stream = RandomStream(
-        lock, step_seed=3, microbatch=1, generators=lambda: (torch.default_generator,)
+        draws, step_seed=3, microbatch=1, generators=lambda: (torch.default_generator,)
     )
 
     class Mode(torch.overrides.TorchFunctionMode):
@@ -280,10 +279,10 @@ def test_own_generators_give_the_bits_of_the_process_wide_one(
 ) -> None:
     x = torch.randn(7, 33).to(dtype).t()
     state = torch.get_rng_state()
-    found = _called(_Unused(), OWN_DRAWS[name], x)
+    found = _called(_Unused(threading.Lock()), OWN_DRAWS[name], x)
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(OwnGenerators, "call", lambda *_, **__: NotImplemented)
-    wanted = _called(RandomLock(), OWN_DRAWS[name], x)
+    wanted = _called(StepDraws(threading.Lock()), OWN_DRAWS[name], x)
     assert all(map(torch.equal, found, wanted))
 
 
@@ -439,7 +438,7 @@ class _Moved:
 
 def test_who_draws_while_a_step_drains_is_not_taken_for_the_step() -> None:
     """A thread that is about to look is waited for, or does not look."""
-    draws, generator = StepDraws(RandomLock()), _Moved()
+    draws, generator = StepDraws(threading.Lock()), _Moved()
     generators: Any = [generator]
     stream = RandomStream(draws, step_seed=0, microbatch=0, generators=lambda: generators)
     failed: list[BaseException] = []

@@ -117,7 +117,7 @@ def test_a_run_that_is_over_holds_no_task() -> None:
         run = team.start([partial(task, result)], on_failure=partial(unexpected, result))
         del result
         _wait(started)
-        run._finished = held = _Held()
+        run._changed = held = _Held()
         begin.set()
         assert run.wait(60)
         assert note() is None, "its thread has come no further than to tell of the end"

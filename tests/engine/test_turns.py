@@ -96,11 +96,11 @@ def _walk_all(plan: Plan, turns: Turns, graph: TurnGraph, log: _Log) -> list[thr
 @settings(max_examples=60)
 @given(random_plans())
 def test_random_schedules_run_to_their_end_in_order(plan: Plan) -> None:
-    graph = TurnGraph.of(plan)
+    graph = TurnGraph.from_plan(plan)
     turns, log = Turns(graph), _Log()
     for thread in _walk_all(plan, turns, graph, log):
         thread.join(60)
-        assert not thread.is_alive(), f"deadlock\n{turns.report(plan)}\n{plan}"
+        assert not thread.is_alive(), f"deadlock\n{turns.report()}\n{plan}"
     begins = [action for what, action in log.events if what == "begin"]
     assert sorted(map(str, begins)) == sorted(map(str, plan.schedule))
     moment = {(what, action.key): i for i, (what, action) in enumerate(log.events)}
@@ -118,7 +118,7 @@ def test_random_schedules_run_to_their_end_in_order(plan: Plan) -> None:
 @settings(max_examples=30)
 @given(random_plans(), st.integers(0, 20))
 def test_an_abort_at_any_moment_releases_everyone(plan: Plan, moment: int) -> None:
-    graph = TurnGraph.of(plan)
+    graph = TurnGraph.from_plan(plan)
     turns = Turns(graph)
 
     class Stopping(_Log):
@@ -141,7 +141,7 @@ def _plan() -> Plan:
 
 def test_paths_and_ends_of_runs() -> None:
     plan = _plan()
-    graph = TurnGraph.of(plan)
+    graph = TurnGraph.from_plan(plan)
     assert [str(action.key) for action in graph.paths[1]] == [
         "F0.1",
         "F1.1",
@@ -154,7 +154,7 @@ def test_paths_and_ends_of_runs() -> None:
 
 def test_a_waiter_waits_until_the_worker_is_free() -> None:
     plan = _plan()
-    graph = TurnGraph.of(plan)
+    graph = TurnGraph.from_plan(plan)
     turns = Turns(graph)
     first, second = graph.paths[0][0], graph.paths[1][0]
     turns.begin(first)
@@ -168,20 +168,20 @@ def test_a_waiter_waits_until_the_worker_is_free() -> None:
     thread.start()
     assert not entered.wait(0.1)
     assert turns.running() == (first,)
-    assert ">F0.0<" in turns.report(plan)
-    assert re.search(r"worker 0: 0 of 6 done, runs F0\.0 for \d+\.\d s", turns.report(plan))
+    assert ">F0.0<" in turns.report()
+    assert re.search(r"worker 0: 0 of 6 done, runs F0\.0 for \d+\.\d s", turns.report())
     assert "worker 1: 0 of 4 done, waits to begin F1.0 for F0.0 (worker 0, running)" in (
-        turns.report(plan)
+        turns.report()
     )
     turns.end(first)
     assert entered.wait(60)
     thread.join()
-    assert "worker 0: 1 of 6 done, runs F0.1" in turns.report(plan)
-    assert "worker 1: 0 of 4 done, may begin F1.0" in turns.report(plan)
+    assert "worker 0: 1 of 6 done, runs F0.1" in turns.report()
+    assert "worker 1: 0 of 4 done, may begin F1.0" in turns.report()
 
 
 def test_a_begin_after_an_abort_raises_at_once() -> None:
-    graph = TurnGraph.of(_plan())
+    graph = TurnGraph.from_plan(_plan())
     turns = Turns(graph)
     turns.abort()
     for path in graph.paths:
@@ -196,5 +196,5 @@ def test_aborted_is_no_exception_that_user_code_swallows() -> None:
 
 def test_a_model_without_stack_has_fused_actions_only() -> None:
     plan = plan_of(None, num_workers=2, num_microbatches=3)
-    graph = TurnGraph.of(plan)
+    graph = TurnGraph.from_plan(plan)
     assert {action.kind for path in graph.paths for action in path} == {StageKind.FUSED}

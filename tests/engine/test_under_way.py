@@ -15,7 +15,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.steps import PendingStep, RunningStep, StepResult, StepsUnderWay
+from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -84,7 +84,7 @@ def opened(module: Regressor, plan: Plan, *, emulated: bool = True) -> Iterator[
             yield engine
 
 
-def begin(engine: Engine, number: int, *, call: Any = None) -> PendingStep:
+def begin(engine: Engine, number: int, *, call: Any = None) -> Step:
     """Begin the step of a batch."""
     batches = [(x + number, y) for x, y in regression_batches(NUM_MICROBATCHES)]
     torch.manual_seed(number)
@@ -274,26 +274,26 @@ def test_an_error_before_the_next_batch_is_known_ends_that_too(
 ) -> None:
     module, plan = module_and_plan()
     may_fail = threading.Event()
-    running: list[RunningStep] = []
-    start = StepsUnderWay.start
+    running: list[Step] = []
+    begin_step = StepsInFlight.begin
 
-    def started(steps: StepsUnderWay, step: RunningStep, visits: Any, *, ended: Any) -> None:
+    def begun(steps: StepsInFlight, step: Step, visits: Any) -> None:
         if running:  # the next one is ready, and nobody knows of it yet
             may_fail.set()
             assert running[0].wait(TIMEOUT_SECONDS / 2)
         running.append(step)
-        start(steps, step, visits, ended=ended)
+        begin_step(steps, step, visits)
 
     def fail() -> None:
         assert may_fail.wait(TIMEOUT_SECONDS)
         raise ValueError("backward has failed")
 
-    def report(turns: Turns, plan: Plan) -> str:
+    def report(turns: Turns) -> str:
         raise AssertionError("the watchdog has ended the step")
 
     with opened(module, plan, emulated=emulated) as engine:
         wanted = begin(engine, 0).result()
-        monkeypatch.setattr(StepsUnderWay, "start", started)
+        monkeypatch.setattr(StepsInFlight, "begin", begun)
         monkeypatch.setattr(Turns, "report", report)
         let_first_block(module, fail)
         first = begin(engine, 1)

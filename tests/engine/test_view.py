@@ -16,9 +16,11 @@ from torch.nn.utils import parametrize
 from roundpipe_lightning.engine.capture.view import LazyTable, View, ViewClasses, ViewMaker
 from tests.kit.engine import (
     Regressor,
+    differences,
     engine_of,
     layers_of,
     mean_step,
+    plain_step,
     plan_of,
     regression_batches,
 )
@@ -437,3 +439,25 @@ def test_user_code_in_steps_reads_and_writes_its_module() -> None:
     assert module.seen == dict.fromkeys(range(3), "Regressor")
     assert module.mine in range(3)
     assert module.total in [float(loss) for loss in result.losses if loss is not None]
+
+
+def test_a_view_that_has_another_class_while_its_microbatch_waits_for_a_turn() -> None:
+    """On one worker the other microbatches take their turns before, and do the same."""
+    module = Regressor()
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 2
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        parametrize.register_parametrization(view.head, "weight", Doubled())
+        try:
+            return view.training_step(batch, 0)
+        finally:
+            parametrize.remove_parametrizations(view.head, "weight", leave_parametrized=False)
+
+    batches, stack = regression_batches(3), layers_of(module)
+    plain = plain_step(module, batches, call=call)
+    plan = plan_of(stack, num_workers=1, num_microbatches=3)
+    with engine_of(module, stack, plan, timeout_seconds=5) as engine:
+        assert not differences(module, mean_step(engine, batches, call=call), plain)

@@ -242,7 +242,7 @@ def test_the_planner_counts_masters_and_copies() -> None:
     module = _Chosen(torch.optim.AdamW)
     optimizer = torch.optim.AdamW(module.parameters())
     stacks = find_stacks(module, None)
-    chain = Chain.of(stacks)
+    chain = Chain.from_stacks(stacks)
     work = parameter_work(module, chain)
     hardware = load_hardware("rtx4090x8")
     needs = []
@@ -269,7 +269,7 @@ def test_the_planner_counts_gradients_in_their_dtype() -> None:
     storage = storage_of([torch.optim.SGD(module.parameters(), lr=0.1)])
     assert storage.gradient_bytes == 4.0
     stacks = find_stacks(module, None)
-    chain = Chain.of(stacks)
+    chain = Chain.from_stacks(stacks)
     work = parameter_work(module, chain)
     moved = TravelSizes(stacks, None).of(work, chain)
     assert moved.blocks[0].trainable_bytes == 2 * work.blocks[0].trainable_bytes

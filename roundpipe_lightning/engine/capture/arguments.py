@@ -69,7 +69,6 @@ class Change:
     in_object: bool
 
     def apply(self, value: Any) -> None:
-        """Write a value into the user's container."""
         _put(self.target, self.key, value)
 
 
@@ -99,7 +98,7 @@ class Copies:
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._pairs: list[_Pair] = []
 
-    def of(self, node: Any, *, in_object: bool = False) -> Any:
+    def copied(self, node: Any, *, in_object: bool = False) -> Any:
         """Return the copy of anything; what cannot hold a tensor is returned as it is."""
         key = id(node)
         if key in self._known:
@@ -112,7 +111,7 @@ class Copies:
             return node
         if isinstance(node, (tuple, frozenset)):
             return self._tuple(node, in_object=in_object)
-        if type(node) in _PLAIN:  # without a look at the abstract ones, which is dear
+        if type(node) in _PLAIN:  # without a look at the abstract ones, which is expensive
             return self._filled(node, in_object=in_object)
         if isinstance(node, MutableSequence | MutableMapping):
             return self._filled(node, in_object=in_object)
@@ -147,7 +146,7 @@ class Copies:
         return twin
 
     def _tuple(self, node: Any, *, in_object: bool) -> Any:
-        children = [self.of(child, in_object=in_object) for child in node]
+        children = [self.copied(child, in_object=in_object) for child in node]
         if all(a is b for a, b in zip(children, node, strict=True)):
             return node
         made = type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
@@ -160,7 +159,7 @@ class Copies:
             return twin
         twin = self._note(node, copy.copy(node))
         children = {
-            key: self.of(child, in_object=in_object) for key, child in _children(node).items()
+            key: self.copied(child, in_object=in_object) for key, child in _children(node).items()
         }
         for key, child in children.items():
             _put(twin, key, child)

@@ -61,7 +61,6 @@ class BlockCompiler:
 
     @property
     def num_kinds(self) -> int:
-        """How many kinds of blocks have been compiled."""
         return len(self._kinds)
 
     @property
@@ -71,13 +70,11 @@ class BlockCompiler:
 
     # ------------------------------------------------------------------------- what is found out
 
-    def leave(self, name: str, reason: str) -> None:
-        """Do not compile a block."""
+    def exclude(self, name: str, reason: str) -> None:
         with self._lock:
             self._left.setdefault(name, reason)
 
-    def note_draw(self, name: str) -> None:
-        """Note that a block draws random numbers."""
+    def add_drawing(self, name: str) -> None:
         with self._lock:
             self._drawing.add(name)
 
@@ -86,7 +83,6 @@ class BlockCompiler:
         self._known = True
 
     def compiles(self, name: str) -> bool:
-        """Say whether a block is to run compiled."""
         return self._known and name not in self._left
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,15 +110,7 @@ class BlockCompiler:
         placed: Placed,
         stream: RandomStream | None,
     ) -> nn.Module:
-        """Return what runs a block: its compiled code, or the view where it is not compiled.
-
-        Args:
-            view: The block's view.
-            block: The original.
-            name: The block's name.
-            placed: The worker's parameters and buffers.
-            stream: The microbatch's random numbers.
-        """
+        """Return what runs a block: its compiled code, or the view where it is not compiled."""
         if not self.compiles(name):
             return view
         copy = plain_copy(block, parameter=placed.leaf_of, buffer=placed.buffer_of)
@@ -201,13 +189,7 @@ def plain_copy(
     parameter: Callable[[nn.Parameter], nn.Parameter | None],
     buffer: Callable[[Tensor], Tensor],
 ) -> nn.Module:
-    """Return a module of the same classes and attributes, with other parameters and buffers.
-
-    Args:
-        module: The original.
-        parameter: Returns the copy's parameter for one of the original's.
-        buffer: Returns the copy's buffer for one of the original's.
-    """
+    """Return a module of the same classes and attributes, with other parameters and buffers."""
     made: dict[nn.Module, nn.Module] = {}
 
     def copy(original: nn.Module) -> nn.Module:

@@ -1,22 +1,22 @@
-"""Capture: how user code, unchanged, hands a stack of blocks to the engine.
+"""How user code, unchanged, hands a stack of blocks to the engine.
 
 In a view every block is a proxy. A proxy gives its call to the engine, which runs the block on the
-worker of its stage, and gets phantoms of the block's outputs for the user's code to hand on:
+worker of its stage, and gets lazy tensors for the block's outputs for the user's code to hand on:
 
 ```
 user code      h = embed(ids)     h, w = layer0(h, m)    h, w = layer1(h, m)      head(h)
-in the view    h ───────────────▶ run 0 ── phantoms ───▶ run 1 ── the outputs ──▶
+in the view    h ───────────────▶ run 0 ── lazy ──────▶ run 1 ── the outputs ──▶
 ```
 
-A phantom has the shape, the dtype and the device of the tensor it stands for, but no values. Code
-that computes with it gets the values in its place, as a leaf of a new segment: the blocks before it
-and those after it are then recomputed apart. Only writing into a phantom is refused, because other
-blocks have got its values already.
+A lazy tensor has the shape, the dtype and the device of the tensor it stands for, but no values.
+Code that computes with it gets the values in its place, as a leaf of a new segment: the blocks
+before it and those after it are then recomputed apart. Only writing into a lazy tensor is refused,
+because other blocks have got its values already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
@@ -41,47 +41,41 @@ _PAST_FUNCTIONS = (
 )
 
 
-class Standing(Protocol):
-    """What a phantom stands for."""
+class LazyValue(Protocol):
+    """What a lazy tensor stands for."""
 
     @property
     def block_name(self) -> str:
         """The block that made it."""
 
-    def real(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the tensor that the user's code computes with, with a gradient."""
 
     def detached(self) -> Tensor:
         """Return the values without a graph."""
 
 
-class Phantom(Tensor):
-    """Stands for a tensor that a block has made and that user code only hands on."""
+class LazyTensor(Tensor):
+    """A tensor that a block has made and that user code only hands on."""
 
-    value: Any  # a Standing
+    value: Any  # a LazyValue
 
     @staticmethod
-    def of(tensor: Tensor, value: Standing, *, requires_grad: bool) -> Phantom:
-        """Make the phantom of a tensor.
-
-        Args:
-            tensor: Gives shape, strides, dtype and device.
-            value: What it stands for.
-            requires_grad: What it says of itself.
-        """
-        phantom: Phantom = torch.Tensor._make_wrapper_subclass(
-            Phantom,
-            tensor.shape,
-            strides=tensor.stride(),
-            dtype=tensor.dtype,
-            device=tensor.device,
+    def standing_for(value: LazyValue, *, like: Tensor, requires_grad: bool) -> LazyTensor:
+        """Make the lazy tensor of a value, with the shape, strides, dtype and device of `like`."""
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            LazyTensor,
+            like.shape,
+            strides=like.stride(),
+            dtype=like.dtype,
+            device=like.device,
             requires_grad=requires_grad,
         )
-        phantom.value = value
+        lazy.value = value
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                phantom.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
-        return phantom
+                lazy.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return lazy
 
     @classmethod
     def __torch_function__(
@@ -96,16 +90,16 @@ class Phantom(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         written = args[0] if args and writes_first(name) else (kwargs or {}).get("out")
-        real: dict[Phantom, Tensor] = {}
-        for phantom in tensors_in((args, kwargs)):
-            if isinstance(phantom, Phantom):
-                value: Standing = phantom.value
-                if phantom is written:
+        found: dict[LazyTensor, Tensor] = {}
+        for lazy in tensors_in((args, kwargs)):
+            if isinstance(lazy, LazyTensor):
+                value: LazyValue = lazy.value
+                if lazy is written:
                     raise GlueError(_WRITTEN.format(name, value.block_name))
                 without_graph = name == "detach" or not torch.is_grad_enabled()
-                real[phantom] = value.detached() if without_graph else value.real()
+                found[lazy] = value.detached() if without_graph else value.materialize()
         args, kwargs = map_tensors(
-            lambda x: real[x] if isinstance(x, Phantom) else x, (args, kwargs)
+            lambda x: found[x] if isinstance(x, LazyTensor) else x, (args, kwargs)
         )
         return func(*args, **(kwargs or {}))
 
@@ -120,27 +114,21 @@ class Phantom(Tensor):
         raise CaptureError(_PAST_FUNCTIONS.format(f"`{func}`"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name of the block."""
         return f"<output of {self.value.block_name}>"
 
 
 def _refuse_gradient(gradient: Tensor) -> None:  # noqa: ARG001 - a tensor's hook
-    """Raise when a gradient arrives at a phantom: it belongs to the tensor behind it."""
+    """Raise when a gradient arrives at a lazy tensor: it belongs to the tensor behind it."""
     raise CaptureError(_PAST_FUNCTIONS.format("An operation"))
 
 
-def without_phantoms(node: Any) -> Any:
-    """Return nested containers with the tensors that phantoms among theirs stand for."""
-
-    def real(tensor: Tensor) -> Tensor:
-        value: Tensor = tensor.value.real() if isinstance(tensor, Phantom) else tensor
-        return value
-
-    return map_tensors(real, node)
+def materialized(node: Any) -> Any:
+    """Return nested containers with the tensors that lazy tensors among theirs stand for."""
+    return map_tensors(lambda x: x.value.materialize() if isinstance(x, LazyTensor) else x, node)
 
 
 class RunHere(Enum):
-    """What a proxy is told."""
+    """What a proxy may be answered."""
 
     RUN_HERE = "run here"
     """Run the block as part of the user's code around it."""
@@ -164,38 +152,18 @@ class BlockProxy(View):
         return plain.__call__(*args, **kwargs) if answer is RUN_HERE else answer
 
 
-def make_proxies(
-    blocks: Iterable[nn.Module],
-    *,
-    maker: ViewMaker,
-    classes: ViewClasses,
-    called: Called,
-) -> dict[nn.Module, nn.Module]:
-    """Make a proxy for every block.
-
-    Args:
-        blocks: The blocks.
-        maker: Fills the proxies as views, for user code that looks inside a block.
-        classes: The classes of views.
-        called: What the proxies call.
-    """
-    return {
-        block: make_proxy(block, maker=maker, classes=classes, called=called) for block in blocks
-    }
-
-
 def make_proxy(
     block: nn.Module, *, maker: ViewMaker, classes: ViewClasses, called: Called
 ) -> nn.Module:
-    """Make a proxy for a block; see `make_proxies`."""
-    proxy: Any = object.__new__(classes.of(type(block), BlockProxy))
+    """Make a proxy for a block, and fill it as a view: user code may look inside a block."""
+    proxy: Any = object.__new__(classes.class_for(type(block), BlockProxy))
     maker.fill(proxy, block)
     proxy.__dict__.update(_called=called)
     return proxy  # type: ignore[no-any-return]
 
 
 def writes_first(name: str) -> bool:
-    """Say whether a torch function of that name writes into its first argument."""
+    """Return whether a torch function of that name writes into its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (
             name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")

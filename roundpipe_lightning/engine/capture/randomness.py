@@ -131,7 +131,7 @@ def mix(*parts: int) -> int:
 
 
 def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether a call may draw random numbers, from whichever generator."""
+    """Return whether a call may draw random numbers, from whichever generator."""
     name = getattr(func, "__name__", "")
     if name not in RANDOM_FUNCTIONS:
         return False
@@ -144,7 +144,7 @@ def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _inside_checkpoint() -> bool:
-    """Say whether the caller runs under PyTorch's activation checkpointing."""
+    """Return whether the caller runs under PyTorch's activation checkpointing."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -153,16 +153,35 @@ def _inside_checkpoint() -> bool:
     return False
 
 
-class RandomLock:
-    """Guards the process-wide generators: one draw at a time, their states put back after it."""
+class StepDraws:
+    """The draws of one step from the process-wide generators.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        lock: Guards the generators: one draw at a time, their states put back after it. Shared by
+            all steps of an engine.
+
+    Attributes:
+        num_draws: How often the step has drawn from generators that others may draw from.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.num_draws = 0
+        self._lock = lock
+        self._is_watched = True
+
+    def stop_watching(self) -> None:
+        """Look at the generators no more: when this returns, other code than the step's may draw.
+
+        A thread that is looking is waited for.
+        """
+        with self._lock:
+            self._is_watched = False
 
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
     ) -> Any:
         """Run `call` with every generator seeded, then put the generators back."""
+        self.num_draws += 1
         with self._lock:
             states = [generator.get_state() for generator in generators]
             try:
@@ -173,82 +192,17 @@ class RandomLock:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
 
-    def note(self) -> None:
-        """Hear of a draw from a generator of the user's own."""
-
-    def states(
-        self,
-        generators: Sequence[torch.Generator],
-        *,
-        are_wanted: Callable[[], bool] = lambda: True,
-    ) -> list[torch.Tensor]:
-        """Return the generators' states between draws.
-
-        Args:
-            generators: Which.
-            are_wanted: Asked between draws, too: nothing is returned if they are not.
-        """
-        with self._lock:
-            return [generator.get_state() for generator in generators] if are_wanted() else []
-
-    def between_draws(self, call: Callable[[], None]) -> None:
-        """Call something while nobody draws, or looks at the generators."""
-        with self._lock:
-            call()
-
-
-class StepDraws(RandomLock):
-    """The draws of one step.
-
-    Args:
-        lock: Shared by all steps.
-
-    Attributes:
-        num_draws: How often the step has drawn from generators that others may draw from.
-    """
-
-    def __init__(self, lock: RandomLock) -> None:
-        self.num_draws = 0
-        self._is_watched = True
-        self._shared = lock
-
-    def stop_watching(self) -> None:
-        """Look at the generators no more: when this returns, other code than the step's may draw.
-
-        A thread that is looking is waited for.
-        """
-
-        def stop() -> None:
-            self._is_watched = False
-
-        self._shared.between_draws(stop)
-
-    def draw(
-        self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
-    ) -> Any:
-        """Run `call` with every generator seeded, then put the generators back."""
-        self.note()
-        return self._shared.draw(seed, generators, call)
-
-    def note(self) -> None:
-        """Hear of a draw."""
-        self.num_draws += 1
-
-    def states(
-        self,
-        generators: Sequence[torch.Generator],
-        *,
-        are_wanted: Callable[[], bool] = lambda: True,
-    ) -> list[torch.Tensor]:
+    def states(self, generators: Sequence[torch.Generator]) -> list[Tensor]:
         """Return the generators' states between draws; nothing if they are not looked at."""
-        return self._shared.states(generators, are_wanted=lambda: self._is_watched and are_wanted())
+        with self._lock:
+            return [generator.get_state() for generator in generators] if self._is_watched else []
 
 
 class RandomStream:
     """The random numbers of one microbatch, for blocks and user code alike.
 
     Args:
-        lock: Shared by all threads of an engine.
+        draws: Those of the step.
         step_seed: The step's number.
         microbatch: The microbatch's index.
         generators: Returns the generators of the worker in use.
@@ -256,13 +210,13 @@ class RandomStream:
 
     def __init__(
         self,
-        lock: RandomLock,
+        draws: StepDraws,
         *,
         step_seed: int,
         microbatch: int,
         generators: Callable[[], Sequence[torch.Generator]],
     ) -> None:
-        self._lock = lock
+        self._step_draws = draws
         self._seed = mix(step_seed, microbatch)
         self._generators = generators
         self._place = mix(self._seed, 0)
@@ -288,13 +242,13 @@ class RandomStream:
         self._draws += 1
         given = kwargs.get("generator")
         if given is not None:
-            self._lock.note()
+            self._step_draws.num_draws += 1
             self._check_given(given)
             return func(*args, **kwargs)
         seed = mix(self._place, self._draws)
         result = self._own.call(func, args, kwargs, seed=seed)
         if result is NotImplemented:
-            result = self._lock.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+            result = self._step_draws.draw(seed, self._generators(), lambda: func(*args, **kwargs))
         return result
 
     @property
@@ -306,7 +260,7 @@ class RandomStream:
         """Run code that draws as it likes, with one seed for all its draws."""
         self._draws += 1
         seed = mix(self._place, self._draws)
-        return self._lock.draw(seed, self._generators(), call)
+        return self._step_draws.draw(seed, self._generators(), call)
 
     def _check_given(self, generator: torch.Generator) -> None:
         """Let a block draw from a generator of its own only if the recompute finds it as it was."""
@@ -356,8 +310,8 @@ class RandomStream:
     def _no_draws(self, refusal: str) -> Iterator[None]:
         """Raise with this text if something but `call` moves a default generator on."""
         generators = self._generators()
-        before = self._lock.states(generators)
+        before = self._step_draws.states(generators)
         yield
-        after = self._lock.states(generators)
+        after = self._step_draws.states(generators)
         if after and not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             raise RandomnessError(refusal)

@@ -84,14 +84,7 @@ class SideOutputs:
     def block(
         self, number: int, watch: Watch, taken: Sequence[Tensor], *, name: str
     ) -> Iterator[None]:
-        """Watch over the functions of a block until the end of the context.
-
-        Args:
-            number: Of the block's call.
-            watch: What is done with their results.
-            taken: What the block takes.
-            name: The block's name.
-        """
+        """Watch over the functions of a block, and what it takes, until the end of the context."""
         if watch is Watch.FIND and not any(
             origin.block == number for origin in (*self._leaves, *self._leaks)
         ):
@@ -178,9 +171,9 @@ class SideOutputs:
         """Numbers of the calls whose side outputs the code after them has used."""
         return {origin.block for origin in self._leaves}
 
-    def used_of(self, calls: range) -> bool:
-        """Say whether the loss depends on side outputs of some calls."""
-        return any(o.block in calls and leaf.grad is not None for o, leaf in self._leaves.items())
+    def is_used(self, call: int) -> bool:
+        """Return whether the loss depends on side outputs of a call."""
+        return any(o.block == call and leaf.grad is not None for o, leaf in self._leaves.items())
 
     def take_found(self) -> list[tuple[Tensor, Tensor]]:
         """Return the recomputed side outputs that need a gradient, each with its gradient."""
@@ -193,7 +186,6 @@ class SideOutputs:
         return found
 
     def clear(self) -> None:
-        """Forget everything."""
         self.on_use = lambda call: None
         self._leaves.clear()
         self._leaks.clear()

@@ -1,11 +1,10 @@
-"""What is known of torch's functions by their names."""
+"""Torch's functions by their names, and the stack of modes around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 # ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,74 +47,37 @@ def attribute_or_name(func: Callable[..., Any]) -> str:
 
 
 class ModeStack:
-    """What is put away of one thread's modes."""
+    """The modes of one thread that are put away while the engine runs."""
 
     def __init__(self) -> None:
         self._away: list[Any] = []
 
-    def without(self) -> _Changed:
+    @contextmanager
+    def without(self) -> Iterator[None]:
         """Put all modes away until the end of the context."""
-        return _Changed(self.put_away, self.put_back)
-
-    def again(self) -> _Changed:
-        """Put those back that are away, until the end of the context."""
-        return _Changed(self.put_on, self.put_off)
-
-    def put_away(self) -> list[Any]:
-        """Take all modes from the stack, and return them; the lowest first."""
-        taken = [
-            torch._C._pop_torch_function_stack()
-            for _ in range(torch._C._len_torch_function_stack())
-        ]
-        taken.reverse()
+        num_modes = torch._C._len_torch_function_stack()
+        taken = [torch._C._pop_torch_function_stack() for _ in range(num_modes)][::-1]
         self._away = self._away + taken
-        return taken
+        try:
+            yield
+        finally:
+            if taken:
+                self._away = self._away[: -len(taken)]
+                _push(taken)
 
-    def put_back(self, taken: list[Any]) -> None:
-        """Undo `put_away`, which returned these."""
-        if taken:
-            self._away = self._away[: -len(taken)]
-            _push(taken)
-
-    def put_on(self) -> list[Any]:
-        """Put all that is away on the stack, and return it."""
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Put those back that are away, until the end of the context."""
         back, self._away = self._away, []
         _push(back)
-        return back
-
-    def put_off(self, back: list[Any]) -> None:
-        """Undo `put_on`, which returned these."""
-        for _ in back:
-            torch._C._pop_torch_function_stack()
-        self._away = back
+        try:
+            yield
+        finally:
+            for _ in back:
+                torch._C._pop_torch_function_stack()
+            self._away = back
 
 
 def _push(modes: list[Any]) -> None:
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
-
-
-class _Changed:
-    """Runs code with other modes. A class: it is entered for every call of a block.
-
-    Args:
-        change: Changes the stack, and returns what `undo` is given.
-        undo: Undoes it.
-    """
-
-    __slots__ = ("_change", "_moved", "_undo")
-
-    def __init__(self, change: Callable[[], list[Any]], undo: Callable[[list[Any]], None]) -> None:
-        self._change = change
-        self._undo = undo
-
-    def __enter__(self) -> None:
-        self._moved = self._change()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._undo(self._moved)

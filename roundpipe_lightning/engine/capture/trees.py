@@ -25,12 +25,7 @@ def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def with_children(node: Any, children: Mapping[Any, Any]) -> Any:
-    """Return a container like `node` that holds other children, under the same keys.
-
-    Args:
-        node: A container; it is not changed.
-        children: By what `children_of` calls them; all of them.
-    """
+    """Return a container like `node` that holds other children, all under the same keys."""
     if isinstance(node, MutableMapping):
         twin = copy.copy(node)
         for key, child in children.items():
@@ -49,22 +44,12 @@ def with_children(node: Any, children: Mapping[Any, Any]) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], node: Any) -> Any:
-    """Replace every tensor in nested containers; what holds none is returned as it is.
-
-    Args:
-        function: Called with each tensor.
-        node: A tensor, a container or anything else. It is not changed.
-    """
+    """Replace every tensor in nested containers; what holds none is returned as it is."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, node)
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
-    """Replace all that is no container in nested containers.
-
-    Args:
-        function: Called with each leaf; what it returns unchanged stays.
-        node: A leaf or a container. It is not changed.
-    """
+    """Replace all that is no container in nested containers; what stays the same is kept."""
     before = {} if isinstance(node, Tensor) else dict(children_of(node))
     if not before:
         return function(node)
@@ -75,7 +60,6 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
 
 
 def tensors_in(node: Any) -> Iterator[Tensor]:
-    """Return all tensors in nested containers."""
     if isinstance(node, Tensor):
         yield node
     for _, child in children_of(node):

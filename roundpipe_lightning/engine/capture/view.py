@@ -24,6 +24,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -40,7 +41,6 @@ _AS_THE_ORIGINAL: Any = object()
 
 
 def write_through(module: nn.Module, name: str, value: Any) -> None:
-    """Write an attribute of an original, or delete it."""
     if value is DELETED:
         delattr(module, name)
     else:
@@ -105,7 +105,6 @@ class LazyTable(dict[str, V], Generic[V]):
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
         return self[key] if key in self else default  # noqa: SIM401 - `get` is what is defined
 
     def items(self) -> Iterator[tuple[str, V]]:  # type: ignore[override]  # lazy, unlike a dict's
@@ -248,8 +247,9 @@ class ViewClasses:
     def __init__(self) -> None:
         self._made: dict[tuple[type, ...], type] = {}
         self._disguises = threading.RLock()
+        self._held = threading.local()  # `depth`: how often this thread holds the lock
 
-    def of(self, base: type, *extra: type) -> type:
+    def class_for(self, base: type, *extra: type) -> type:
         """Return the class of a view of `base`, with `extra` classes before it."""
         key = (*extra, base)
         if key not in self._made:
@@ -257,24 +257,41 @@ class ViewClasses:
         return self._made[key]
 
     def assume(self, view: Any, kind: type) -> None:
-        """Let a view pass for an object of another class, until it gets its own back.
+        """Let a view pass for an object of a subclass, until it gets its own class back.
 
         One thread at a time, because torch counts and caches parametrizations per process.
-
-        Args:
-            view: The view.
-            kind: A subclass of the original's class, or that class.
         """
         own = view.__dict__
         begins, ends = not own["_in_disguise"], kind is type(own["_view_of"])
         if begins:
             self._disguises.acquire()
+            self._held.depth = self._depth + 1
         extra = tuple(c for c in type(view).__bases__ if issubclass(c, View) and c is not View)
-        made = self.of(kind, *extra) if ends else _view_class(kind, extra)
+        made = self.class_for(kind, *extra) if ends else _view_class(kind, extra)
         object.__dict__["__class__"].__set__(view, made)
         own["_in_disguise"] = not ends
         if ends:
+            self._held.depth = self._depth - 1
             self._disguises.release()
+
+    @property
+    def _depth(self) -> int:
+        return int(getattr(self._held, "depth", 0))
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Let views of other threads take other classes meanwhile: this thread waits for its turn.
+
+        The other threads may have to take theirs before it comes.
+        """
+        depth = self._depth
+        for _ in range(depth):
+            self._disguises.release()
+        try:
+            yield
+        finally:
+            for _ in range(depth):
+                self._disguises.acquire()
 
 
 def _view_class(base: type, extra: tuple[type, ...]) -> type:
@@ -333,9 +350,7 @@ class ViewMaker:
     def view_of(self, module: nn.Module, *extra: type) -> nn.Module:
         """Return the view of a module; the same one every time, so shared modules stay shared.
 
-        Args:
-            module: The original.
-            extra: Classes for the view to have before the original's.
+        It has the `extra` classes before the original's.
         """
         key = id(module)
         if key in self._to_stand_in:
@@ -343,7 +358,7 @@ class ViewMaker:
         if key in self._stand_ins:
             return self._stand_ins[key][1]
         if module not in self._made:
-            view: Any = object.__new__(self._classes.of(type(module), *extra))
+            view: Any = object.__new__(self._classes.class_for(type(module), *extra))
             self._made[module] = view
             self.fill(view, module)
         return self._made[module]

@@ -83,7 +83,7 @@ class Chain:
     others: tuple[nn.Module, ...] = ()
 
     @classmethod
-    def of(cls, stacks: Iterable[BlockStack]) -> Chain:
+    def from_stacks(cls, stacks: Iterable[BlockStack]) -> Chain:
         """Return the chain of a step that calls stacks one after the other, each once."""
         links: list[Link] = []
         for stack in stacks:
@@ -93,12 +93,7 @@ class Chain:
 
     @classmethod
     def recorded(cls, links: Iterable[Link], *, blocks: Iterable[nn.Module] = ()) -> Chain:
-        """Return the chain of calls that were seen.
-
-        Args:
-            links: The calls; their names are the blocks' own.
-            blocks: All blocks, those that were not called among them.
-        """
+        """Return the chain of calls that were seen, with the blocks' own names."""
         counts: Counter[nn.Module] = Counter()
         numbered: list[Link] = []
         for link in links:
@@ -135,7 +130,7 @@ class Chain:
         return cls(links=tuple(links), others=others)
 
     def same_calls(self, other: Chain) -> bool:
-        """Say whether the calls are the same, cut in the same places."""
+        """Return whether the calls are the same, cut in the same places."""
         mine, theirs = (
             [(link.name, link.cut, link.gradient) for link in chain.links]
             for chain in (self, other)
@@ -157,16 +152,13 @@ class Chain:
         return tuple(i for i, link in enumerate(self.links) if link.cut)
 
     def ends_pass(self, position: int) -> bool:
-        """Say whether user code follows the call at a position."""
+        """Return whether user code follows the call at a position."""
         return position + 1 == len(self.links) or self.links[position + 1].cut
 
     def find(self, block: nn.Module, *, gradient: bool | None, start: int) -> int | None:
         """Return the first position, from `start` on, of a block; None if there is none.
 
-        Args:
-            block: The block.
-            gradient: Whether it is called with gradients enabled; None: either.
-            start: The position after the last call's.
+        `gradient` says whether it is called with gradients enabled; None: either.
         """
         positions = self._positions.get((block, gradient), ())
         index = bisect_left(positions, start)

@@ -8,65 +8,45 @@ entry ─▶ [F0] ─ boundary ─▶ [F1] ─ boundary ─▶ [X0: last blocks]
 What flows is any number of values: tensors that blocks made and that later blocks or the user's
 code take, from turn to turn through the host. A call that comes when the chain has it next, or
 later, runs in its stage. Any other is *streamed*: the worker whose turn it is uploads that one
-block, runs it without a graph and drops it. `chain_backward.py` tells the way back.
+block, runs it without a graph and drops it. `backward.py` tells the way back.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture.placeholder import Phantom
-from roundpipe_lightning.engine.chain.block_runner import BlockRunner
+from roundpipe_lightning.engine.capture.arguments import Swap
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler
+from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.side_outputs import Watch
+from roundpipe_lightning.engine.capture.view import put
+from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link, following_blocks
-from roundpipe_lightning.engine.chain.segments import Segments, Source, reachable_leaves
-from roundpipe_lightning.engine.chain.tensor_routes import Sources, Turn
-from roundpipe_lightning.engine.chain.values import BlockCall, CallPlace, Outcome, Value
-from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
+from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
+from roundpipe_lightning.engine.chain.segments import USED_ELSEWHERE, Segments
+from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
+from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.errors import CaptureError
-from roundpipe_lightning.planning.schedule.stages import Partition, Stage, StageKind
-
-_OTHERS = (
-    "Block {!r} made a tensor that {} gets by another way than its arguments (a closure, a global "
-    "or an attribute): its gradient would be lost. Hand it to the block as an argument."
-)
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind, operations_kept
 
 
-class TurnTaker(Turn, Protocol):
-    """Who owns a worker's turn and can pass it on."""
-
-    @property
-    def stage(self) -> Stage:
-        """The stage whose turn it is."""
-
-    def next_turn(self) -> None:
-        """End this turn and wait for the next."""
-
-    def buffers_written(self, *, repeated: str | None = None) -> None:
-        """Hear that the forward pass wrote into buffers, of a block that ran before, perhaps."""
-
-    def add_gradients(self, gradients: Gradients) -> None:
-        """Take gradients of parameters that no stage has."""
-
-
-class ChainRun:
-    """One microbatch in the chain.
+class ForwardPass:
+    """One microbatch's calls of blocks. Made in the microbatch's thread.
 
     Args:
-        taker: Gives the stages and their workers, turn by turn.
+        turns: The microbatch's turns.
         user: The user code around the blocks: it knows where tensors are.
         stacks: All blocks.
         chain: The calls that are planned.
-        partition: Their stages.
         backward: Whether a backward pass will follow.
-        runner: Runs the blocks.
+        compiler: Compiles blocks; None: they run as they are.
 
     Attributes:
         calls: The calls so far.
@@ -76,33 +56,34 @@ class ChainRun:
 
     def __init__(
         self,
-        taker: TurnTaker,
+        turns: MicrobatchTurns,
         *,
         user: UserCode,
         stacks: Sequence[BlockStack],
         chain: Chain,
-        partition: Partition,
         backward: bool,
-        runner: BlockRunner,
+        compiler: BlockCompiler | None,
     ) -> None:
-        self.taker = taker
+        self.turns = turns
         self.user = user
-        self.runner = runner
         self.calls: list[BlockCall] = []
-        self.segments = Segments()
-        self.sources = Sources(user, taker)
-        self._names: Mapping[nn.Module, str] = {
-            b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)
-        }
+        self.sources = Sources(user, turns)
+        self.segments = Segments(
+            self.calls, user=user, turns=turns, sources=self.sources, backward=backward
+        )
+        user.check_gradient = self.segments.check_gradient
+        user.side_outputs.on_use = self.segments.side_output_used
+        self._names = {b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)}
         self._following = following_blocks(stacks)
-        self._thread = threading.get_ident()
         self._chain = chain
         self._backward = backward
-        self._starts = {s.blocks.start for s in partition.stages() if s.kind is StageKind.BACKWARD}
+        self._compiler = compiler
+        self._kept_operations = operations_kept(turns.plan.recompute)
+        stages = turns.plan.partition.stages()
+        self._starts = {s.blocks.start for s in stages if s.kind is StageKind.BACKWARD}
         self._position = 0
         self._stage: Stage | None = None  # the last one that a call was in, and its blocks
         self._blocks: tuple[nn.Module, ...] = ()
-        self._glue = False
         self._here: dict[Source, Tensor] = {}  # what the present FORWARD turn has taken
         self._live: list[Value] = []  # values that may be on the present worker
         self._ran: set[nn.Module] = set()  # blocks, in turns that have ended
@@ -110,112 +91,110 @@ class ChainRun:
 
     # ----------------------------------------------------------------------------------- calls
 
-    def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block that the user's code has called, and return what it is to get.
 
-        Args:
-            block: The block.
-            args: Positional arguments, with phantoms of what other blocks made.
-            kwargs: Keyword arguments, likewise.
+        Among the arguments lazy tensors stand for what other blocks made.
         """
-        place = self._place(block)
-        self._drop_unheld()
-        call = BlockCall(place, args, kwargs, self.user.writes.within(block))
-        call.begins_group = self._begins_group(call)
-        self.runner.prepare(call)
-        if call.begins_group:
-            self._keep_values()
+        self.turns.check_not_aborted()
+        with self.user.suspended():
+            return self._call(block, (args, kwargs))
+
+    def _call(self, block: nn.Module, given: Given) -> Any:
+        self.user.cut = self.segments.cut  # from the first block on
+        call = self._new_call(block, given)
         self.calls.append(call)
         self._running.append(block)
-        self.segments.last.is_closed |= call.wanted and place.segment is None
-        with torch.set_grad_enabled(place.segment is not None):
-            outcome = self._run_forward(call, (args, kwargs))
-        call.values = [self._value(call, *made) for made in outcome.tensors]
+        self.segments.last.is_closed |= call.is_recomputed
+        with torch.set_grad_enabled(call.segment is not None):
+            outcome = self._run_forward(call, given)
+        call.values = [
+            Value(self.segments, call, tensor, in_object=in_object)
+            for tensor, in_object in outcome.tensors
+        ]
         self._live += call.values
-        if place.position is not None and place.position + 1 == self.taker.stage.blocks.stop:
+        if call.position is not None and call.position + 1 == self.turns.stage.blocks.stop:
             self._end_forward()
-        if not self._ends_pass(place):
-            return outcome.handed_out(lambda slot, in_object: call.values[slot].phantom())
-        phantoms = [value.phantom() for value in call.values]  # held, therefore kept
+        if not self._ends_pass(call):
+            return outcome.handed_out(lambda slot, in_object: call.values[slot].lazy())
+        lazy = [value.lazy() for value in call.values]  # held, therefore kept
         self._end_pass(call)
         return outcome.handed_out(
             lambda slot, in_object: (
-                phantoms[slot] if in_object else self._for_user(call.values[slot])
+                lazy[slot] if in_object else self.segments.for_user(call.values[slot])
             )
         )
 
-    def _place(self, block: nn.Module) -> CallPlace:
+    def _new_call(self, block: nn.Module, given: Given) -> BlockCall:
         """Go to the turn of a call, and say which it is."""
         gradient = self._backward and torch.is_grad_enabled()
         position = self._chain.find(
             block, gradient=gradient if self._backward else None, start=self._position
         )
         if position is not None:
-            while position >= self.taker.stage.blocks.stop and self._in_forward_stage:
+            while position >= self.turns.stage.blocks.stop and self.turns.in_forward_stage:
                 self._next_turn()
             self._position = position + 1
-        in_graph = gradient and position is not None and not self._in_forward_stage
+        in_graph = gradient and position is not None and not self.turns.in_forward_stage
         if in_graph and (self.segments.last.is_closed or not self.segments.last.is_fused):
-            self._open_segment()
-        last = self.calls[-1].place.block if self.calls else None
+            self.segments.open_next()
         cut = (
-            self._glue
-            or (last is not None and self._following.get(last) is not block)
+            self.segments.code_ran
+            or (bool(self.calls) and self._following.get(self.calls[-1].block) is not block)
             or (position is not None and self._chain.links[position].cut)
         )
-        self._glue = False
-        return CallPlace(
-            number=len(self.calls),
-            block=block,
+        self.segments.code_ran = False
+        self._drop_unheld()
+        call = BlockCall(
+            block,
+            given,
             name=self._names[block],
+            number=len(self.calls),
             position=position,
             gradient=gradient,
             segment=self.segments.number if in_graph else None,
             cut=cut,
+            writes=self.user.writes.within(block),
         )
-
-    def _open_segment(self) -> None:
-        self.segments.open(num_calls=len(self.calls), is_fused=not self._in_forward_stage)
-
-    @property
-    def _in_forward_stage(self) -> bool:
-        return self.taker.stage.kind is StageKind.FORWARD
+        if call.is_recomputed:
+            if self._kept_operations:
+                call.kept = KeptOutputs(self._kept_operations, pool=self.turns.pool)
+            call.begins_group = self._begins_group(call)
+        if call.begins_group:
+            self._keep_values()
+        return call
 
     def _begins_group(self, call: BlockCall) -> bool:
-        if not call.wanted or call.place.segment is not None:
-            return False
-        position, number = call.place.position, call.place.number
         before = self.calls[-1] if self.calls else None
         return (
-            position is None
-            or position in self._starts
-            or self.segments.last.start == number
+            call.position is None
+            or call.position in self._starts
+            or self.segments.last.start == call.number
             or before is None
             or not before.wanted
-            or before.place.position != position - 1
+            or before.position != call.position - 1
         )
 
-    def _ends_pass(self, place: CallPlace) -> bool:
-        if place.position is None:
-            return place.block not in self._following
-        return self._chain.ends_pass(place.position)
+    def _ends_pass(self, call: BlockCall) -> bool:
+        if call.position is None:
+            return call.block not in self._following
+        return self._chain.ends_pass(call.position)
 
     def _end_pass(self, call: BlockCall) -> None:
         """Go to where the user's code goes on, with a segment of its own."""
         self._end_forward()
-        position = call.place.position
-        if position is not None and position + 1 == len(self._chain):
-            self.go_to_fused_stage()
-        elif position is not None and position + 1 == self.taker.stage.blocks.stop:
+        if call.position is not None and call.position + 1 == len(self._chain):
+            self._go_to_fused_stage()
+        elif call.position is not None and call.position + 1 == self.turns.stage.blocks.stop:
             self._next_turn()
         if self.segments.last.is_closed:
-            self._open_segment()
+            self.segments.open_next()
 
     # ----------------------------------------------------------------------------------- turns
 
-    def go_to_fused_stage(self) -> None:
+    def _go_to_fused_stage(self) -> None:
         """Pass the FORWARD turns that are left."""
-        while self._in_forward_stage:
+        while self.turns.in_forward_stage:
             self._next_turn()
         self._forget_unused()
 
@@ -228,26 +207,35 @@ class ChainRun:
         self._here.clear()
         self._ran.update(self._running)
         self._running.clear()
-        if self.user.write_buffers_back():
-            self.taker.buffers_written()
+        self.write_buffers_back()
         last = self.calls[-1].values if self.calls else ()
         self.sources.send_ahead([value.host for value in last if value.host is not None])
-        self.taker.next_turn()
+        self.turns.next_turn()
+
+    def write_buffers_back(self) -> None:
+        """Bring to the host what the user's code has written into buffers."""
+        if self.user.write_buffers_back():
+            self._refuse_unordered_writes()
 
     def _end_forward(self) -> None:
-        worker, stage = self.taker.worker, self.taker.stage
+        worker = self.turns.worker
         worker.count_bytes(self.boundary_bytes())
-        if worker.end_forward(stage):
-            self._buffers_written()
+        if worker.end_forward(self.turns.stage):
+            self._blocks_wrote_buffers()
 
-    def _buffers_written(self) -> None:
+    def _blocks_wrote_buffers(self) -> None:
         again = next((b for b in self._running if b in self._ran), None)
-        self.taker.buffers_written(repeated=None if again is None else self._names[again])
+        self._refuse_unordered_writes(repeated=None if again is None else self._names[again])
+
+    def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:
+        self.user.writes.were_any = True
+        self.turns.refuse_unordered_writes(repeated=repeated)
 
     def end_user_code(self) -> None:
         """Do what is left when the user's code has returned."""
-        self._end_forward()
-        self.go_to_fused_stage()
+        with self.user.suspended():
+            self._end_forward()
+            self._go_to_fused_stage()
 
     def drop_turn(self) -> None:
         """Drop what the last forward turn has beside the segments' graphs."""
@@ -258,18 +246,6 @@ class ChainRun:
         self._here.clear()
 
     # ---------------------------------------------------------------------------------- values
-
-    def _value(self, call: BlockCall, tensor: Tensor, in_object: bool) -> Value:  # noqa: FBT001
-        place = call.place
-        return Value(
-            self,
-            call=place.number,
-            block_name=place.name,
-            tensor=tensor,
-            needs_gradient=call.wanted and (tensor.is_floating_point() or tensor.is_complex()),
-            in_object=in_object,
-            segment=place.segment,
-        )
 
     def _keep_values(self) -> None:
         """Put on its way what later turns, a recompute or the user's code may take."""
@@ -290,158 +266,100 @@ class ChainRun:
         needed: set[Value] = set()
         start = 0
         for call in self.calls:
-            start = call.place.number if call.begins_group else start
+            start = call.number if call.begins_group else start
             needed.update(value for value in call.inputs if value.call < start)
         for call in self.calls:
             for value in call.values:
                 if value not in needed and not value.is_held:
                     value.host = None
 
-    def real(self, value: Value) -> Tensor:
-        """Return what the user's code computes with in place of a value.
-
-        Where it needs a gradient, the blocks before it and those after it are recomputed apart.
-
-        Raises:
-            CaptureError: If the value was put into an object, or its step has ended.
-        """
-        self._check_use(value)
-        if value.needs_gradient:
-            self._glue = True
-            if value.segment is None and value.call >= self.segments.last.start:
-                self._open_segment()
-        with self.user.suspended():
-            return self._for_user(value)
-
-    def side_output_used(self, call: int) -> None:
-        """Let the code that uses a side output be a segment after the call that has left it.
-
-        That segment then runs backward before the call is recomputed, as for an output.
-        """
-        self._glue = True
-        if self.calls[call].place.segment is None and call >= self.segments.last.start:
-            with self.user.suspended():
-                self._open_segment()
-
-    def detached(self, value: Value) -> Tensor:
-        """Return a value without a graph.
-
-        Raises:
-            CaptureError: If the value was put into an object, or its step has ended.
-        """
-        self._check_use(value)
-        with self.user.suspended():
-            return self.sources.here(value)
-
-    def _check_use(self, value: Value) -> None:
-        if value.in_object:
-            raise CaptureError(
-                f"A tensor that block {value.block_name!r} has put into an object (a cache, say) "
-                "is used by another block or after the blocks: its gradient would be lost. In "
-                "training do without the object (`use_cache=False` for transformers models)."
-            )
-        if self._thread != threading.get_ident() or self.user.runs_a_block:
-            reader = f"block {self.calls[-1].place.name!r}"
-            if not self.user.runs_a_block:
-                reader = "another microbatch"
-            raise CaptureError(_OTHERS.format(value.block_name, reader))
-        if value.here is None and value.host is None:
-            raise CaptureError(
-                f"An output of block {value.block_name!r} is used after its step has ended. Keep "
-                "a detached copy (`x.detach()`) instead."
-            )
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """Return what a segment uses for a phantom, or for a tensor of an earlier segment: a leaf.
-
-        So the graph of the segment ends there. What was made before goes backward once, when all
-        its gradients are there, as in one plain backward.
-        """
-        if isinstance(tensor, Phantom):
-            value: Value = tensor.value
-            return value.real() if torch.is_grad_enabled() else value.detached()
-        if not torch.is_grad_enabled() or not self.segments.is_earlier(tensor):
-            return tensor
-        return self.sources.leaf(self.segments.last.leaves, tensor)
-
-    def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Refuse `torch.autograd.grad` where a part of the graph is in the blocks.
-
-        Raises:
-            CaptureError: If an input is not made by the code after the last block.
-        """
-        if self.segments.number == 0:
-            return
-        leaves = reachable_leaves(outputs)
-        reached = any(
-            leaf.requires_grad and torch.autograd.graph.get_gradient_edge(leaf).node in leaves
-            for leaf in self.segments.last.leaves.values()
-        )
-        inside = all(t.grad_fn is not None and not self.segments.is_earlier(t) for t in inputs)
-        if reached and not inside:
-            raise CaptureError(
-                "torch.autograd.grad(...) asks for a gradient through the blocks, which run "
-                "backward only after the user's code: its graph ends at the last block. Ask for "
-                "gradients of what was made after the blocks, or make the term part of the loss."
-            )
-
-    def _for_user(self, value: Value) -> Tensor:
-        if value.segment == self.segments.number and value.here is not None:
-            tensor = value.here
-        elif self._backward:
-            tensor = self.sources.leaf(self.segments.last.leaves, value)
-        else:
-            tensor = self.sources.here(value)
-        # User code may write into a block's output: a leaf would refuse, and others read it.
-        return tensor.clone() if tensor.is_leaf else tensor
-
     # --------------------------------------------------------------------------- running blocks
 
-    def _run_forward(self, call: BlockCall, given: tuple[Any, Any]) -> Outcome:
-        place = call.place
-        leaves = self._here if place.segment is None else self.segments.last.leaves
+    def _run_forward(self, call: BlockCall, given: Given) -> Outcome:
+        leaves = self._here if call.segment is None else self.segments.last.leaves
 
         def take(source: Source, in_object: bool) -> Tensor:  # noqa: FBT001 - a `Swap`
-            value = source.value if isinstance(source, Phantom) else source
+            value = source.value if isinstance(source, LazyTensor) else source
             if isinstance(value, Value):
                 if in_object and value.in_object:
-                    return value.phantom()
-                if value.owner is not self:
-                    raise CaptureError(_OTHERS.format(value.block_name, "another microbatch"))
-                if value.here is not None and value.segment == place.segment:
+                    return value.lazy()
+                if value.owner is not self.segments:
+                    raise CaptureError(
+                        USED_ELSEWHERE.format(value.block_name, "another microbatch")
+                    )
+                if value.here is not None and value.segment == call.segment:
                     return value.here
-            elif place.segment is not None and self._is_of_segment(value):
-                return value
-            if place.segment is not None:
+            elif (
+                call.segment is not None
+                and value.grad_fn is not None
+                and not self.segments.is_earlier(value)
+            ):
+                return value  # part of the graph of the FUSED stage
+            if call.segment is not None:
                 return self.sources.leaf(leaves, value)
             if value not in leaves:
                 leaves[value] = self.sources.here(value, repeats=call.wanted)
             return leaves[value]
 
-        with self._blocks_of(place) as resident:
-            outcome = self.runner.run(call, resident, take=take, given=given)
-            if place.position is None:
-                self._end_streamed(call, resident)
+        with self._blocks_for(call) as resident:
+            outcome = self.run_block(call, resident, take=take, given=given)
+            if call.position is None:
+                if resident.end_forward():
+                    self._blocks_wrote_buffers()
+                if call.wanted:
+                    self.user.note_streamed(call.block)
         return outcome
 
-    def _is_of_segment(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is part of the graph of the FUSED stage."""
-        return tensor.grad_fn is not None and not self.segments.is_earlier(tensor)
-
-    def _blocks_of(self, place: CallPlace) -> AbstractContextManager[ResidentBlocks]:
-        worker, stage = self.taker.worker, self.taker.stage
-        if place.position is None:
-            return worker.streamed(place.block, StageKind.FORWARD)
+    def _blocks_for(self, call: BlockCall) -> AbstractContextManager[ResidentBlocks]:
+        worker, stage = self.turns.worker, self.turns.stage
+        if call.position is None:
+            return worker.streamed(call.block, StageKind.FORWARD)
         if self._stage is not stage:
             links = self._chain.links[stage.blocks.start : stage.blocks.stop]
             self._stage, self._blocks = stage, tuple(link.block for link in links)
         return nullcontext(worker.resident(stage, self._blocks))
 
-    def _end_streamed(self, call: BlockCall, resident: ResidentBlocks) -> None:
-        if resident.end_forward():
-            self._buffers_written()
-        if call.wanted:
-            self.user.note_streamed(call.place.block)
+    def run_block(
+        self, call: BlockCall, resident: ResidentBlocks, *, take: Swap, given: Given | None = None
+    ) -> Outcome:
+        """Run a block on what the user's code has given it, or None: once more on the same.
+
+        `take` brings a tensor to where the block computes.
+        """
+        user, compiler, again = self.user, self._compiler, given is None
+
+        @contextmanager
+        def watched(taken: Sequence[Tensor]) -> Iterator[None]:
+            watch = _watch(call, again=again)
+            with (
+                user.side_outputs.block(call.number, watch, taken, name=call.name),
+                user.resumed(),
+            ):
+                yield
+
+        with (
+            user.in_block(call.number, resident, gathers=not call.gradient),
+            resident.written(call.writes) if call.writes else nullcontext(),
+            call.keeping(self.turns, again=again),
+        ):
+            block = resident.block(call.block)
+            if compiler is not None:
+                block = compiler.stand_in(
+                    block, block=call.block, name=call.name, placed=resident, stream=user.stream
+                )
+            if given is None:
+                outcome = call.run_again(block, take, watched=watched)
+            else:
+                outcome = call.run_forward(block, take, given=given, watched=watched)
+            if compiler is not None and user.stream is not None and user.stream.num_draws:
+                compiler.add_drawing(call.name)
+        for module, attribute, value in resident.take_writes():
+            # This microbatch's user code reads the attributes that its block has written.
+            put(user.maker.view_of(module), attribute, value)
+            user.writes.renew(module, attribute, value)
+            if compiler is not None:
+                compiler.exclude(call.name, f"it writes an attribute ({attribute})")
+        return outcome
 
     # -------------------------------------------------------------------------------- the whole
 
@@ -454,10 +372,10 @@ class ChainRun:
         """Return the calls as links of a chain."""
         return [
             Link(
-                block=call.place.block,
-                name=call.place.name,
-                cut=call.place.cut,
-                gradient=call.place.gradient,
+                block=call.block,
+                name=call.name,
+                cut=call.cut,
+                gradient=call.gradient,
                 backward=call.wanted,
             )
             for call in self.calls
@@ -465,11 +383,26 @@ class ChainRun:
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
-        self.runner.note_side_outputs(self.calls)
+        if self._compiler is not None:
+            for number in self.user.side_outputs.calls_with_leaves:
+                self._compiler.exclude(
+                    self.calls[number].name, "a tensor that it leaves beside its output is used"
+                )
         for call in self.calls:
             for value in call.values:
                 value.drop()
             call.values.clear()
             call.kept = None
-        for thing in (self.calls, self._here, self._live, self.segments, self.sources):
-            thing.clear()
+        self.calls.clear()
+        self._here.clear()
+        self._live.clear()
+        self.segments.clear()
+        self.sources.clear()
+
+
+def _watch(call: BlockCall, *, again: bool) -> Watch:
+    if not call.gradient:
+        return Watch.UNWATCHED
+    if call.segment is not None:
+        return Watch.NOTHING
+    return Watch.FIND if again else Watch.MARK

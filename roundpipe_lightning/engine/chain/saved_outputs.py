@@ -5,8 +5,9 @@ FORWARD    q k v ── attention ──▶ out, log-sum-exp ── kept, to the
 BACKWARD   q k v ──────────────── the same tensors ◀── back ──────────────┘   the graph is the same
 ```
 
-They travel like boundaries (`transfer/boundary.py`): home while the next block computes, back from
-the beginning of the block's recompute on, and not at all where they can stay on the device.
+They travel like boundaries (`transfer/boundary.py`): to the host while the next block computes,
+back from the beginning of the block's recompute on, and not at all where they can stay on the
+device.
 
 The operations are named by the plan's policy (`schedule/recompute.py`). PyTorch's own selective
 checkpointing keeps them within one autograd graph; here forward and recompute are two stages, on
@@ -18,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -40,27 +42,37 @@ class KeptOutputs:
 
     def __init__(self, names: Collection[str], *, pool: PinnedPool | None = None) -> None:
         self._names = frozenset(names)
-        self._pool = pool
+        self._lane = pool
         self._entries: list[_Entry] = []
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is kept."""
-        return sum(entry.num_bytes for entry in self._entries)
+        outputs = (output for entry in self._entries for output in entry.outputs)
+        return sum(
+            output.nbytes if isinstance(output, Tensor) else output.num_bytes
+            for output in outputs
+            if isinstance(output, Tensor | BoundaryTensor)
+        )
 
     @contextmanager
     def recorded(self, worker: TransferEndpoint, *, stays: bool = False) -> Iterator[None]:
         """Keep what the operations give until the context ends, and send it on its way then.
 
-        Args:
-            worker: Where the block runs.
-            stays: Whether it may stay there: the recompute is there, too, and there is room.
+        It `stays` on the worker where the recompute is there, too, and there is room.
         """
         self._entries.clear()
         with _Recorder(self._names, self._entries):
             yield
+        here = worker.device.torch_device
         for entry in self._entries:
-            entry.send_off(worker, pool=self._pool, stays=stays)
+            if [t._version for t in _tensors(entry.outputs)] != entry.versions:
+                entry.outputs = []  # the block has written into one since
+            entry.outputs = [  # what an operation returns on the host (seeds, offsets) stays there
+                BoundaryTensor(output, worker, pool=self._lane, keeps=stays)
+                if isinstance(output, Tensor) and output.device == here
+                else output
+                for output in entry.outputs
+            ]
 
     @contextmanager
     def replayed(self, worker: TransferEndpoint) -> Iterator[None]:
@@ -70,67 +82,35 @@ class KeptOutputs:
             worker: Where the block runs.
         """
         for entry in self._entries:
-            entry.send_to(worker)
+            for output in entry.outputs:
+                if isinstance(output, BoundaryTensor):
+                    output.send_to(worker)
         with _Replayer(self._names, self._entries, worker):
             yield
         self._entries.clear()
 
 
+@dataclass
 class _Entry:
-    """What one run of an operation has given: tensors and numbers.
+    """What one run of an operation has given.
 
-    Args:
+    Attributes:
         operation: The operation.
-        outputs: What it has given.
+        outputs: Tensors, or boundaries when they are on their way, and numbers; none if forgotten.
+        versions: How often each tensor had been written into.
     """
 
-    def __init__(self, operation: Any, outputs: Sequence[Any]) -> None:
-        self.operation = operation
-        self._outputs = list(outputs)
-        self._versions = [t._version for t in self.tensors]
+    operation: Any
+    outputs: list[Any]
+    versions: list[int]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [output for output in self._outputs if isinstance(output, Tensor)]
 
-    @property
-    def boundaries(self) -> list[BoundaryTensor]:
-        return [output for output in self._outputs if isinstance(output, BoundaryTensor)]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors) + sum(p.num_bytes for p in self.boundaries)
-
-    def send_off(self, worker: TransferEndpoint, *, pool: PinnedPool | None, stays: bool) -> None:
-        """Let the tensors travel; forget them if the block has written into one since.
-
-        What an operation returns on the host (seeds, offsets) stays there.
-        """
-        if [t._version for t in self.tensors] != self._versions:
-            self._outputs.clear()
-        here = worker.device.torch_device
-        self._outputs = [
-            BoundaryTensor(output, worker, pool=pool, keeps=stays)
-            if isinstance(output, Tensor) and output.device == here
-            else output
-            for output in self._outputs
-        ]
-
-    def send_to(self, worker: TransferEndpoint) -> None:
-        """Begin to bring the tensors to where they will be asked for."""
-        for boundary in self.boundaries:
-            boundary.send_to(worker)
-
-    def on(self, worker: TransferEndpoint) -> list[Any]:
-        """Return the outputs on a worker; nothing if they were forgotten."""
-        return [
-            output.on(worker) if isinstance(output, BoundaryTensor) else output
-            for output in self._outputs
-        ]
+def _tensors(outputs: Sequence[Any]) -> list[Tensor]:
+    return [output for output in outputs if isinstance(output, Tensor)]
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs the named operations as a graph would need them, and notes what they give."""
+    """Runs the named operations as a graph would need them, and records what they give."""
 
     def __init__(self, names: frozenset[str], entries: list[_Entry]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,14 +121,14 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _is_kept(func, self._names, args, kwargs):
             return func(*args, **kwargs)
-        outputs = func(*_for_a_graph(func, args), **kwargs)
-        several = isinstance(outputs, tuple)
-        self._entries.append(_Entry(func, outputs if several else (outputs,)))
-        return outputs
+        result = func(*_for_a_graph(func, args), **kwargs)
+        outputs = list(result) if isinstance(result, tuple) else [result]
+        self._entries.append(_Entry(func, outputs, [t._version for t in _tensors(outputs)]))
+        return result
 
 
 class _Replayer(TorchDispatchMode):
-    """Gives what was noted, in the same order; what differs is run."""
+    """Gives what was recorded, in the same order; what differs is run."""
 
     def __init__(
         self, names: frozenset[str], entries: Sequence[_Entry], worker: TransferEndpoint
@@ -166,9 +146,12 @@ class _Replayer(TorchDispatchMode):
         if entry is None or entry.operation is not func:
             self._left = iter(())  # another way through the block: from here on all is run
             return func(*args, **kwargs)
-        outputs = entry.on(self._worker)
-        if not outputs:
+        if not entry.outputs:
             return func(*args, **kwargs)
+        outputs = [
+            output.on(self._worker) if isinstance(output, BoundaryTensor) else output
+            for output in entry.outputs
+        ]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

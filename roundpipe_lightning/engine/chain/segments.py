@@ -13,17 +13,24 @@ gradients then, and what it took hands its gradients on.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.chain.values import Value
+from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
+from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
+from roundpipe_lightning.engine.worker.user_code import UserCode
+from roundpipe_lightning.errors import CaptureError
 
-Source: TypeAlias = Value | Tensor
-"""Where a tensor that a block or a segment takes comes from: a block, or user code."""
+USED_ELSEWHERE = (
+    "Block {!r} made a tensor that {} gets by another way than its arguments (a closure, a global "
+    "or an attribute): its gradient would be lost. Hand it to the block as an argument."
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,10 +54,36 @@ class Segment:
 
 
 class Segments:
-    """The segments of one microbatch; the head segment is there from the beginning."""
+    """The user code of one microbatch between the blocks; the head segment is there at the start.
 
-    def __init__(self) -> None:
+    Args:
+        calls: The calls of blocks so far; grows while the user's code runs.
+        user: The user's code.
+        turns: The microbatch's turns.
+        sources: Brings tensors to the present worker.
+        backward: Whether a backward pass will follow.
+
+    Attributes:
+        code_ran: Whether user code has computed since the last call.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[BlockCall],
+        *,
+        user: UserCode,
+        turns: MicrobatchTurns,
+        sources: Sources,
+        backward: bool,
+    ) -> None:
+        self.code_ran = False
         self._all = [Segment(start=0, first_node=0)]
+        self._calls = calls
+        self._user = user
+        self._turns = turns
+        self._sources = sources
+        self._backward = backward
+        self._thread = threading.get_ident()
 
     @property
     def last(self) -> Segment:
@@ -63,12 +96,17 @@ class Segments:
         return len(self._all) - 1
 
     def __getitem__(self, number: int) -> Segment:
-        """Return a segment."""
         return self._all[number]
 
-    def open(self, *, num_calls: int, is_fused: bool) -> None:
+    def open_next(self) -> None:
         """Let what follows be a segment of its own."""
-        self._all.append(Segment(start=num_calls, first_node=_next_node(), is_fused=is_fused))
+        self._all.append(
+            Segment(
+                start=len(self._calls),
+                first_node=_next_node(),
+                is_fused=not self._turns.in_forward_stage,
+            )
+        )
 
     def made_in(self, tensor: Tensor) -> int:
         """Return the number of the segment that made a tensor; 0 for leaves."""
@@ -79,31 +117,126 @@ class Segments:
         return max(i for i, segment in enumerate(self._all) if segment.first_node <= number)
 
     def is_earlier(self, tensor: Tensor) -> bool:
-        """Say whether a tensor has a graph that an earlier segment made."""
+        """Return whether a tensor has a graph that an earlier segment made."""
         if len(self._all) == 1 or tensor.grad_fn is None:
             return False
         return tensor.grad_fn._sequence_nr() < self.last.first_node  # noqa: SLF001
 
+    # ----------------------------------------------------------------------- what user code takes
+
+    def materialize(self, value: Value) -> Tensor:
+        """Return what the user's code computes with in place of a value.
+
+        Where it needs a gradient, the blocks before it and those after it are recomputed apart.
+
+        Raises:
+            CaptureError: If the value was put into an object, or its step has ended.
+        """
+        self._check_use(value)
+        if value.needs_gradient:
+            self.code_ran = True
+            if value.segment is None and value.call >= self.last.start:
+                self.open_next()
+        with self._user.suspended():
+            return self.for_user(value)
+
+    def detached(self, value: Value) -> Tensor:
+        """Return a value without a graph.
+
+        Raises:
+            CaptureError: If the value was put into an object, or its step has ended.
+        """
+        self._check_use(value)
+        with self._user.suspended():
+            return self._sources.here(value)
+
+    def _check_use(self, value: Value) -> None:
+        if value.in_object:
+            raise CaptureError(
+                f"A tensor that block {value.block_name!r} has put into an object (a cache, say) "
+                "is used by another block or after the blocks: its gradient would be lost. In "
+                "training do without the object (`use_cache=False` for transformers models)."
+            )
+        if self._thread != threading.get_ident() or self._user.runs_a_block:
+            reader = f"block {self._calls[-1].name!r}"
+            if not self._user.runs_a_block:
+                reader = "another microbatch"
+            raise CaptureError(USED_ELSEWHERE.format(value.block_name, reader))
+        if value.here is None and value.host is None:
+            raise CaptureError(
+                f"An output of block {value.block_name!r} is used after its step has ended. Keep "
+                "a detached copy (`x.detach()`) instead."
+            )
+
+    def for_user(self, value: Value) -> Tensor:
+        """Return a value as part of the last segment's graph."""
+        if value.segment == self.number and value.here is not None:
+            tensor = value.here
+        elif self._backward:
+            tensor = self._sources.leaf(self.last.leaves, value)
+        else:
+            tensor = self._sources.here(value)
+        # User code may write into a block's output: a leaf would refuse, and others read it.
+        return tensor.clone() if tensor.is_leaf else tensor
+
+    def side_output_used(self, call: int) -> None:
+        """Let the code that uses a side output be a segment after the call that has left it.
+
+        That segment then runs backward before the call is recomputed, as for an output.
+        """
+        self.code_ran = True
+        if self._calls[call].segment is None and call >= self.last.start:
+            with self._user.suspended():
+                self.open_next()
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return a leaf of this segment for a lazy tensor or a tensor of an earlier segment.
+
+        So the graph of the segment ends there. What was made before goes backward once, when all
+        its gradients are there, as in one plain backward.
+        """
+        if isinstance(tensor, LazyTensor):
+            value: Value = tensor.value
+            return value.materialize() if torch.is_grad_enabled() else value.detached()
+        if not torch.is_grad_enabled() or not self.is_earlier(tensor):
+            return tensor
+        return self._sources.leaf(self.last.leaves, tensor)
+
+    def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Refuse `torch.autograd.grad` where a part of the graph is in the blocks.
+
+        Raises:
+            CaptureError: If an input is not made by the code after the last block.
+        """
+        if self.number == 0:
+            return
+        nodes = _nodes([t.grad_fn for t in outputs], leaves=True)
+        reached = any(
+            leaf.requires_grad and torch.autograd.graph.get_gradient_edge(leaf).node in nodes
+            for leaf in self.last.leaves.values()
+        )
+        inside = all(t.grad_fn is not None and not self.is_earlier(t) for t in inputs)
+        if reached and not inside:
+            raise CaptureError(
+                "torch.autograd.grad(...) asks for a gradient through the blocks, which run "
+                "backward only after the user's code: its graph ends at the last block. Ask for "
+                "gradients of what was made after the blocks, or make the term part of the loss."
+            )
+
     def clear(self) -> None:
-        """Forget everything."""
         for segment in self._all:
             segment.leaves.clear()
         self._all.clear()
 
 
 def share_a_graph(upper: Sequence[Tensor], lower: Sequence[Tensor]) -> bool:
-    """Say whether the graph of some tensors reaches into the graph that made others.
+    """Return whether the graph of some tensors reaches into the graph that made others.
 
     It does where user code carries a tensor past PyTorch's functions. Both graphs are then run
     backward, so the first run must not free what the second needs.
     """
     below = _nodes([tensor.grad_fn for tensor in lower])
     return bool(below) and not below.isdisjoint(_nodes([tensor.grad_fn for tensor in upper]))
-
-
-def reachable_leaves(outputs: Sequence[Tensor]) -> set[Any]:
-    """Return the autograd nodes of the leaves that tensors depend on."""
-    return {n for n in _nodes([t.grad_fn for t in outputs], leaves=True) if not n.next_functions}
 
 
 def _nodes(starts: Sequence[Any], *, leaves: bool = False) -> set[Any]:

@@ -73,11 +73,9 @@ class StreamEvent(Event):
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has come to it."""
         return bool(self.raw.query())
 
     def wait(self) -> None:
-        """Stop the calling thread until the device has come to it."""
         self.raw.synchronize()
 
     def when_done(self, callback: Callback) -> None:
@@ -119,7 +117,6 @@ class AcceleratorDevice(Device):
         return tensor.detach().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Copy to the host and wait for the copy."""
         return tensor.detach().to("cpu")
 
     def holds(self, tensor: Tensor) -> bool:
@@ -129,13 +126,11 @@ class AcceleratorDevice(Device):
         )
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Copy from any device, differentiably."""
         return tensor.to(self.torch_device)
 
     # ------------------------------------------------------------------------------- transfers
 
     def close(self) -> None:
-        """End the watcher's thread and give the streams back."""
         with self._lock:
             watcher, self._watcher = self._watcher, None
             self._streams.clear()
@@ -165,7 +160,6 @@ class AcceleratorDevice(Device):
             return StreamEvent(raw, name=name, watcher=self._watcher)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return a flat buffer of bytes."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -205,21 +199,18 @@ class AcceleratorDevice(Device):
             issued.wait()
 
     def mark_event(self, name: str) -> Event:
-        """Record an event on the device's default stream."""
         with self.activate():
             return self._recorded(self._backend.default_stream(self.torch_device), name)
 
     # --------------------------------------------------------------------------------- compute
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
-        """Make this the thread's current device, and its default stream the current one."""
         context: contextlib.AbstractContextManager[Any] = self._backend.stream(
             self._backend.default_stream(self.torch_device)
         )
         return context
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Return the host's generator and this device's."""
         self._backend.init()  # before it there are none
         return (torch.default_generator, self._backend.default_generators[self.torch_device.index])
 
@@ -257,7 +248,6 @@ class AcceleratorDevice(Device):
             torch.empty(1, device=self.torch_device).fill_(0.0)
 
     def unpin(self, buffer: Tensor) -> None:
-        """Give the registration back."""
         pointer = buffer.data_ptr()
         if pointer in self._pinned:
             del self._pinned[pointer]
@@ -266,7 +256,6 @@ class AcceleratorDevice(Device):
 
     @property
     def page_locked_bytes(self) -> int:
-        """Bytes of host memory that were registered with the driver."""
         return sum(self._pinned.values())
 
     def has_spare_memory(self) -> bool:
@@ -281,37 +270,30 @@ class AcceleratorDevice(Device):
         return peak is not None and peak < MOST_IN_USE * total
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         torch.accelerator.synchronize(self.torch_device)
 
     def start_clock(self) -> None:
-        """Begin the time scale at a moment when the device is idle."""
         self.synchronize()
         self._num_steps += 1
         super().start_clock()
         self._base = self.mark()
 
     def mark(self) -> Any:
-        """Record a timing event on the device's stream."""
         with self.activate():
             event = torch.Event(self.torch_device, enable_timing=True)
             event.record()
         return event
 
     def await_mark(self, mark: Any) -> None:
-        """Wait for the event."""
         mark.synchronize()
 
     def seconds(self, mark: Any) -> float:
-        """Return the device's own time between the clock's start and the mark."""
         return float(self._base.elapsed_time(mark)) / 1e3
 
     def peak_bytes(self) -> int | None:
-        """Return the allocator's high-water mark."""
         return int(torch.accelerator.max_memory_allocated(self.torch_device))
 
     def reset_peak_bytes(self) -> None:
-        """Set the allocator's high-water mark to what is in use."""
         torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
 

@@ -106,19 +106,11 @@ class Device(ABC):
         queue: CopyQueue,
         after: Sequence[Event] = (),
     ) -> Event:
-        """Give one copy to a queue. It is made after the copies before it and after some events.
+        """Give one copy to a queue, after those before it and after some events; return its end.
 
-        Both tensors must stay as they are until the event that is returned is done. This default
-        copies at once, in the calling thread, after waiting for the events.
-
-        Args:
-            dst: Where to.
-            src: Of the same shape and dtype; one of the two is on this device.
-            queue: Which queue.
-            after: What it waits for.
-
-        Returns:
-            The end of the copy.
+        One of the two tensors, of one shape and dtype, is on this device. Both must stay as they
+        are until the event that is returned is done. This default copies at once, in the calling
+        thread, after waiting for the events.
         """
         for event in after:
             event.wait()
@@ -227,21 +219,16 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, without its graph."""
         return tensor.detach()
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, without its graph."""
         return tensor.detach()
 
     def holds(self, tensor: Tensor) -> bool:  # noqa: ARG002 - the facade's signature
-        """Every tensor of a CPU run is here."""
         return True
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself."""
         return tensor
 
     def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors themselves, without their graphs."""
         return [tensor.detach() for tensor in tensors]

@@ -59,11 +59,7 @@ class Event(ABC):
         """Call back once it has happened or failed, from any thread; at once if it has already."""
 
     def issued(self) -> Event:
-        """Return the event that a device can wait for; waits until it is known which.
-
-        Raises:
-            Exception: What made it fail before it was known.
-        """
+        """Return what it stands for, when that is known, or itself; raises as `wait` does."""
         return self
 
     def __repr__(self) -> str:
@@ -94,14 +90,12 @@ class DoneEvent(Event):
 
     @property
     def is_done(self) -> bool:
-        """It is."""
         return True
 
     def wait(self) -> None:
         """Return at once."""
 
     def when_done(self, callback: Callback) -> None:
-        """Call back at once."""
         callback()
 
 
@@ -128,7 +122,6 @@ class HostEvent(Event):
 
     @property
     def is_done(self) -> bool:
-        """Whether it was set or has failed."""
         return self._is_over
 
     def set(self) -> None:
@@ -168,12 +161,7 @@ class HostEvent(Event):
             callback()
 
     def wait(self) -> None:
-        """Stop the calling thread until it was set.
-
-        Raises:
-            StepAborted: Its step was given up.
-            Exception: What it has failed with.
-        """
+        """Stop the calling thread until it was set; raises as the base class says."""
         if not self._is_over:
             block_until(self.when_done)
         self._check()
@@ -201,12 +189,7 @@ class HostEvent(Event):
         callback()
 
     def issued(self) -> Event:
-        """Return what it stands for, when that is known; itself if nothing but itself.
-
-        Raises:
-            StepAborted: Its step was given up.
-            Exception: What it has failed with.
-        """
+        """Return what it stands for, when that is known, or itself; raises as `wait` does."""
         if not self._is_known:
             block_until(self._call_when_known)
         self._check()

@@ -33,12 +33,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def own_pages(num_elements: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return zeros in pages of their own; they go back to the system with the last view of them.
-
-    Args:
-        num_elements: Length of the flat tensor.
-        dtype: Of its elements.
-    """
+    """Return flat zeros in pages of their own; they go back to the system with their last view."""
     if num_elements == 0:
         return torch.empty(0, dtype=dtype)
     num_bytes = num_elements * dtype.itemsize

@@ -70,7 +70,7 @@ def find_hardware(
 def probe_hardware(
     *, num_workers: int | None = None, folder: Path | None = None, fresh: bool = False
 ) -> HardwareSpec:
-    """Measure this machine, or return what was measured before.
+    """Measure this machine, or return what was measured before, unless a `fresh` one is wanted.
 
     Args:
         num_workers: Devices to count on: accelerators (None: all of them), or CPU workers where
@@ -79,7 +79,7 @@ def probe_hardware(
         fresh: Whether to measure again.
     """
     machine = _Machine.found(num_workers)
-    path = (folder or cache_folder()) / f"{machine.key}.json"
+    path = (folder or cache_folder()) / machine.file_name
     if not fresh and (known := _read(path)) is not None:
         return replace(known, devices_reach_each_other=machine.reaches_itself)
     try:
@@ -134,7 +134,6 @@ class _Machine:
 
     @classmethod
     def found(cls, num_workers: int | None) -> _Machine:
-        """Look what is there."""
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if kind is None or kind.type not in ("cuda", "xpu"):
             name = platform.processor() or platform.machine() or "CPU"
@@ -149,7 +148,6 @@ class _Machine:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the processor computes."""
         return self.devices[0].type == "cpu"
 
     @property
@@ -158,68 +156,45 @@ class _Machine:
         return not self.is_cpu and all_reach(self.devices)
 
     @property
-    def key(self) -> str:
-        """Name of the file with its measurement."""
+    def file_name(self) -> str:
         words = [self.name, f"x{self.num_workers}", f"torch-{torch.__version__}"]
         if self.is_cpu:
             words.insert(2, f"{torch.get_num_threads()}-threads")
-        return re.sub(r"[^A-Za-z0-9.+_-]+", "-", "_".join(words))
+        return re.sub(r"[^A-Za-z0-9.+_-]+", "-", "_".join(words)) + ".json"
 
     def measured(self) -> HardwareSpec:
-        """Measure it."""
         host_rate = _copy_rate(torch.device("cpu"))
-        rates = _matrix_rates(self.devices[0])
+        in_host = host_bytes() or UNKNOWN_BYTES
+        # CPU workers share cores, memory and bandwidth evenly.
+        share = 1 / self.num_workers if self.is_cpu else 1.0
         if self.is_cpu:
-            return self._of_cpu(host_rate, rates)
-        up = _transfer_rate(self.devices[:1], upload=True)
-        down = _transfer_rate(self.devices[:1], upload=False)
+            memory_bytes = int(in_host * share)
+            memory_rate = up = down = host_rate * share
+            root_up = root_down = host_rate
+        else:
+            memory_bytes = min(_properties(device).total_memory for device in self.devices)
+            memory_rate = _copy_rate(self.devices[0])
+            up, down = (_transfer_rate(self.devices[:1], upload=up) for up in (True, False))
+            root_up = max(up, _transfer_rate(self.devices, upload=True))
+            root_down = max(down, _transfer_rate(self.devices, upload=False))
         return HardwareSpec(
             name="auto",
             device_name=self.name,
             num_devices=self.num_workers,
-            device_bytes=min(_properties(device).total_memory for device in self.devices),
-            matrix_rates=rates,
-            memory_bytes_per_second=_copy_rate(self.devices[0]),
+            device_bytes=memory_bytes,
+            matrix_rates=_matrix_rates(self.devices[0], share=share),
+            memory_bytes_per_second=memory_rate,
             upload_bytes_per_second=up,
             download_bytes_per_second=down,
             devices_per_root=self.num_workers,
-            root_upload_bytes_per_second=max(up, _transfer_rate(self.devices, upload=True)),
-            root_download_bytes_per_second=max(down, _transfer_rate(self.devices, upload=False)),
-            host_bytes=host_bytes() or UNKNOWN_BYTES,
+            root_upload_bytes_per_second=root_up,
+            root_download_bytes_per_second=root_down,
+            host_bytes=in_host,
             host_bytes_per_second=host_rate,
+            shares_host_memory=self.is_cpu,
             devices_reach_each_other=self.reaches_itself,
-            efficiency=_efficiency(),
+            efficiency=Efficiency(attention=_ATTENTION_SHARE, host=_HOST_SHARE),
         )
-
-    def _of_cpu(self, host_rate: float, rates: MatrixRates) -> HardwareSpec:
-        """Workers share cores, memory and bandwidth evenly."""
-        share = 1 / self.num_workers
-        part = MatrixRates(
-            float32=rates.float32 * share,
-            bfloat16=None if rates.bfloat16 is None else rates.bfloat16 * share,
-            float16=None if rates.float16 is None else rates.float16 * share,
-        )
-        return HardwareSpec(
-            name="auto",
-            device_name=self.name,
-            num_devices=self.num_workers,
-            device_bytes=int((host_bytes() or UNKNOWN_BYTES) * share),
-            matrix_rates=part,
-            memory_bytes_per_second=host_rate * share,
-            upload_bytes_per_second=host_rate * share,
-            download_bytes_per_second=host_rate * share,
-            devices_per_root=self.num_workers,
-            root_upload_bytes_per_second=host_rate,
-            root_download_bytes_per_second=host_rate,
-            host_bytes=host_bytes() or UNKNOWN_BYTES,
-            host_bytes_per_second=host_rate,
-            shares_host_memory=True,
-            efficiency=_efficiency(),
-        )
-
-
-def _efficiency() -> Efficiency:
-    return Efficiency(attention=_ATTENTION_SHARE, host=_HOST_SHARE)
 
 
 def _properties(device: torch.device) -> Any:
@@ -259,8 +234,8 @@ def _give_back() -> None:
         empty_host_cache()
 
 
-def _matrix_rates(device: torch.device) -> MatrixRates:
-    """Operations per second of square products."""
+def _matrix_rates(device: torch.device, *, share: float) -> MatrixRates:
+    """Operations per second of square products, times a share of the device."""
     size = 512 if device.type == "cpu" else 8192
     rates = {}
     for dtype in _DTYPES:
@@ -271,7 +246,7 @@ def _matrix_rates(device: torch.device) -> MatrixRates:
         def work(a: torch.Tensor = first, b: torch.Tensor = second, c: Any = result) -> object:
             return torch.mm(a, b, out=c)
 
-        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / _seconds(work, [device])
+        rates[str(dtype).removeprefix("torch.")] = share * 2 * size**3 / _seconds(work, [device])
     return MatrixRates(**rates)
 
 

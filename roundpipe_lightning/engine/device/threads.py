@@ -1,7 +1,7 @@
 """A team of threads: one task each, errors returned to the caller, always joined.
 
 The threads live as long as the engine, because a thread that computes on the CPU owns a pool of
-intra-op threads, which is dear to make.
+intra-op threads, which is expensive to make.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -33,35 +33,36 @@ class Failure:
 
 
 class Countdown:
-    """Counts things that are to happen.
-
-    Args:
-        number: How many there are.
-    """
+    """A number of events that are to happen."""
 
     def __init__(self, number: int) -> None:
         self._left = number
         self._changed = threading.Condition()
 
-    def tell(self) -> None:
-        """Hear of one."""
+    def count(self) -> None:
         with self._changed:
             self._left -= 1
+            if not self._left:
+                self._at_end()
             self._changed.notify_all()
+
+    def _at_end(self) -> None:
+        """Called when all have happened, before anybody who waits goes on."""
 
     @property
     def is_over(self) -> bool:
-        """Whether all have happened."""
         return not self._left
 
     def wait(self, seconds: float) -> bool:
-        """Wait for all of them, but not longer than this; say whether they have happened."""
+        """Wait for all of them, but not longer than this; return whether they have happened."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._left, timeout=seconds)
 
 
-class Run:
-    """Tasks under way, or done.
+class TeamTasks(Countdown):
+    """Tasks that a team runs, or has run. `wait` returns when all have ended.
+
+    Then no thread holds a task any more: what only tasks refer to is freed at once.
 
     Args:
         num_tasks: How many.
@@ -69,46 +70,18 @@ class Run:
     """
 
     def __init__(self, num_tasks: int, on_failure: Callable[[Failure], None]) -> None:
-        self._left = num_tasks
+        super().__init__(num_tasks)
         self._on_failure: Callable[[Failure], None] | None = on_failure
-        self._finished = threading.Condition()
 
-    def tell_failure(self, failure: Failure) -> None:
-        """Hear of a task that has raised."""
-        assert self._on_failure is not None, "not all tasks have ended"
-        self._on_failure(failure)
-
-    def tell_end(self) -> None:
-        """Hear that one task has ended, and that its thread holds nothing of it any more."""
-        with self._finished:
-            self._left -= 1
-            if not self._left:
-                self._on_failure = None  # a thread may hold the run for a moment longer
-                self._finished.notify_all()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until all tasks have ended, but not longer than this. Returns whether they have.
-
-        Then no thread holds a task any more: what only tasks refer to is freed at once.
-        """
-        with self._finished:
-            return self._finished.wait_for(lambda: not self._left, timeout=seconds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A task of a run, by its number there."""
-
-    run: Run
-    index: int
-    task: Task
-
-    def execute(self) -> None:
-        """Run the task."""
+    def execute(self, index: int, task: Task) -> None:
         try:
-            self.task()
+            task()
         except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
-            self.run.tell_failure(Failure(self.index, error))
+            assert self._on_failure is not None, "not all tasks have ended"
+            self._on_failure(Failure(index, error))
+
+    def _at_end(self) -> None:
+        self._on_failure = None  # a thread may hold this object for a moment longer
 
 
 class ThreadTeam:
@@ -122,7 +95,7 @@ class ThreadTeam:
 
     def __init__(self, num_threads: int, *, name: str, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
-        self._queues: list[queue.SimpleQueue[_Job | None]] = [
+        self._queues: list[queue.SimpleQueue[tuple[TeamTasks, int, Task] | None]] = [
             queue.SimpleQueue() for _ in range(num_threads)
         ]
         self._threads = [
@@ -133,32 +106,27 @@ class ThreadTeam:
             thread.start()
 
     def __len__(self) -> int:
-        """Number of threads."""
         return len(self._threads)
 
-    def start(self, tasks: Sequence[Task], *, on_failure: Callable[[Failure], None]) -> Run:
-        """Give every thread one task.
-
-        Args:
-            tasks: At most as many as there are threads.
-            on_failure: Told of every task that raises, in that task's thread.
-        """
+    def start(self, tasks: Sequence[Task], *, on_failure: Callable[[Failure], None]) -> TeamTasks:
+        """Give every thread at most one task; `on_failure` is called in the thread that fails."""
         assert len(tasks) <= len(self), "one thread per task"
-        run = Run(len(tasks), on_failure)
+        running = TeamTasks(len(tasks), on_failure)
         for index, (task, jobs) in enumerate(zip(tasks, self._queues, strict=False)):
-            jobs.put(_Job(run=run, index=index, task=task))
-        return run
+            jobs.put((running, index, task))
+        return running
 
-    def _serve(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+    def _serve(self, jobs: queue.SimpleQueue[tuple[TeamTasks, int, Task] | None]) -> None:
         self._prepare()
         while (job := jobs.get()) is not None:
-            run = job.run
+            running, index, task = job
+            del job
             try:
-                job.execute()
+                running.execute(index, task)
             finally:
-                del job
-                run.tell_end()
-                del run
+                del task
+                running.count()  # this thread holds nothing of the task any more
+                del running
 
     def __enter__(self) -> ThreadTeam:
         return self
@@ -172,13 +140,9 @@ class ThreadTeam:
         self.close()
 
     def close(self, *, timeout_seconds: float | None = None) -> bool:
-        """Let every thread end after its task, and join it.
+        """Let every thread end after its task, and join it; return whether all have ended in time.
 
-        Args:
-            timeout_seconds: Give up on a thread that has not ended by then; it is a daemon.
-
-        Returns:
-            Whether all have ended.
+        A thread that has not is left behind: it is a daemon.
         """
         for jobs in self._queues:
             jobs.put(None)
@@ -199,12 +163,7 @@ class ThreadTeam:
 def divided_intra_op_threads(*, num_workers: int) -> Iterator[int]:
     """Share the process's intra-op threads among CPU workers.
 
-    Args:
-        num_workers: Workers that compute on the host's cores.
-
-    Yields:
-        The number of intra-op threads per worker; a thread that computes for one sets it for
-        itself.
+    Yields the number per worker; a thread that computes for one sets it for itself.
     """
     total = torch.get_num_threads()
     try:
@@ -212,3 +171,32 @@ def divided_intra_op_threads(*, num_workers: int) -> Iterator[int]:
     finally:
         if torch.get_num_threads() != total or num_workers > 1:
             torch.set_num_threads(total)
+
+
+# --------------------------------------------------------- notes: where in a step an error happened
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Attach a note to an exception, also in Python 3.10, which keeps but does not print it."""
+    noted: Any = error
+    noted.__notes__ = [*getattr(error, "__notes__", []), note]
+
+
+@contextmanager
+def noted(place: str) -> Iterator[None]:
+    """Note on errors of the body where they happened."""
+    try:
+        yield
+    except Exception as error:
+        if not any(place in note for note in getattr(error, "__notes__", ())):
+            add_note(error, f"This happened in {place}.")
+        raise
+
+
+def raise_noted(error: BaseException, place: str) -> NoReturn:
+    """Raise an error again, with a note that says where it happened."""
+    add_note(error, f"This happened in {place}.")
+    try:
+        raise error
+    finally:  # its traceback refers to this frame: no circle that holds the step's tensors
+        del error

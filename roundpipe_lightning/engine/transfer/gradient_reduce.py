@@ -211,7 +211,7 @@ class GradientReducer:
                 self._taken.add(parameter)
                 del accumulator.sums[parameter]
         if is_complete:
-            self._open.tell()
+            self._open.count()
 
     def await_all(self, seconds: float) -> bool:
         """Wait until all has been added, but not longer than this; say whether it has."""
@@ -263,7 +263,7 @@ class GradientReducer:
                 return
             pending.is_closed = False  # once
         if self._shared.add([microbatch], pending.sums):
-            self._open.tell()
+            self._open.count()
 
     def sums(self) -> Gradients:
         """Return the sums, after all microbatches are closed. Call it once."""

@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.events import HostEvent, UpdateAborted
-from roundpipe_lightning.engine.device.notes import add_note
+from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.update.partial_step import CapturedStep

@@ -66,12 +66,8 @@ class PlacedBuffers:
     ) -> bool:
         """Bring buffers that changed here to the host, and those that were assigned anew.
 
-        Args:
-            views: Views by their originals.
-            owner_of: Says where an assigned tensor is, if it may be elsewhere than here.
-
-        Returns:
-            Whether there was anything to bring.
+        `owner_of` says where an assigned tensor is, if it may be elsewhere than here. Returns
+        whether there was anything to bring.
         """
         if not self._keep_writes:
             return False
@@ -236,12 +232,10 @@ class ResidentBlocks:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of what the leaves have accumulated."""
         gradients = (leaf.grad for leaf in self._leaves.values())
         return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
     def buffer_of(self, buffer: Tensor) -> Tensor:
-        """Return what stands for a buffer here."""
         return self._buffers.place(buffer)
 
     def end_forward(self) -> bool:

@@ -37,7 +37,7 @@ _LARGE_SHARE = 0.1  # of the device's memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error means that a device, or the host, had no memory left."""
+    """Return whether an error means that a device, or the host, had no memory left."""
     if isinstance(error, DeviceMemoryError):
         return False  # explained already
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -62,8 +62,7 @@ class AllocatorFigures:
     reserved_bytes: int
 
     @classmethod
-    def of(cls, device: Device) -> AllocatorFigures | None:
-        """Ask for them; None where nobody counts."""
+    def read(cls, device: Device) -> AllocatorFigures | None:
         if not isinstance(device, AcceleratorDevice):
             return None
         where = device.torch_device
@@ -95,33 +94,50 @@ class HeldMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.weights + self.gradients + self.outside + self.boundaries
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shortage:
-    """A device that ran out of memory in an action.
+class MemoryHolder(Protocol):
+    """A worker, as far as memory goes."""
 
-    Attributes:
-        place: The stage, microbatch and worker, for people.
-        device: The worker's.
-        stage: The stage; None where it happened between the actions.
+    device: Device
+
+    def held_memory(self, *, boundaries: int) -> HeldMemory:
+        """Return what is in use there now."""
+
+
+class Shortage:
+    """A worker that ran out of memory. Made at that moment, while the tensors are alive.
+
+    Args:
+        worker: The worker.
+        workers: All workers, some of which may share its device.
+        place: The stage, microbatch and worker, for messages.
         plan: The plan that was run.
-        held: What the worker held.
-        workers_on_device: Workers that share the device.
+        stage: The stage; None where it happened between the actions.
+        boundaries: Bytes of boundaries, as counted.
     """
 
-    place: str
-    device: Device
-    stage: Stage | None
-    plan: Plan
-    held: HeldMemory
-    workers_on_device: int = 1
+    def __init__(
+        self,
+        worker: MemoryHolder,
+        *,
+        workers: Sequence[MemoryHolder],
+        place: str,
+        plan: Plan,
+        stage: Stage | None = None,
+        boundaries: int = 0,
+    ) -> None:
+        self.device = worker.device
+        self.place = place
+        self.plan = plan
+        self.stage = stage
+        self.held = worker.held_memory(boundaries=boundaries)
+        self.workers_on_device = sum(w.device.name == self.device.name for w in workers)
 
     def explain(self, error: BaseException) -> str:
         """Return what happened, what held the memory, and what would have needed less."""
-        figures = AllocatorFigures.of(self.device)
+        figures = AllocatorFigures.read(self.device)
         lines = [
             f"{_in_lightnings_words(error)} in {self.place}. {_first_sentences(error)}",
             *self._holders(figures),
@@ -203,45 +219,6 @@ class Shortage:
             "RoundPipeStrategy(hardware=...) with a smaller device_bytes than "
             f"{figures.total_bytes}: the planner leaves more free"
         )
-
-
-class Holder(Protocol):
-    """A worker, as far as memory goes."""
-
-    device: Device
-
-    def held_memory(self, *, boundaries: int) -> HeldMemory:
-        """Return what is in use there now."""
-
-
-def shortage_on(
-    worker: Holder,
-    *,
-    among: Sequence[Holder],
-    place: str,
-    stage: Stage | None,
-    plan: Plan,
-    boundaries: int,
-) -> Shortage:
-    """Describe a worker's shortage.
-
-    Args:
-        worker: The worker that has no memory left.
-        among: All workers.
-        place: The stage, microbatch and worker, for people.
-        stage: The stage that it runs; None between the actions.
-        plan: The plan that is run.
-        boundaries: Bytes of boundaries, as counted.
-    """
-    mine = worker.device.name
-    return Shortage(
-        place=place,
-        device=worker.device,
-        stage=stage,
-        plan=plan,
-        held=worker.held_memory(boundaries=boundaries),
-        workers_on_device=sum(other.device.name == mine for other in among),
-    )
 
 
 def _in_lightnings_words(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from graphlib import TopologicalSorter
+from typing import Any
 
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.planning.report.progress import Standing
@@ -35,6 +36,7 @@ class TurnGraph:
     """The gates of a plan, made once and used for every step.
 
     Attributes:
+        plan: The plan.
         actions: Every action by its key.
         num_waits: How many ends each action waits for.
         opens: Which actions wait for the end of each.
@@ -45,6 +47,7 @@ class TurnGraph:
         pools: A number per microbatch: those of the same number are never under way together.
     """
 
+    plan: Plan
     actions: dict[ActionKey, Action]
     num_waits: dict[ActionKey, int]
     opens: dict[ActionKey, tuple[ActionKey, ...]]
@@ -55,8 +58,7 @@ class TurnGraph:
     pools: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> TurnGraph:
-        """Build the graph of a plan's schedule."""
+    def from_plan(cls, plan: Plan) -> TurnGraph:
         waits: dict[ActionKey, set[ActionKey]] = {}
         ends_run: set[ActionKey] = set()
         for actions in plan.schedule.workers:
@@ -80,6 +82,7 @@ class TurnGraph:
         )
         busy = [actions for actions in plan.schedule.workers if actions]
         return cls(
+            plan=plan,
             actions=actions_by_key,
             num_waits={key: len(needed) for key, needed in waits.items()},
             opens={key: tuple(keys) for key, keys in opens.items()},
@@ -94,18 +97,11 @@ class TurnGraph:
 def pool_numbers(
     paths: Sequence[Sequence[Action]], waits: Mapping[ActionKey, Collection[ActionKey]]
 ) -> tuple[int, ...]:
-    """Number microbatches so that those of one number are never under way together.
+    """Number microbatches, from 0 on, so that those of one number are never under way together.
 
     Of two with the same number the first action of one comes after the last action of the other,
     whoever is faster: in two rounds of two microbatches, where the second round begins on a worker
     that has ended the first one, say.
-
-    Args:
-        paths: Every microbatch's actions.
-        waits: What every action waits for.
-
-    Returns:
-        The number of each microbatch, from 0 on.
     """
     lasts = {path[-1].key: 1 << microbatch for microbatch, path in enumerate(paths)}
     over: dict[ActionKey, int] = {}  # microbatches that have ended when an action begins, as bits
@@ -132,10 +128,15 @@ class Turns:
     Args:
         graph: The plan's.
         before: Those of the step before, if it may still run.
+
+    Attributes:
+        graph: As given.
+        marks: When each action began and ended, in the time of its worker's device.
     """
 
     def __init__(self, graph: TurnGraph, *, before: Turns | None = None) -> None:
-        self._graph = graph
+        self.graph = graph
+        self.marks: dict[Action, tuple[Any, Any]] = {}
         self._left = dict(graph.num_waits)
         earlier = {} if before is None else before.last
         waits = [(earlier[worker], key) for worker, key in graph.first.items() if worker in earlier]
@@ -151,22 +152,21 @@ class Turns:
         self._ended: set[ActionKey] = set()
         self._followers: dict[ActionKey, list[Callable[[], None]]] = {}
         for (turns, last), key in waits:
-            turns.tell_end(last, partial(self._came, key))
+            turns.call_at_end(last, partial(self._worker_is_free, key))
         self._idle = {w: last for w, last in earlier.items() if w not in graph.last}
 
     @property
     def last(self) -> dict[int, tuple[Turns, ActionKey]]:
         """The last action so far of every worker that has had one, with its gates."""
-        return self._idle | {worker: (self, key) for worker, key in self._graph.last.items()}
+        return self._idle | {worker: (self, key) for worker, key in self.graph.last.items()}
 
-    def _came(self, key: ActionKey) -> None:
-        """Hear that the step before has left an action's worker."""
+    def _worker_is_free(self, key: ActionKey) -> None:
         with self._mutex:
             self._left[key] -= 1
             if not self._left[key] and not self._aborted:
                 self._gates[key].release()
 
-    def tell_end(self, key: ActionKey, follower: Callable[[], None]) -> None:
+    def call_at_end(self, key: ActionKey, follower: Callable[[], None]) -> None:
         """Call back when an action has ended; at once if it has."""
         with self._mutex:
             if key not in self._ended:
@@ -187,12 +187,12 @@ class Turns:
             self._begun[action.key] = time.monotonic()
 
     def end(self, action: Action) -> None:
-        """Give the worker to its next action and let the dependents know."""
+        """Give the worker to its next action, and open the gates of the dependents."""
         with self._mutex:
             self._ended.add(action.key)
             if self._aborted:
                 return
-            for key in self._graph.opens[action.key]:
+            for key in self.graph.opens[action.key]:
                 self._left[key] -= 1
                 if not self._left[key]:
                     self._gates[key].release()
@@ -212,7 +212,6 @@ class Turns:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether all waiters have been released."""
         return self._aborted
 
     @property
@@ -223,14 +222,14 @@ class Turns:
     def running(self) -> tuple[Action, ...]:
         """Actions that have begun and not ended."""
         with self._mutex:
-            return tuple(self._graph.actions[key] for key in self._begun.keys() - self._ended)
+            return tuple(self.graph.actions[key] for key in self._begun.keys() - self._ended)
 
-    def report(self, plan: Plan) -> str:
+    def report(self) -> str:
         """Return the schedule as a grid, and what every worker runs or waits for."""
         now = time.monotonic()
         with self._mutex:
             standing = Standing(
-                plan=plan,
+                plan=self.graph.plan,
                 ended=set(self._ended),
                 running={
                     key: now - begun for key, begun in self._begun.items() if key not in self._ended

@@ -58,7 +58,6 @@ class RootView(View):
 
     @property
     def device(self) -> Any:
-        """The present worker's device."""
         return self.__dict__["_present_device"]()
 
 
@@ -123,14 +122,7 @@ class UserCode(TorchFunctionMode):
         overrides: Mapping[str, Any],
         stand_ins: Mapping[nn.Module, nn.Module],
     ) -> nn.Module:
-        """Make the view of the module.
-
-        Args:
-            blocks: The blocks, which are proxies in it.
-            called: What the proxies call.
-            overrides: Attributes that the root view has of its own.
-            stand_ins: Further modules that are something else in the view.
-        """
+        """Make the view of the module, in which blocks are proxies that call `called`."""
         self.maker.add_stand_ins(stand_ins)
         self.maker.add_later(
             blocks,
@@ -251,18 +243,19 @@ class UserCode(TorchFunctionMode):
         return None
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self, *, is_active: bool = True) -> Iterator[None]:
         """Watch over the operations until the end of the context: user code runs."""
-        yield from self._switched(active=True)
+        before, self._active = self._active, is_active
+        try:
+            yield
+        finally:
+            self._active = before
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Let operations be until the end of the context: the engine runs, without any mode."""
-        taken = self._modes.put_away()
-        try:
-            yield from self._switched(active=False)
-        finally:
-            self._modes.put_back(taken)
+        with self._modes.without(), self.active(is_active=False):
+            yield
 
     def resumed(self) -> AbstractContextManager[None]:
         """Run a block, or a backward pass, under the modes of the user's code around it."""
@@ -274,10 +267,7 @@ class UserCode(TorchFunctionMode):
     ) -> Iterator[None]:
         """Run a block until the end of the context.
 
-        Args:
-            number: Of its call in the step.
-            resident: What it runs on.
-            gathers: Whether tensors that it keeps in objects (a cache) may be on other devices.
+        It `gathers` where tensors that it keeps in objects (a cache) may be on other devices.
         """
         self._resident, self._gathers = resident, gathers and self._crosses
         try:
@@ -291,24 +281,14 @@ class UserCode(TorchFunctionMode):
 
     @property
     def runs_a_block(self) -> bool:
-        """Whether a block runs at present."""
         return self._resident is not None
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Run a backward pass until the end of the context: nothing may draw random numbers."""
-        with (
-            nullcontext() if self.stream is None else self.stream.backward(),
-            self._modes.again(),
-        ):
+        refused = nullcontext() if self.stream is None else self.stream.backward()
+        with refused, self.resumed():
             yield
-
-    def _switched(self, *, active: bool) -> Iterator[None]:
-        before, self._active = self._active, active
-        try:
-            yield
-        finally:
-            self._active = before
 
     def __torch_function__(
         self,

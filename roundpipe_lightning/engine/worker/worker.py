@@ -65,16 +65,10 @@ class Worker:
         self._peak_bytes = 0
 
     def __str__(self) -> str:
-        """Number and device, for people."""
         return f"worker {self.index} ({self.device.name})"
 
     def resident(self, stage: Stage, blocks: Sequence[nn.Module]) -> ResidentBlocks:
-        """Return the blocks of a stage, uploading those that are not here already.
-
-        Args:
-            stage: The stage.
-            blocks: Those of its blocks that are needed.
-        """
+        """Return those blocks of a stage that are needed, uploading what is not here already."""
         if self._resident is not None and blocks is self._brought:
             return self._resident
         if self._resident is None or self._stage != stage:
@@ -95,9 +89,7 @@ class Worker:
     def streamed(self, block: nn.Module, kind: StageKind) -> Iterator[ResidentBlocks]:
         """Upload one block until the end of the context, beside what is resident.
 
-        Args:
-            block: The block.
-            kind: FORWARD, or BACKWARD for its recompute.
+        `kind` is FORWARD, or BACKWARD for its recompute.
         """
         blocks = self._new_resident(kind)
         try:
@@ -143,15 +135,10 @@ class Worker:
         is_last: bool,
         outside: Set[nn.Parameter],
     ) -> None:
-        """Send gradients home: of every microbatch where that is free, else of the whole round.
+        """Send gradients to the host: of every microbatch where that is free, else of a round.
 
-        Args:
-            stage: The FUSED or BACKWARD stage that has ended.
-            microbatch: Of which microbatch.
-            reducer: Where to.
-            is_last: Whether the worker's next action is of another stage.
-            outside: Parameters that the user's code has used outside the stages: their gradients
-                are summed per microbatch first.
+        A microbatch `is_last` if the worker's next action is of another stage. Of parameters that
+        are used `outside` the stages, too, gradients are summed per microbatch first.
         """
         reducer.note_elsewhere(outside)
         resident = self._resident
@@ -180,12 +167,7 @@ class Worker:
             reducer.add_shared(microbatch, shared)
         reducer.add_stage(stage.index, microbatches, gradients)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether boundaries may stay on the device between two turns of a microbatch."""
-        return self.device.has_spare_memory()
-
-    def end_visit(self) -> None:
+    def end_stage_run(self) -> None:
         """Let go of a stage's blocks: the worker goes on with another stage."""
         if self.transfers is not None:
             self._evict()
@@ -193,7 +175,7 @@ class Worker:
             self.transfers.outside.release()
 
     def leave_step(self, step: object) -> None:
-        """Hear that the worker has had its last turn of a step."""
+        """Let go of a step of which the worker has had its last turn."""
         self._evict()
         if self.transfers is not None:
             self.transfers.leave_step(step)
@@ -210,11 +192,9 @@ class Worker:
         return self._outside[parameter]
 
     def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
-        """Bring gradients of such parameters home.
+        """Send gradients of such parameters to the host, and then to `landed`.
 
-        Args:
-            gradients: Here; taken over.
-            landed: Given them on the host, perhaps later and by another thread.
+        That may be later, in another thread. The gradients are taken over.
         """
         if self.transfers is not None and not any(g.is_sparse for g in gradients.values()):
             self.transfers.outside_gradients.send(gradients, landed=landed)
@@ -250,7 +230,6 @@ class Worker:
         return self._peak_bytes if measured is None else measured
 
     def clear(self) -> None:
-        """Drop everything that belongs to the step."""
         self._evict()
         self._outside = {}
         self._outside_bytes = 0

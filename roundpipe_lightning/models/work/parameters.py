@@ -148,7 +148,7 @@ def _chain(stack: Blocks) -> Chain:
     """Return the calls of a step; those of a stack are one after the other, each once."""
     if isinstance(stack, Chain):
         return stack
-    return Chain.of(() if stack is None else (stack,))
+    return Chain.from_stacks(() if stack is None else (stack,))
 
 
 def _segments(module: nn.Module, stack: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -1,0 +1,95 @@
+"""What follows from a plan and is made once: its gates, what each worker runs, where it begins."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from roundpipe_lightning.engine.chain.chain import Chain
+from roundpipe_lightning.engine.chain.stage_runs import plan_runs
+from roundpipe_lightning.engine.transfer.worker_transfers import WorkerRuns
+from roundpipe_lightning.engine.worker.turns import TurnGraph
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
+
+_PLANS_REMEMBERED = 64
+
+
+class PreparedPlan:
+    """A plan with what follows from it, made when first asked for.
+
+    Args:
+        plan: The plan.
+        chain: The calls of blocks that it is for.
+    """
+
+    def __init__(self, plan: Plan, chain: Chain) -> None:
+        self.plan = plan
+        self._chain = chain
+        self._visits: dict[bool, tuple[WorkerRuns, ...]] = {}
+        self._rotated: dict[int, PreparedPlan] = {}
+
+    @cached_property
+    def graph(self) -> TurnGraph:
+        """The gates of its actions."""
+        return TurnGraph.from_plan(self.plan)
+
+    @cached_property
+    def num_turns(self) -> int:
+        """By how many workers later the next batch in flight begins."""
+        return turns_of_batch(self.plan)
+
+    def visits(self, *, backward: bool) -> tuple[WorkerRuns, ...]:
+        """Return what each worker runs, with or without the BACKWARD stages."""
+        if backward not in self._visits:
+            self._visits[backward] = plan_runs(self.plan, self._chain, backward=backward)
+        return self._visits[backward]
+
+    def beginning_with(self, worker: int) -> PreparedPlan:
+        """Return the plan whose batch begins with a worker."""
+        if worker not in self._rotated:
+            plan = rotated(self.plan, worker)
+            same = plan is self.plan
+            self._rotated[worker] = self if same else PreparedPlan(plan, self._chain)
+        return self._rotated[worker]
+
+
+class PreparedPlans:
+    """The last plans of an engine, and the worker with which its next batch begins.
+
+    Args:
+        chain: The calls of blocks that the plans are for.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._known: list[PreparedPlan] = []
+        self._next_worker = 0
+
+    def prepared(self, plan: Plan) -> PreparedPlan:
+        for known in self._known:
+            if known.plan is plan:
+                return known
+        found = PreparedPlan(plan, self._chain)
+        self._known = [found, *self._known][:_PLANS_REMEMBERED]
+        return found
+
+    def overlapping(self, plan: Plan) -> PreparedPlan:
+        """Return a plan as it is run by a batch that begins while the last one is in flight."""
+        prepared = self.prepared(plan)
+        return prepared.beginning_with(self._first_worker(prepared))
+
+    def batch_begins(self, plan: Plan, *, overlaps: bool) -> None:
+        """Find the worker of the batch after this one.
+
+        Args:
+            plan: The plan of the batch that begins, as if it began with worker 0.
+            overlaps: Whether the last batch is in flight; else this one begins with worker 0.
+        """
+        prepared = self.prepared(plan)
+        first = self._first_worker(prepared) if overlaps else 0
+        self._next_worker = (first + prepared.num_turns) % plan.num_workers
+
+    def _first_worker(self, prepared: PreparedPlan) -> int:
+        if not prepared.num_turns:
+            return 0
+        return self._next_worker - self._next_worker % prepared.plan.team_size

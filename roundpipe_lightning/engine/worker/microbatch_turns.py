@@ -1,0 +1,210 @@
+"""The turns of one microbatch: which stage it runs, on which worker, and what it owns meanwhile.
+
+```
+thread of a microbatch    F0 on worker 0 ── next_turn ── F1 on worker 1 ── next_turn ── X0 ...
+                          begin: the gate opens, the device is made current
+                          end:   gradients of the stage leave, the gate of the next action opens
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from roundpipe_lightning.engine.capture.view import ViewClasses
+from roundpipe_lightning.engine.device.events import Event, StepAborted
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
+from roundpipe_lightning.engine.worker.turns import Turns
+from roundpipe_lightning.engine.worker.worker import Worker
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
+
+
+class MicrobatchTurns:
+    """One microbatch's way through the turns of a step. Used by the microbatch's thread.
+
+    Args:
+        index: Number of the microbatch.
+        turns: The gates of the step.
+        workers: All workers.
+        reducer: Where gradients are summed.
+        pool: Host memory for what goes from turn to turn; None where no worker needs any.
+        used_outside: Returns the parameters that are used outside the stages.
+        classes: The classes of views; a thread that waits for its turn holds none of their locks.
+
+    Attributes:
+        stage: The stage whose turn it has, or waits for.
+        worker: The worker that runs that stage.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        turns: Turns,
+        workers: Sequence[Worker],
+        reducer: GradientReducer,
+        pool: PinnedPool | None,
+        used_outside: Callable[[], Set[nn.Parameter]],
+        classes: ViewClasses,
+    ) -> None:
+        self.index = index
+        self.plan = turns.graph.plan
+        self.pool = pool
+        self._turns = turns
+        self._workers = workers
+        self._reducer = reducer
+        self._used_outside = used_outside
+        self._classes = classes
+        self._path = turns.graph.paths[index]
+        self._activation: AbstractContextManager[Any] | None = None
+        self._begin_mark: Any = None
+        self._ends: dict[Worker, Event] = {}
+        self._take_position(0)
+
+    def _take_position(self, position: int) -> None:
+        self._position = position
+        self._action = action = self._path[position]
+        self.stage: Stage = self.plan.partition.stage(action.kind, action.stage)
+        self.worker: Worker = self._workers[action.worker]
+
+    @property
+    def in_forward_stage(self) -> bool:
+        return self.stage.kind is StageKind.FORWARD
+
+    @property
+    def is_last(self) -> bool:
+        return self._position + 1 == len(self._path)
+
+    @property
+    def next_worker(self) -> Worker | None:
+        """The worker of the next turn; None if there is none."""
+        return None if self.is_last else self._workers[self._path[self._position + 1].worker]
+
+    @property
+    def stays_here(self) -> bool:
+        """Whether all turns that are left reach this worker, and it has room for what they take."""
+        rest = {action.worker for action in self._path[self._position + 1 :]}
+        here = self.worker.device
+        return here.has_spare_memory() and all(
+            self._workers[index].device.reaches(here) for index in rest
+        )
+
+    def last_end(self, worker: Worker) -> Event | None:
+        """Return the end of the last turn on a worker; None if there was none."""
+        return self._ends.get(worker)
+
+    @property
+    def place(self) -> str:
+        """Stage, blocks, microbatch and worker, for messages."""
+        blocks, names = self.stage.blocks, self.plan.block_names
+        covered = ["the head segment"] if self._position == 0 else []
+        if blocks:
+            covered.append(f"blocks {names[blocks[0]]} to {names[blocks[-1]]}")
+        if self.stage.kind is StageKind.FUSED:
+            covered.append("the tail segment")
+        return (
+            f"{self._action.kind.name} stage {self._action.stage} ({', '.join(covered)}), "
+            f"microbatch {self.index}, {self.worker}"
+        )
+
+    # -------------------------------------------------------------------------------- begin and end
+
+    def begin(self) -> None:
+        """Wait for the turn.
+
+        Raises:
+            StepAborted: If the step has failed elsewhere.
+        """
+        with self._classes.released():
+            self._turns.begin(self._action)
+        self._activation = self.worker.device.activate()
+        self._activation.__enter__()
+        self._begin_mark = self.worker.device.mark()
+
+    def next_turn(self) -> None:
+        self.end()
+        self._take_position(self._position + 1)
+        self.begin()
+
+    def end(self) -> None:
+        """End the turn. The last one of a round sends the gradients of the stage to the host."""
+        self.check_not_aborted()
+        graph, worker, action = self._turns.graph, self.worker, self._action
+        ends_run = action.key in graph.ends_run
+        if not self.in_forward_stage:
+            worker.end_backward(
+                self.stage,
+                microbatch=self.index,
+                reducer=self._reducer,
+                is_last=ends_run,
+                outside=self._used_outside(),
+            )
+        if ends_run:
+            worker.end_stage_run()
+        self._turns.marks[action] = (self._begin_mark, worker.device.mark())
+        if graph.last[action.worker] == action.key:
+            worker.leave_step(self._turns)
+        if worker.transfers is not None:
+            self._ends[worker] = worker.device.mark_event(f"end of {action}")
+        self.deactivate()
+        self._turns.end(action)
+
+    def end_all(self) -> None:
+        """Pass the turns that are left, in which nothing is computed."""
+        while not self.is_last:
+            self.next_turn()
+        if self.pool is not None:  # another microbatch may have it when this turn has ended
+            self.pool.reset()
+        self.end()  # brings the last stage's gradients of shared parameters
+        self._reducer.close_microbatch(self.index)
+
+    def add_gradients(self, gradients: Gradients) -> None:
+        """Add gradients, on the host, of parameters that no stage has."""
+        self._reducer.add_shared(self.index, gradients)
+
+    def deactivate(self) -> None:
+        if self._activation is not None:
+            self._activation.__exit__(None, None, None)
+            self._activation = None
+
+    def check_not_aborted(self) -> None:
+        """Leave what the next step may be using already alone, when user code returns too late.
+
+        Raises:
+            StepAborted: If the step was given up.
+        """
+        if self._turns.is_aborted:
+            raise StepAborted
+
+    def refuse_unordered_writes(self, *, repeated: str | None = None) -> None:
+        """Refuse writes into buffers where microbatches do not come one after the other.
+
+        Args:
+            repeated: A block that has written and has run in an earlier turn, too.
+
+        Raises:
+            ConfigurationError: If the plan has several rounds or teams, or for such a block.
+        """
+        plan = self.plan
+        if plan.team_size > 1 or plan.round_size < plan.num_microbatches:
+            raise ConfigurationError(
+                "The forward pass writes into buffers of the module (running statistics, for "
+                f"example), but the plan has rounds of {plan.round_size} of "
+                f"{plan.num_microbatches} microbatches and teams of {plan.team_size}: the "
+                "microbatches would write in no order. Use a plan of one round without teams: "
+                f"hints=PartitionHints(team_size=1, round_size={plan.num_microbatches}), or "
+                "plan='auto'."
+            )
+        if repeated is not None and plan.num_microbatches > 1:
+            raise ConfigurationError(
+                f"The forward pass writes into buffers of block {repeated!r} (running statistics, "
+                "for example), which a step calls more than once: the microbatches would write in "
+                "another order than one after the other. Set num_microbatches=1, or put the "
+                "module that writes into evaluation mode."
+            )
