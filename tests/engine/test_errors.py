@@ -23,6 +23,7 @@ from roundpipe_lightning.errors import (
 from tests.kit.engine import (
     Block,
     Regressor,
+    check_parity,
     differences,
     emulated_workers,
     engine_of,
@@ -393,10 +394,7 @@ def test_a_gradient_that_user_code_asks_for_after_the_blocks() -> None:
         return functional.mse_loss(output, batch[1]) + gradient.square().mean()
 
     module = Regressor()
-    stack, batches = layers_of(module), regression_batches(3)
-    plain = plain_step(module, batches, call=call)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    assert not differences(module, engine_step(module, stack, plan, batches, call=call), plain)
+    check_parity(module, call=call)
 
 
 def test_parameters_replaced_while_the_engine_is_open() -> None:

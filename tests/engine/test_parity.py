@@ -21,6 +21,7 @@ from tests.kit.engine import (
     Block,
     Regressor,
     auto_plan,
+    check_parity,
     cpu_workers,
     differences,
     emulated_workers,
@@ -88,11 +89,7 @@ def test_module_that_is_its_own_stack_and_nothing_else() -> None:
             return output.pow(2).mean()
 
     module = Bare(*(Block() for _ in range(3)))
-    stack = stack_of(tuple(module))
-    batches = regression_batches(4)
-    plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=2, num_microbatches=4)
-    assert not differences(module, engine_step(module, stack, plan, batches), plain)
+    check_parity(module, stack=stack_of(tuple(module)), num_microbatches=4)
 
 
 def test_module_without_stack_equals_plain_loop() -> None:
@@ -122,18 +119,14 @@ def test_rounds_and_teams(
     partition: Partition, num_workers: int, round_size: int, team_size: int
 ) -> None:
     module = Regressor()
-    batches = regression_batches(5)
-    plain = plain_step(module, batches)
-    stack = layers_of(module)
-    plan = plan_of(
-        stack,
+    check_parity(
+        module,
         num_workers=num_workers,
         num_microbatches=5,
         round_size=round_size,
         team_size=team_size,
         partition=partition,
     )
-    assert not differences(module, engine_step(module, stack, plan, batches), plain)
 
 
 def test_rounds_and_teams_of_a_tied_language_model() -> None:

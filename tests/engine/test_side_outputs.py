@@ -16,8 +16,8 @@ from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_
 from tests.kit.engine import (
     WIDTH,
     Regressor,
+    check_parity,
     cpu_workers,
-    differences,
     emulated_workers,
     engine_step,
     layers_of,
@@ -64,12 +64,9 @@ class Penalised(Regressor):
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_attribute_of_a_block(num_workers: int, server: str) -> None:
     module = Penalised()
-    stack = layers_of(module)
-    batches = regression_batches(3)
-    plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
-    result = engine_step(module, stack, plan, batches, devices=SERVERS[server](num_workers))
-    assert not differences(module, result, plain, tolerance=1e-6)
+    check_parity(
+        module, num_workers=num_workers, devices=SERVERS[server](num_workers), tolerance=1e-06
+    )
 
 
 class PenalisedInBetween(Penalised):
@@ -91,11 +88,9 @@ class PenalisedInBetween(Penalised):
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_a_side_output_that_is_used_between_the_blocks(num_workers: int, server: str) -> None:
     module = PenalisedInBetween()
-    stack, batches = layers_of(module), regression_batches(3)
-    plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
-    result = engine_step(module, stack, plan, batches, devices=SERVERS[server](num_workers))
-    assert not differences(module, result, plain, tolerance=1e-6)
+    check_parity(
+        module, num_workers=num_workers, devices=SERVERS[server](num_workers), tolerance=1e-06
+    )
 
 
 def test_only_the_users_loss_decides_what_gets_a_gradient() -> None:
@@ -109,11 +104,7 @@ def test_only_the_users_loss_decides_what_gets_a_gradient() -> None:
         scaled: Tensor = loss * (1 + view.layers[2].penalty.detach()) * share
         return scaled
 
-    stack = layers_of(module)
-    batches = regression_batches(3)
-    plain = plain_step(module, batches, call=call)
-    result = engine_step(module, stack, plan_of(stack), batches, call=call)
-    assert not differences(module, result, plain, tolerance=1e-6)
+    check_parity(module, call=call, tolerance=1e-06)
 
 
 def test_a_loss_of_side_outputs_alone() -> None:
@@ -213,22 +204,20 @@ class Collected(Regressor):
 @pytest.mark.parametrize("empty", [True, False])
 def test_list_that_blocks_append_to(empty: bool) -> None:
     module = Collected(empty=empty)
-    stack = layers_of(module)
-    batches = regression_batches(3)
-    plain = plain_step(module, batches)
-    result = engine_step(module, stack, plan_of(stack), batches)
-    assert not differences(module, result, plain)
+    check_parity(module)
 
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_router_loss_of_a_mixture_of_experts(name: str, server: str) -> None:
     module = CausalLM(build_model(name, output_router_logits=True, router_aux_loss_coef=0.5))
-    stack = decoder_stack(module)
-    batches = token_batches(3)
-    plain = plain_step(module, batches)
-    result = engine_step(module, stack, plan_of(stack), batches, devices=SERVERS[server](2))
-    assert not differences(module, result, plain, tolerance=1e-6)
+    check_parity(
+        module,
+        token_batches(3),
+        stack=decoder_stack(module),
+        devices=SERVERS[server](2),
+        tolerance=1e-06,
+    )
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -244,9 +233,12 @@ def test_hidden_states_that_a_library_collects(name: str, server: str) -> None:
         return loss
 
     module = CausalLM(build_model(name))
-    stack = decoder_stack(module)
-    batches = token_batches(3)
-    plain = plain_step(module, batches, call=call)
     devices = SERVERS[server](2)
-    result = engine_step(module, stack, plan_of(stack), batches, call=call, devices=devices)
-    assert not differences(module, result, plain, tolerance=1e-6)
+    check_parity(
+        module,
+        token_batches(3),
+        stack=decoder_stack(module),
+        call=call,
+        devices=devices,
+        tolerance=1e-06,
+    )

@@ -16,6 +16,7 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from tests.kit.engine import (
     WIDTH,
     Regressor,
+    check_parity,
     cpu_workers,
     differences,
     emulated_workers,
@@ -99,10 +100,7 @@ def test_a_block_may_reach_its_parameters_past_the_view(
     kind: str, make_block: Callable[[], nn.Module]
 ) -> None:
     module = Regressor(make_block=make_block)
-    stack, batches = layers_of(module), regression_batches(3)
-    plain = plain_step(module, batches)
-    result = engine_step(module, stack, plan_of(stack), batches, devices=devices_of(kind, 2))
-    assert not differences(module, result, plain)
+    check_parity(module, devices=devices_of(kind, 2))
     assert all(p.grad is None for p in module.parameters())
 
 

@@ -226,6 +226,36 @@ def engine_step(
         return mean_step(engine, batches, call=call)
 
 
+def check_parity(
+    module: Any,
+    batches: Sequence[Any] | None = None,
+    *,
+    stack: BlockStack | None = None,
+    call: Step = training_step,
+    devices: Sequence[Device] | None = None,
+    tolerance: float = 0.0,
+    **plan: Any,
+) -> StepResult:
+    """Run one step on an engine of its own, and assert that it equals a plain loop.
+
+    Args:
+        module: The module.
+        batches: Its microbatches; three of `regression_batches` if not given.
+        stack: Its blocks; by default its `layers`.
+        call: The user's step.
+        devices: One per worker; on the processor if not given.
+        tolerance: 0 for equality to the bit.
+        **plan: As for `plan_of`.
+    """
+    stack = layers_of(module) if stack is None else stack
+    batches = regression_batches(plan.get("num_microbatches", 3)) if batches is None else batches
+    plain = plain_step(module, batches, call=call)
+    made = plan_of(stack, **{"num_microbatches": len(batches), **plan})
+    result = engine_step(module, stack, made, batches, call=call, devices=devices)
+    assert not differences(module, result, plain, tolerance=tolerance), made
+    return result
+
+
 def differences(
     module: nn.Module, result: StepResult, plain: Plain, *, tolerance: float = 0.0
 ) -> list[str]:
