@@ -23,8 +23,7 @@ from transformers.utils import logging
 
 from roundpipe_lightning.models.export import export_pretrained
 from roundpipe_lightning.models.export_options import ExportOptions
-from roundpipe_lightning.models.load import load_pretrained
-from roundpipe_lightning.models.load_options import LoadOptions
+from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 
 _SHARD_BYTES = 200_000  # several files for most models
 

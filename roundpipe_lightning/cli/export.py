@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
+from roundpipe_lightning.checkpoint.frozen_base import leaves_base_out, load_checkpoint_state
 from roundpipe_lightning.cli.build import (
     USER_ERRORS,
     build,
@@ -21,7 +22,6 @@ from roundpipe_lightning.cli.build import (
 )
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
-from roundpipe_lightning.models.checkpoint_state import leaves_base_out, load_checkpoint_state
 from roundpipe_lightning.models.export import export_pretrained, find_pretrained
 from roundpipe_lightning.models.export_folder import check_replaceable
 from roundpipe_lightning.models.export_options import ExportOptions

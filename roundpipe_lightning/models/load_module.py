@@ -1,18 +1,16 @@
-"""Weights for a module that was built on the meta device: read tensor by tensor, or drawn anew."""
+"""Weights for any module that was built on the meta device: read one by one, or drawn anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
-from roundpipe_lightning.models.checkpoint_files import opened
-from roundpipe_lightning.models.checkpoint_match import check_module_match
+from roundpipe_lightning.models.weight_files import opened
 
 
 def load_module(module: nn.Module, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -40,18 +38,26 @@ def load_module(module: nn.Module, path: str | Path, *, dtype: torch.dtype | Non
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise ModelSourceError(f"The folder {path} has no safetensors file.")
-    tied = _holders(module)
+    saved = _holders(module.state_dict(keep_vars=True))
     with opened(files) as tensors:
-        check_module_match(module, tensors, name=str(path))
-        for holders in tied.values():
-            name = next(name for name in holders if name in tensors)
-            old = _get(module, name)
+        # Of the names of a tied tensor one will do.
+        known = {name for _, names in saved for name in names if not {*names}.isdisjoint(tensors)}
+        lines = shape_differences(module.state_dict(), tensors, may_lack=known)
+        if lines:
+            raise ModelSourceError(
+                f"{len(lines)} tensors of {path} do not fit {type(module).__name__}:\n"
+                + "\n".join(lines)
+            )
+        for old, names in saved:
+            found = next(name for name in names if name in tensors)
             wanted = (dtype or old.dtype) if old.is_floating_point() else old.dtype
-            values = tensors[name][...].to(wanted)
-            new = nn.Parameter(values, old.requires_grad) if _is_parameter(old) else values
-            for holder in holders:
-                _set(module, holder, new)
-    _check_no_meta(module)
+            _assign(module, names, tensors[found][...].to(wanted), like=old)
+    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if left:
+        raise ConfigurationError(
+            f"Buffer {left[0]} has no values: it is not saved with the weights, and the module was "
+            "built on the meta device. Make it in __init__ under torch.device('cpu')."
+        )
 
 
 def draw_weights(module: nn.Module, *, seed: int) -> None:
@@ -65,6 +71,8 @@ def draw_weights(module: nn.Module, *, seed: int) -> None:
     Raises:
         ConfigurationError: A part has parameters and no way to draw them.
     """
+    from transformers import PreTrainedModel
+
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if isinstance(module, PreTrainedModel):
@@ -85,56 +93,54 @@ def draw_weights(module: nn.Module, *, seed: int) -> None:
                 reset()
 
 
+def shape_differences(
+    wanted: Mapping[str, Tensor], found: Mapping[str, Any], *, may_lack: Collection[str] = ()
+) -> list[str]:
+    """Name every tensor that is missing, extra or of another shape, in a line each.
+
+    Args:
+        wanted: A module's tensors.
+        found: A file's.
+        may_lack: Names that need not be found.
+    """
+    lines = [
+        f"  missing: {name}, {shape_text(tensor)}"
+        for name, tensor in wanted.items()
+        if name not in found and name not in may_lack
+    ]
+    lines += [f"  extra: {k}, {shape_text(t)}" for k, t in found.items() if k not in wanted]
+    lines += [
+        f"  another shape: {name}, {shape_text(found[name])} instead of {shape_text(tensor)}"
+        for name, tensor in wanted.items()
+        if name in found and shape_text(found[name]) != shape_text(tensor)
+    ]
+    return lines
+
+
+def shape_text(tensor: Any) -> str:
+    return "shape unknown" if tensor is None else str(tuple(tensor.shape))
+
+
 def _materialize(module: nn.Module) -> None:
     """Give every tensor memory; tied ones the same."""
-    tied = {
-        tuple(names): _get(module, names[0])
-        for names in _holders(module, all_buffers=True).values()
-    }
-    for names, old in tied.items():
-        if not old.is_meta:
-            continue
-        values = torch.empty_like(old, device="cpu")
-        new = nn.Parameter(values, old.requires_grad) if _is_parameter(old) else values
-        for name in names:
-            _set(module, name, new)
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    for old, names in _holders({**tensors, **dict(module.named_buffers(remove_duplicate=False))}):
+        if old.is_meta:
+            _assign(module, names, torch.empty_like(old, device="cpu"), like=old)
 
 
-def _holders(module: nn.Module, *, all_buffers: bool = False) -> dict[int, list[str]]:
-    """The names of every parameter and buffer that is saved, by identity."""
-    found: dict[int, list[str]] = {}
-    for name, tensor in _named_tensors(module, all_buffers=all_buffers):
-        found.setdefault(id(tensor), []).append(name)
-    return found
+def _holders(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, list[str]]]:
+    """Every tensor once, with all of its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
 
 
-def _named_tensors(module: nn.Module, *, all_buffers: bool) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    saved = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        if all_buffers or name in saved:
-            yield name, buffer
-
-
-def _get(module: nn.Module, name: str) -> Tensor:
-    owner, _, key = name.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), key)
-    return tensor
-
-
-def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
-    owner, _, key = name.rpartition(".")
-    setattr(module.get_submodule(owner), key, tensor)
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
-def _check_no_meta(module: nn.Module) -> None:
-    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if left:
-        raise ConfigurationError(
-            f"Buffer {left[0]} has no values: it is not saved with the weights, and the module was "
-            "built on the meta device. Make it in __init__ under torch.device('cpu')."
-        )
+def _assign(module: nn.Module, names: list[str], values: Tensor, *, like: Tensor) -> None:
+    """Put one tensor, a parameter if the old one was, in all places that had the old one."""
+    is_parameter = isinstance(like, nn.Parameter)
+    new = nn.Parameter(values, like.requires_grad) if is_parameter else values
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, new)

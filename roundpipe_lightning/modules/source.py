@@ -19,10 +19,9 @@ from transformers import (
 )
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
-from roundpipe_lightning.models.load import load_pretrained
-from roundpipe_lightning.models.load_options import LoadOptions
-from roundpipe_lightning.models.mapped import check_can_map
+from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 from roundpipe_lightning.models.quantized import check_bits, quantize_frozen
+from roundpipe_lightning.models.weight_files import check_can_map
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 

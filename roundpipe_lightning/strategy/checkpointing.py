@@ -19,15 +19,15 @@ from roundpipe_lightning.checkpoint.fit import (
     check_versions,
     differences,
 )
-from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
-from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.models.frozen_base import (
+from roundpipe_lightning.checkpoint.frozen_base import (
     FROZEN_KEY,
     describe_frozen,
     left_out,
     load_without_base,
     split_frozen,
 )
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
+from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.resume import ResumePoint
 from roundpipe_lightning.strategy.runtime import Session

@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.models.frozen_base import (
+from roundpipe_lightning.checkpoint.frozen_base import (
     check_base,
     describe_frozen,
     load_without_base,
 )
+from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.architectures import build_model, token_batches
 from tests.kit.training import QUIET, make_trainer, same_bits

@@ -19,8 +19,8 @@ from benchmarks.checkpoint_loading import REPOSITORY, write_checkpoint
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.models import mapped
-from roundpipe_lightning.models.mapped import UnmappedWeightsWarning, mapped_parameters
+from roundpipe_lightning.models import weight_files
+from roundpipe_lightning.models.weight_files import UnmappedWeightsWarning, mapped_parameters
 from roundpipe_lightning.modules import ModelSource
 from tests.kit.architectures import TINY, Adapted, token_batches
 from tests.kit.engine import (
@@ -193,7 +193,7 @@ def test_refuses_what_cannot_be_mapped_at_all(
     save(tmp_path, TINY)
     found = source(tmp_path, frozen_weights="mmap")
     if change_of == "platform":
-        monkeypatch.setattr(mapped.sys, "platform", "win32")  # type: ignore[attr-defined]
+        monkeypatch.setattr(weight_files.sys, "platform", "win32")  # type: ignore[attr-defined]
     elif change_of == "pickle":
         (tmp_path / "model.safetensors").unlink()
         torch.save({}, tmp_path / "pytorch_model.bin")

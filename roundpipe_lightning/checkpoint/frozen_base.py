@@ -7,13 +7,18 @@ frozen parameter, so that it is not put onto another base in silence.
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.errors import CheckpointError
+from roundpipe_lightning.models.load_module import shape_differences
+from roundpipe_lightning.models.weight_files import mapped_parameters
 
 FROZEN_KEY = "roundpipe_frozen"
 """Entry of a checkpoint that says what it leaves out."""
@@ -116,3 +121,62 @@ def _differs(here: Tensor, there: Tensor) -> bool:
     return not torch.allclose(
         here[comparable], there[comparable], rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True
     )
+
+
+# --- without a strategy ---------------------------------------------------------------------------
+
+
+def load_checkpoint_state(module: nn.Module, path: Path) -> None:
+    """Give a module the weights of a checkpoint, as views of its file: nothing is read.
+
+    Args:
+        module: As the checkpoint's was, in the names and shapes of its parameters; it may be on the
+            meta device.
+        path: A checkpoint of Lightning.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is of another model: every tensor that is
+            missing, extra or of another shape is listed.
+    """
+    checkpoint = _read(path)
+    check_base(module, checkpoint)
+    state = {k: v for k, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)}
+    mapped = mapped_parameters(module)
+    lines = shape_differences(
+        {**module.state_dict(), **mapped}, state, may_lack={*mapped, *left_out(checkpoint)}
+    )
+    if lines:
+        raise CheckpointError(
+            f"{path} is the checkpoint of another model: {len(lines)} tensors do not fit.\n"
+            + "\n".join(lines)
+            + "\nName the model and the adapters it was trained with (model=..., peft=...)."
+        )
+    module.load_state_dict(state, assign=True, strict=False)
+    for part in module.modules():
+        if hasattr(part, "tie_weights"):  # a model of transformers
+            tie_weights: Any = part.tie_weights
+            tie_weights()
+
+
+def leaves_base_out(path: Path) -> bool:
+    """Whether a checkpoint leaves the frozen base model out."""
+    return bool(left_out(_read(path)))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        checkpoint: Any = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+        checkpoint["state_dict"].items()
+    except (pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of Lightning, or holds other objects than tensors and "
+            f"settings, which are not unpickled because that would run code: {error}"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be read: {error}. The file is truncated or damaged."
+        ) from error
+    found: Mapping[str, Any] = checkpoint
+    return found

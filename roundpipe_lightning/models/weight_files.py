@@ -1,0 +1,333 @@
+"""Weights in files: found, opened without reading a tensor, read one by one or mapped.
+
+```
+model.safetensors.index.json ─► model-00001-of-00002.safetensors ─► name: slice, read when asked
+                                model-00002-of-00002.safetensors ─► name: slice
+```
+
+Frozen weights may stay in their files. A state dict leaves such mapped weights out, so a checkpoint
+holds what was trained and not the base model: that is in its files already. A state dict that has
+them may be loaded if it agrees.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
+
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def find_weight_files(name: str, *, hub_options: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The files that hold a model's weights, in the order of their names.
+
+    Args:
+        name: A local folder, or a name on the Hugging Face hub.
+        hub_options: `revision`, `token` and so on, as transformers takes them.
+
+    Raises:
+        ModelSourceError: There are none, or the index names files that are not there.
+        OSError: The hub cannot be reached; as transformers raises it.
+    """
+    from transformers.utils.hub import cached_file
+
+    def found(file: str) -> Path | None:
+        path = cached_file(name, file, **hub_options, _raise_exceptions_for_missing_entries=False)
+        return None if path is None else Path(path)
+
+    for index, single in zip(_INDICES, _SINGLE_FILES, strict=True):
+        whole = found(single)
+        if whole is not None:
+            return (whole,)
+        index_path = found(index)
+        if index_path is not None:
+            paths = {shard: found(shard) for shard in _shards_of(index_path)}
+            missing = [shard for shard, path in paths.items() if path is None]
+            if missing:
+                raise ModelSourceError(
+                    f"{index_path} names {len(missing)} of {len(paths)} files that are not there: "
+                    f"{', '.join(missing)}. Copy or download them into {name}."
+                )
+            return tuple(path for path in paths.values() if path is not None)
+    raise ModelSourceError(
+        f"{name!r} holds no weights: none of {', '.join((*_SINGLE_FILES, *_INDICES))}. Set "
+        "model.hub_name to a folder that has them, or use model.weights=random."
+    )
+
+
+def _shards_of(index: Path) -> list[str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelSourceError(
+            f"The index {index} cannot be read ({type(error).__name__}: {error}). Copy or download "
+            "it anew."
+        ) from error
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class _TensorSlice:
+    """A tensor in a safetensors file, read when it is asked for; `opened` says what `mapped` is."""
+
+    def __init__(
+        self, handle: Any, name: str, *, file: Path, mapped: dict[int, Path] | None
+    ) -> None:
+        self._slice = handle.get_slice(name)
+        self._name = name
+        self._file = file
+        self._mapped = mapped
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._slice.get_shape())
+
+    def get_shape(self) -> list[int]:
+        """As safetensors calls it."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """As safetensors calls it: `"BF16"`, say."""
+        return str(self._slice.get_dtype())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            tensor: Tensor = self._slice[index]
+        except (SafetensorError, OSError) as error:
+            raise ModelSourceError(
+                f"Tensor {self._name!r} of {self._file} cannot be read: {error}. Copy or download "
+                "the file anew."
+            ) from error
+        if self._mapped is not None:
+            self._mapped[tensor.data_ptr()] = self._file
+        return tensor
+
+
+class _PickledTensor:
+    """A tensor of a `torch.save` file; copied when it is asked for, so that the file can go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index].clone()
+
+
+@contextmanager
+def opened(
+    files: Sequence[Path], *, mapped: dict[int, Path] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Every tensor of some files by its name, to be read with `[...]`.
+
+    Args:
+        files: safetensors files, or files of `torch.save` that hold nothing but tensors.
+        mapped: None reads each tensor into memory of its own. A dictionary makes the tensors views
+            of the files instead, and receives the file of every tensor by the tensor's address.
+
+    Yields:
+        Objects with a `shape`; no values have been read.
+
+    Raises:
+        ModelSourceError: A file is damaged, cut short, or holds more than tensors.
+        ConfigurationError: Views were asked for of a file that has another format.
+    """
+    tensors: dict[str, Any] = {}
+    with ExitStack() as handles:
+        for file in files:
+            if file.suffix == ".safetensors":
+                handle = handles.enter_context(_open(file, views=mapped is not None))
+                for name in handle.keys():  # noqa: SIM118 - not a dictionary
+                    tensors[name] = _TensorSlice(handle, name, file=file, mapped=mapped)
+            elif mapped is not None:
+                raise ConfigurationError(
+                    f"model.frozen_weights=mmap maps safetensors files, and {file} is none. Save "
+                    "the model as safetensors (save_pretrained does), or use "
+                    "model.frozen_weights=memory."
+                )
+            else:
+                tensors.update({n: _PickledTensor(t) for n, t in _unpickled(file).items()})
+        yield tensors
+
+
+def _open(file: Path, *, views: bool) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    # Reading with `pread` puts a tensor into memory of its own; a mapping of the file would stay
+    # resident until the last tensor of it is gone.
+    try:
+        return safe_open(file, framework="pt", device="cpu", backend="mmap" if views else "pread")
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
+    except pickle.UnpicklingError as error:
+        raise ModelSourceError(
+            f"{file} is a pickle that holds other objects than tensors. Reading it would run code "
+            "of whoever wrote it, so it is refused. Use a safetensors version of the model, or "
+            "convert the file where you trust it."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ModelSourceError(
+            f"{file} is not a dictionary of tensors by name, as a model's weights are."
+        )
+    return state
+
+
+def _unreadable(file: Path, error: Exception) -> ModelSourceError:
+    return ModelSourceError(
+        f"The weights in {file} cannot be read: {error}. The file is damaged or cut short; copy or "
+        "download it anew."
+    )
+
+
+# --- weights that stay in files -------------------------------------------------------------------
+
+
+class UnmappedWeightsWarning(UserWarning):
+    """Weights that were to stay on disk are in memory, because their file holds them otherwise."""
+
+
+def check_can_map() -> None:
+    """Refuse systems on which a private mapping takes memory as a copy would.
+
+    Raises:
+        ConfigurationError: On Windows.
+    """
+    if sys.platform == "win32":
+        raise ConfigurationError(
+            "model.frozen_weights=mmap: Windows reserves memory for the whole of a private "
+            "mapping, so nothing would be gained. Use model.frozen_weights=memory."
+        )
+
+
+def map_frozen(model: nn.Module, files: Mapping[int, Path], *, for_good: bool = True) -> None:
+    """Freeze a model and make the parameters that are views of files mapped ones.
+
+    Args:
+        model: Just loaded.
+        files: The file by the address of every tensor that is a view of one.
+        for_good: Whether they are to stay in their files.
+
+    Warns:
+        UnmappedWeightsWarning: Some parameters had to be put together from several tensors, or
+            converted, and are in memory.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    in_memory: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        file = files.get(parameter.data_ptr())
+        if file is None:
+            in_memory[name] = parameter
+        else:
+            replaced[parameter] = MappedParameter(parameter.data, file=file)
+    _replace_parameters(model, replaced.get)
+    if not for_good:
+        return
+    model.register_state_dict_post_hook(_leave_out)
+    model.register_load_state_dict_pre_hook(_check_agreement)
+    model.register_load_state_dict_post_hook(_excuse_missing)
+    if in_memory:
+        num_bytes = sum(parameter.nbytes for parameter in in_memory.values())
+        warnings.warn(
+            f"model.frozen_weights=mmap: {len(in_memory)} parameters ({num_bytes / 2**30:.2f} GiB) "
+            f"are in memory, {next(iter(in_memory))} first: their file holds them in another dtype "
+            "or in parts. roundpipe-export original_layout=false writes a folder that can be "
+            "mapped whole; model.dtype must be that of the files.",
+            category=UnmappedWeightsWarning,
+            stacklevel=4,
+        )
+
+
+def bring_into_memory(model: nn.Module) -> None:
+    """Make mapped parameters ordinary ones, frozen as they were."""
+    brought: dict[nn.Parameter, nn.Parameter] = {}
+
+    def in_memory(parameter: nn.Parameter) -> nn.Parameter | None:
+        if is_mapped(parameter) and parameter not in brought:
+            brought[parameter] = nn.Parameter(parameter.data.clone(), requires_grad=False)
+        return brought.get(parameter)
+
+    _replace_parameters(model, in_memory)
+
+
+def _replace_parameters(
+    model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter | None]
+) -> None:
+    """Replace the parameters for which there is a replacement, wherever they are held."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            new = replacement(parameter)
+            if new is not None:
+                setattr(module, name, new)
+
+
+def mapped_parameters(module: nn.Module) -> dict[str, MappedParameter]:
+    """The parameters of a module that stay in files, by all of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {
+        name: parameter
+        for name, parameter in named
+        if isinstance(parameter, MappedParameter) and is_mapped(parameter)
+    }
+
+
+def _leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in mapped_parameters(module):
+        state.pop(prefix + name, None)
+
+
+def _check_agreement(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Drop mapped weights from what is loaded, after a look at whether they are the same.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    different = []
+    for name, parameter in mapped_parameters(module).items():
+        given: Tensor | None = state.pop(prefix + name, None)
+        if given is not None and not torch.equal(given.to(parameter.dtype), parameter):
+            different.append(name)
+    if different:
+        raise CheckpointError(
+            f"The checkpoint has other values for {len(different)} frozen parameters than the "
+            f"files they are mapped from (model.frozen_weights=mmap), {different[0]} first. Use "
+            "model.frozen_weights=memory, or the checkpoint of a run on these files."
+        )
+
+
+def _excuse_missing(module: nn.Module, incompatible: Any) -> None:
+    names = set(mapped_parameters(module))
+
+    def is_ours(key: str) -> bool:
+        parts = key.split(".")
+        return any(".".join(parts[start:]) in names for start in range(len(parts)))
+
+    missing = incompatible.missing_keys
+    missing[:] = [key for key in missing if not is_ours(key)]
