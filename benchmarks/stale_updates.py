@@ -101,7 +101,7 @@ class Decoder(LightningModule):
 class Losses(Callback):
     """Keeps every batch's loss."""
 
-    reads_parameters = False
+    requires_optimizer_sync = False
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -124,7 +124,7 @@ def train(way: str, options: argparse.Namespace) -> list[float]:
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            strategy=RoundPipeStrategy(update=way, num_microbatches=2, trial_run=False),
+            strategy=RoundPipeStrategy(update=way, num_microbatches=2, dry_run=False),
             accelerator="cpu",
             devices=1,
             max_epochs=1,

@@ -39,7 +39,7 @@ class ExportPretrained(Callback):
         ConfigurationError: A setting cannot work.
     """
 
-    reads_parameters = False  # but where it exports, and there it waits
+    requires_optimizer_sync = False  # but where it exports, and there it waits
 
     def __init__(  # noqa: PLR0913 - all keyword-only, each a setting of its own
         self,
@@ -85,21 +85,13 @@ class ExportPretrained(Callback):
         check_replaceable(self.folder(trainer), overwrite=self._settings["overwrite"])
         self._last_step = None
 
-    def on_train_batch_end(  # Lightning's signature
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Export after every `every_n_steps` optimizer steps."""
         step = trainer.global_step
         if self._every_n_steps is not None and step and step % self._every_n_steps == 0:
             self._export(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Export what training has made."""
         self._export(trainer, pl_module)
 
     def folder(self, trainer: Trainer) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,17 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.optim import Optimizer
 
-from roundpipe_lightning.callbacks.fetch_clock import FetchClock
-from roundpipe_lightning.callbacks.step_watch import StepWatch
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.batch_counts import count_batch
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy import compat
-from roundpipe_lightning.strategy.host_memory import peak_host_bytes
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _PREFIX = "roundpipe/"
@@ -56,7 +53,7 @@ class PipelineMonitor(Callback):
         ConfigurationError: `every_n_steps` is less than 1.
     """
 
-    reads_parameters = False
+    requires_optimizer_sync = False
 
     def __init__(
         self,
@@ -73,7 +70,6 @@ class PipelineMonitor(Callback):
         self._every_n_steps = every_n_steps
         self._progress_bar = progress_bar
         self._count_tokens = count_tokens
-        self._watch = StepWatch(self._take)
         self._forget()
 
     def _forget(self) -> None:
@@ -104,63 +100,54 @@ class PipelineMonitor(Callback):
 
     # --- when things happen -----------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Ask the strategy to be told of steps."""
-        self._watch.begin(trainer.strategy, stage=stage)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the strategy call `_take`; an earlier fit may have failed before its teardown."""
+        self.teardown(trainer, pl_module, stage)
+        if stage == "fit" and isinstance(trainer.strategy, RoundPipeStrategy):
+            trainer.strategy.step_listeners.append(self._take)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Watch no longer."""
-        self._watch.end()
+        listeners: list[Any] = getattr(trainer.strategy, "step_listeners", [])
+        if self._take in listeners:
+            listeners.remove(self._take)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Begin anew: an earlier fit says nothing."""
         self._forget()
         self._steps_seen = trainer.global_step
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Wait for the first batch."""
+    def on_train_epoch_start(self, *_: Any) -> None:
         self._clock.epoch_started()
 
-    def on_train_batch_start(  # Lightning's signature
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Note that the data loader has given a batch."""
         self._clock.batch_started(trainer)
         if self._have_reached_loggers:
             self._withdraw(trainer)
         self._optimizer_began = None
 
-    def on_before_optimizer_step(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        optimizer: Optimizer,  # noqa: ARG002
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         """Note that all gradients are there."""
         if self._optimizer_began is None:
             self._optimizer_began = time.perf_counter()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_validation_start(self, *_: Any) -> None:
         """Stop the clock."""
         self._paused_since = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_validation_end(self, *_: Any) -> None:
         """Let the clock go on."""
         if self._paused_since is not None:
             self._paused_seconds += time.perf_counter() - self._paused_since
             self._paused_since = None
 
-    def on_train_batch_end(  # Lightning's signature
+    def on_train_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,  # noqa: ARG002
         batch: Any,
-        batch_idx: int,  # noqa: ARG002
+        *_: Any,
     ) -> None:
         """Add the batch to the window, and log where it is time to."""
         now = time.perf_counter()
@@ -185,7 +172,7 @@ class PipelineMonitor(Callback):
             if self._logged and compat.should_update_logs(trainer):
                 self._have_reached_loggers = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Wait for the last batch, whose record may still be to come."""
         if isinstance(trainer.strategy, RoundPipeStrategy):
             trainer.strategy.join_updates()
@@ -198,7 +185,7 @@ class PipelineMonitor(Callback):
     # --- measuring --------------------------------------------------------------------------------
 
     def _take(self, record: StepRecord) -> None:
-        """Take what was measured the batch in flight, else of the present one."""
+        """Take what the pipeline did: for the batch in flight, else for the present one."""
         before, self._record = self._record, record
         if not any(plan is record.plan for plan in self._plans):
             self._plans.append(record.plan)
@@ -273,3 +260,53 @@ def _memory_figures(trainer: Trainer) -> dict[str, float]:
     if isinstance(trainer.strategy, RoundPipeStrategy):
         found["peak_device_gib"] = trainer.strategy.peak_device_bytes
     return {name: size / _GIB for name, size in found.items() if size is not None}
+
+
+def peak_host_bytes() -> int | None:
+    """Return the most memory that this process has had resident; None where nobody counts it."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class FetchClock:
+    """Adds up the time in which the Trainer's thread fetches training batches.
+
+    The first fetch of an epoch happens before the clock can listen: that one counts from the
+    epoch's start to the batch's, with the making of the iterator.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._began: float | None = None
+        self._epoch_began: float | None = None
+        self._listens: object = None
+
+    def epoch_started(self) -> None:
+        """Begin to wait for the first batch of an epoch."""
+        self._epoch_began = time.perf_counter()
+
+    def batch_started(self, trainer: Trainer) -> None:
+        """Note that a batch is there, and listen to the next fetches."""
+        if self._epoch_began is not None:
+            self._seconds += time.perf_counter() - self._epoch_began
+            self._epoch_began = None
+        self._listens = compat.listen_to_fetches(
+            trainer, self._begin, self._end, known=self._listens
+        )
+
+    def take_seconds(self) -> float:
+        """Return what has been added up since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self) -> None:
+        if self._began is not None:
+            self._seconds += time.perf_counter() - self._began
+            self._began = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -15,7 +16,7 @@ from roundpipe_lightning.planning.report.description import (
     model_line,
 )
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.strategy.plan_listeners import PlanNews
+from roundpipe_lightning.strategy.planned import PlanEvent
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 
@@ -38,8 +39,8 @@ class PlanReport(Callback):
         self._precision = ""
         self.texts: list[str] = []
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Ask the strategy to be told of plans.
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the strategy call `_report`.
 
         Raises:
             ConfigurationError: The strategy is not roundpipe's, which alone has a plan.
@@ -50,35 +51,31 @@ class PlanReport(Callback):
                 f"PlanReport needs Trainer(strategy='roundpipe'), found "
                 f"{type(strategy).__name__}. Leave the callback out, or change the strategy."
             )
-        self._leave(strategy)  # an earlier run may have failed before its teardown
+        self.teardown(trainer, pl_module, stage)  # an earlier run may have failed before its own
         if stage == "fit":
             self.texts = []
             self._precision = strategy.precision_plugin.precision
-            strategy.plan_watchers.append(self._tell)
+            strategy.plan_listeners.append(self._report)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Watch no longer."""
-        if isinstance(trainer.strategy, RoundPipeStrategy):
-            self._leave(trainer.strategy)
+        listeners: list[Any] = getattr(trainer.strategy, "plan_listeners", [])
+        if self._report in listeners:
+            listeners.remove(self._report)
 
-    def _leave(self, strategy: RoundPipeStrategy) -> None:
-        if self._tell in strategy.plan_watchers:
-            strategy.plan_watchers.remove(self._tell)
-
-    def _tell(self, news: PlanNews) -> None:
-        if news.replaced is not None:
-            lines = _change_lines(news, news.replaced)
+    def _report(self, event: PlanEvent) -> None:
+        if event.replaced is not None:
+            lines = _change_lines(event, event.replaced)
         elif self.texts:
-            lines = _other_shape_lines(news)
+            lines = _other_shape_lines(event)
         else:
-            lines = _first_lines(news, precision=self._precision)
+            lines = _first_lines(event, precision=self._precision)
         text = "\n".join(lines)
         self.texts.append(text)
         self._write(text)
 
 
-def _first_lines(news: PlanNews, *, precision: str) -> list[str]:
-    described = news.description
+def _first_lines(event: PlanEvent, *, precision: str) -> list[str]:
+    described = event.description
     plan, job = described.plan, described.job
     return [
         f"The plan of this training, on {machine_line(job.hardware)}",
@@ -90,45 +87,45 @@ def _first_lines(news: PlanNews, *, precision: str) -> list[str]:
         *described.plan_lines(),
         "Memory",
         *memory_lines(described.memory),
-        *_step_lines(news),
-        *_warning_lines(news),
+        *_step_lines(event),
+        *_warning_lines(event),
     ]
 
 
-def _other_shape_lines(news: PlanNews) -> list[str]:
-    plan = news.description.plan
+def _other_shape_lines(event: PlanEvent) -> list[str]:
+    plan = event.description.plan
     return [
         (
             f"The plan for batches of another shape, in "
             f"{count_text(plan.num_microbatches, 'microbatch')}"
         ),
-        *news.description.plan_lines()[:4],
-        *_step_lines(news),
+        *event.description.plan_lines()[:4],
+        *_step_lines(event),
     ]
 
 
-def _change_lines(news: PlanNews, before: Plan) -> list[str]:
+def _change_lines(event: PlanEvent, before: Plan) -> list[str]:
     return [
-        f"The plan changes after {count_text(news.measured_steps, 'measured step')}",
+        f"The plan changes after {count_text(event.measured_steps, 'measured step')}",
         f"  from {before.partition}",
-        f"  to   {news.description.plan.partition}",
-        *_step_lines(news),
+        f"  to   {event.description.plan.partition}",
+        *_step_lines(event),
     ]
 
 
-def _step_lines(news: PlanNews) -> list[str]:
+def _step_lines(event: PlanEvent) -> list[str]:
     """How long a step should take, as far as that is known."""
-    if not (news.knows_step or news.times_are_measured):
+    if not (event.knows_step or event.times_are_measured):
         return [
             (
                 "Predicted step: unknown, because training_step cannot be run without values. "
                 "Measured times will improve the plan."
             )
         ]
-    prediction = news.description.prediction
-    if news.times_are_measured:
-        source = f" (from {count_text(news.measured_steps, 'measured step')})"
-    elif news.assumed_rates:
+    prediction = event.description.prediction
+    if event.times_are_measured:
+        source = f" (from {count_text(event.measured_steps, 'measured step')})"
+    elif event.assumed_rates:
         source = " (at assumed rates; measured times will replace them)"
     else:
         source = ""
@@ -139,17 +136,17 @@ def _step_lines(news: PlanNews) -> list[str]:
             f"{max(0.0, prediction.idle_share):.1%}"
         )
     ]
-    if not news.description.job.hardware.shares_host_memory:
-        lines.append(news.description.moved_line())
+    if not event.description.job.hardware.shares_host_memory:
+        lines.append(event.description.moved_line())
     return lines
 
 
-def _warning_lines(news: PlanNews) -> list[str]:
-    described = news.description
-    found = described.warnings() if news.knows_step else []
-    if not news.knows_step:
+def _warning_lines(event: PlanEvent) -> list[str]:
+    described = event.description
+    found = described.warnings() if event.knows_step else []
+    if not event.knows_step:
         found.append(
             "Activations are not counted in the memory above: training_step cannot be run without "
-            "values (trial_run)."
+            "values (dry_run)."
         )
     return [f"Note: {text}" for text in found]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from roundpipe_lightning.callbacks.step_watch import StepWatch
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.simulate import simulate
@@ -45,7 +45,7 @@ class PipelineTimeline(Callback):
         ConfigurationError: A step is negative.
     """
 
-    reads_parameters = False
+    requires_optimizer_sync = False
 
     def __init__(
         self, dirpath: str | Path | None = None, *, steps: Sequence[int] | None = None
@@ -57,7 +57,6 @@ class PipelineTimeline(Callback):
             )
         self._dirpath = None if dirpath is None else Path(dirpath)
         self._steps = None if steps is None else frozenset(steps)
-        self._watch = StepWatch(self._keep)
         self._strategy: RoundPipeStrategy | None = None
         self._forget()
 
@@ -105,7 +104,7 @@ class PipelineTimeline(Callback):
         shares = [timeline.idle_share for timeline in self.measured.values()]
         return median(shares) if shares else None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask the strategy to be told of steps; forget those of an earlier training.
 
         Raises:
@@ -117,22 +116,23 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline needs Trainer(strategy='roundpipe'), found "
                 f"{type(strategy).__name__}. Leave the callback out, or change the strategy."
             )
-        self._watch.begin(strategy, stage=stage)
         self._strategy = strategy
+        self.teardown(trainer, pl_module, stage)  # an earlier fit may have failed before its own
         if stage == "fit":
+            strategy.step_listeners.append(self._keep)
             self._forget()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Watch no longer."""
-        self._watch.end()
+        if self._strategy is not None and self._keep in self._strategy.step_listeners:
+            self._strategy.step_listeners.remove(self._keep)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, *_: Any) -> None:
         """Forget steps from before the training: those of a search for the learning rate."""
         self._forget()
 
     def _keep(self, record: StepRecord) -> None:
         """Keep the timeline of a step that has ended, if it is one of the chosen."""
-        assert self._strategy is not None, "it tells of steps"
+        assert self._strategy is not None, "the strategy calls this"
         number, self._num_batches = self._num_batches, self._num_batches + 1
         if record.plan != self._strategy.plan:
             return
@@ -143,18 +143,13 @@ class PipelineTimeline(Callback):
         if self._is_chosen(number):
             self._recorded[number] = record.timeline
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Write the files, with the last step, which may still drain."""
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Write the files, with the last step, which may still be in flight."""
         assert self._strategy is not None, "it has trained"
         self._strategy.join_updates()
         self._write(trainer)
 
-    def on_exception(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        exception: BaseException,  # noqa: ARG002
-    ) -> None:
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
         """Write the files of a training that ended early."""
         self._write(trainer)
 

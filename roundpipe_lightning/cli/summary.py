@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from roundpipe_lightning.callbacks.monitor import peak_host_bytes
 from roundpipe_lightning.cli.build import Run
 from roundpipe_lightning.cli.pipeline import pipeline_figures
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.models.quantized import is_quantized, tensors_of
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.report.description import count_text, size_text
-from roundpipe_lightning.strategy.host_memory import peak_host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

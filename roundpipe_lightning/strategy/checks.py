@@ -83,12 +83,13 @@ def _num_launched(environment: ClusterEnvironment | None) -> int:
         return 1
 
 
-def check_module(module: LightningModule, *, num_microbatches: int | str) -> None:
-    """Refuse ways of training that cannot be cut into microbatches.
+def check_module(module: LightningModule, *, num_microbatches: int | str, update: str) -> None:
+    """Refuse ways of training that cannot be cut into microbatches, or stepped later.
 
     Args:
         module: The user's module, after its `setup` and `configure_model`.
         num_microbatches: What was asked for: a number, or `"auto"`.
+        update: `"exact"` or `"async"`.
 
     Raises:
         ConfigurationError: The module trains in such a way.
@@ -105,6 +106,12 @@ def check_module(module: LightningModule, *, num_microbatches: int | str) -> Non
             "optimizers itself, which several microbatches cannot do at once. Set "
             "RoundPipeStrategy(num_microbatches=1) or leave it out, or use automatic optimization "
             "(one optimizer; gradient clipping and accumulation are flags of the Trainer)."
+        )
+    if not module.automatic_optimization and update == "async":
+        raise ConfigurationError(
+            f"update='async': {type(module).__name__} sets automatic_optimization=False and "
+            "steps its optimizers itself, so nothing can be stepped later. Leave update out, "
+            "or use automatic optimization."
         )
 
 
@@ -164,23 +171,48 @@ def several_optimizers_explained(module: LightningModule) -> Iterator[None]:
         ) from error
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that evaluate the loss again and again inside one step.
+def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that cannot step here, and parameters that two of them step.
 
     Raises:
-        ConfigurationError: An optimizer's `step` cannot do without a closure.
+        ConfigurationError: Naming the optimizer, or the parameter.
     """
     for optimizer in optimizers:
-        step = inspect.signature(type(optimizer).step)
-        closure = step.parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        kind = type(optimizer)
+        if any(group.get("capturable") for group in optimizer.param_groups):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} evaluates the loss several times within a step, while "
+                f"{kind.__name__}(capturable=True) steps on an accelerator only, and "
+                "with strategy='roundpipe' parameters are stepped in host memory. Leave "
+                "capturable out; fused=True is the fast form there."
+            )
+        closure = inspect.signature(kind.step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        if needs_closure and module.automatic_optimization:
+            raise ConfigurationError(
+                f"{kind.__name__} evaluates the loss several times within a step, while "
                 "a roundpipe step is one pass over the batch whose gradients are handed out once. "
                 "Return an optimizer whose step needs no closure (AdamW, SGD, ...) from "
                 "configure_optimizers, or set automatic_optimization=False and call its "
                 "step(closure) in training_step."
             )
+    _check_owners(module, optimizers)
+
+
+def _check_owners(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    owner: dict[Any, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            first = owner.setdefault(parameter, index)
+            if first != index:
+                kinds = [type(optimizers[i]).__name__ for i in (first, index)]
+                name = names.get(parameter, "(not the module's)")
+                raise ConfigurationError(
+                    f"Parameter {name!r} is in two "
+                    f"optimizers: number {first} ({kinds[0]}) and number {index} ({kinds[1]}) of "
+                    "configure_optimizers. Each would undo what the other has estimated. Give "
+                    "every parameter to one optimizer."
+                )
 
 
 def refuse_fabric(**_: Any) -> NoReturn:

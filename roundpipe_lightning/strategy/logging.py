@@ -11,12 +11,16 @@ device would have made on the full batch, with values on the host:
 | sum, min, max | sum, minimum, maximum |
 | whatever, but the value *is* the loss | as the loss: mean weighted by the shares |
 | whatever, but the value is a `torchmetrics.Metric` | the metric, its states merged before |
+
+Lightning looks for the number of samples in the batch itself when `self.log` is called. A step that
+has taken something out of its batch (`batch.pop("text")`) has taken it out of a microbatch, or of a
+copy on a device; on one device Lightning would not have found it any more (`LoggedBatch`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -26,6 +30,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
+
+from roundpipe_lightning.strategy import compat
 
 _NAMES_OF_BUILTINS: dict[Any, str] = {
     torch.mean: "mean",
@@ -235,3 +241,38 @@ def _are_the_losses(values: Sequence[Any], losses: Sequence[Tensor | None]) -> b
         loss is not None and torch.equal(_as_float64(value), _as_float64(loss))
         for value, loss in zip(values, losses, strict=True)
     )
+
+
+class LoggedBatch:
+    """Follows what a step takes out of its batch.
+
+    Args:
+        batch: On the host, as hooks are given it; it is not changed.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._left = batch
+
+    def note(self, used: Any) -> None:
+        """Look at a microbatch, or at a copy of the batch, after its step.
+
+        Args:
+            used: What the step was called with.
+        """
+        self._left = _left_of(self._batch, used)
+
+    def use(self, module: LightningModule) -> None:
+        """Let Lightning look for the number of samples in what is left, until the next batch."""
+        results = compat.step_results(module.trainer)
+        if results is not None and results.batch is self._batch:
+            results.batch = self._left
+
+
+def _left_of(batch: Any, used: Any) -> Any:
+    """Return a batch without the entries of mappings that `used` has no more."""
+    if not isinstance(batch, Mapping) or not isinstance(used, Mapping):
+        return batch
+    left = {key: _left_of(value, used[key]) for key, value in batch.items() if key in used}
+    same = len(left) == len(batch) and all(left[key] is batch[key] for key in left)
+    return batch if same else left

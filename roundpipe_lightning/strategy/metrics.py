@@ -11,17 +11,25 @@ once, and it lives in host memory, while its arguments may be on a device. So
 
 Only states that can be merged without loss are: sums, extrema and concatenations. A metric with
 other states, one whose update looks at what it has seen so far (`full_state_update`) and one that
-is given mere numbers is called again with the arguments of all microbatches (metric_calls.py).
+is given mere numbers is called again with the arguments of all microbatches:
+
+```
+microbatch 0   metric(p0, t0) ──┐
+microbatch 1   metric(p1, t1) ──┼──▶  metric(cat(p0, p1, p2), cat(t0, t1, t2))
+microbatch 2   metric(p2, t2) ──┘
+```
 """
 
-# torchmetrics has no public face for a metric's states.
+# torchmetrics has no public face for a metric's states, nor for how often it was updated.
 # ruff: noqa: SLF001
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -37,8 +45,8 @@ from torchmetrics.utilities.data import (
 )
 from torchmetrics.wrappers import MetricTracker
 
-from roundpipe_lightning.strategy.metric_calls import CallRecorder, replay_calls
-from roundpipe_lightning.strategy.metric_places import UnseenMetrics, bring_home
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy.logging import weighted_mean
 
 _EXACT_REDUCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
@@ -306,3 +314,317 @@ def _hand_over(source: nn.Module, target: nn.Module) -> None:
             if name not in _NOT_HANDED_OVER and not callable(value):
                 vars(taker)[name] = pytree.tree_map_only(Tensor, Tensor.cpu, value)
         taker._device = torch.device("cpu")
+
+
+# Calls that are made again with the arguments of all microbatches -------------------------------
+
+_READS_THE_PAST = ("compute", "reset")
+_UPDATES = ("forward", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricCall:
+    """One call that user code made in a microbatch.
+
+    Attributes:
+        path: Which part of the metric was called; empty for all of it.
+        method: `forward` or `update`.
+        arguments: Leaves of positional and keyword arguments; tensors on the host.
+        versions: How often each had been written into; None for what is no tensor.
+        form: The containers around the leaves.
+    """
+
+    path: str
+    method: str
+    arguments: list[Any]
+    versions: list[int | None]
+    form: pytree.TreeSpec
+
+
+class CallRecorder:
+    """Watches over the copy of a metric that a microbatch uses.
+
+    Args:
+        name: The metric's name in the user's module.
+        copy: The copy.
+        is_mergeable: Whether the copy's states can be merged, so that not all calls are noted.
+
+    Attributes:
+        calls: Those that were noted.
+        has_other_calls: Whether there were others, which the copy's states tell of.
+    """
+
+    def __init__(self, name: str, copy: nn.Module, *, is_mergeable: bool) -> None:
+        self._name = name
+        self._is_mergeable = is_mergeable
+        self._open = False
+        self._inside = False
+        self.calls: list[MetricCall] = []
+        self.has_other_calls = False
+        for path, part in copy.named_modules():
+            if isinstance(part, (Metric, MetricCollection)):
+                for method in (*_UPDATES, *_READS_THE_PAST):
+                    setattr(part, method, self._watched(path, getattr(part, method)))
+
+    def open(self) -> None:
+        """Begin: user code has the copy."""
+        self.calls, self.has_other_calls = [], False
+        self._open, self._inside = True, False
+
+    def close(self) -> None:
+        """End: whoever calls it now is the strategy."""
+        self._open = False
+
+    def _watched(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        name = method.__name__
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._open or self._inside:
+                return method(*args, **kwargs)
+            if name in _READS_THE_PAST:
+                raise ConfigurationError(_PART_ONLY.format(name=self._name, method=name))
+            if not self._is_mergeable or _has_only_reals(args, kwargs):
+                self.calls.append(_noted(path, name, args, kwargs))
+            else:
+                self.has_other_calls = True
+            self._inside = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return call
+
+
+_PART_ONLY = (
+    "training_step calls {method}() of the metric {name!r}, but each of several microbatches has a "
+    "copy of the metric, which has seen nothing but that microbatch. Log the metric itself "
+    "(self.log({name!r}, self.{name})), call {method}() in on_train_batch_end or "
+    "on_train_epoch_end, or set num_microbatches=1."
+)
+
+
+def _has_only_reals(args: Any, kwargs: Any) -> bool:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return bool(leaves) and all(
+        leaf.dim() == 0 and leaf.is_floating_point()
+        if isinstance(leaf, Tensor)
+        else isinstance(leaf, float)
+        for leaf in leaves
+    )
+
+
+def _noted(path: str, method: str, args: Any, kwargs: Any) -> MetricCall:
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    kept = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return MetricCall(
+        path=path,
+        method=method,
+        arguments=kept,
+        versions=[leaf._version if isinstance(leaf, Tensor) else None for leaf in kept],
+        form=form,
+    )
+
+
+def replay_calls(
+    name: str,
+    metric: nn.Module,
+    recorders: Sequence[CallRecorder],
+    *,
+    shares: Sequence[float],
+) -> None:
+    """Make on a metric the calls that one device would have made.
+
+    Args:
+        name: The metric's name in the user's module.
+        metric: The metric.
+        recorders: One per microbatch.
+        shares: The microbatches' shares of the loss: what numbers are averaged by.
+
+    Raises:
+        ConfigurationError: The arguments of the microbatches cannot be put together.
+    """
+    if any(recorder.has_other_calls for recorder in recorders):
+        raise ConfigurationError(
+            f"training_step gives the metric {name!r} numbers in one call and samples in another, "
+            "which cannot be put together over microbatches. Use a metric for each of the two, or "
+            "set num_microbatches=1."
+        )
+    merged: dict[tuple[str, str, int], list[tuple[float, MetricCall]]] = {}
+    for share, recorder in zip(shares, recorders, strict=True):
+        times: Counter[tuple[str, str]] = Counter()
+        for call in recorder.calls:
+            key = (call.path, call.method)
+            merged.setdefault((*key, times[key]), []).append((share, call))
+            times[key] += 1
+    parts = dict(metric.named_modules())
+    for (path, method, _), calls in merged.items():
+        try:
+            args, kwargs = _arguments_of_the_batch(calls)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"The metric {name!r} ({type(metric).__name__}) was called in training_step, but "
+                f"its states cannot be merged over microbatches, and neither can the arguments of "
+                f"{method}(): {error}. Give it one value per sample, update it in "
+                "on_train_batch_end from what training_step returns, or set num_microbatches=1."
+            ) from error
+        getattr(parts[path], method)(*args, **kwargs)
+
+
+def _arguments_of_the_batch(calls: Sequence[tuple[float, MetricCall]]) -> Any:
+    """Put the arguments of one call together.
+
+    Raises:
+        ValueError: They do not fit together; the message says which.
+    """
+    first = calls[0][1]
+    if any(call.form != first.form for _, call in calls):
+        raise ValueError("they are not the same ones in every microbatch")
+    shares = [share for share, _ in calls]
+    leaves = []
+    for place in range(len(first.arguments)):
+        for _, call in calls:
+            leaf, version = call.arguments[place], call.versions[place]
+            if version is not None and leaf._version != version:
+                raise ValueError("training_step wrote into one after the call")
+        leaves.append(_joined([call.arguments[place] for _, call in calls], shares))
+    return pytree.tree_unflatten(leaves, first.form)
+
+
+def _joined(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    """Return a value of the batch from those of its microbatches.
+
+    Raises:
+        ValueError: There is no rule for it.
+    """
+    first = values[0]
+    if isinstance(first, Tensor):
+        if first.dim() and all(v.shape[1:] == first.shape[1:] for v in values):
+            return torch.cat(list(values))
+        if first.dim() == 0 and all(v.dim() == 0 for v in values):
+            return _number(values, shares)
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        raise ValueError(f"tensors of shapes {shapes} cannot be joined along their first dimension")
+    return _number(values, shares)
+
+
+def _number(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    """Return the one value there is, or the mean of real numbers."""
+    first = values[0]
+    if all(value is first or value == first for value in values):
+        return first
+    is_real = first.is_floating_point() if isinstance(first, Tensor) else isinstance(first, float)
+    if is_real:
+        return weighted_mean(values, weights=shares)
+    raise ValueError(f"{', '.join(str(value) for value in values)} differ")
+
+
+# Where metrics are: in host memory, as submodules; and what else is found -----------------------
+
+
+def bring_home(name: str, metric: nn.Module) -> None:
+    """Bring a metric to the host, where all the module's state is.
+
+    Args:
+        name: Its name in the user's module.
+        metric: The metric, or a collection.
+
+    Raises:
+        ConfigurationError: It is on the meta device, and has no values.
+    """
+    devices = {part.device.type for part in metric.modules() if isinstance(part, Metric)}
+    if "meta" in devices:
+        raise ConfigurationError(
+            f"The metric {name!r} is on the meta device, where it has no values. Make it without "
+            "device='meta': metrics stay in host memory, and steps on a device get copies there."
+        )
+    if not devices <= {"cpu"}:
+        metric.to("cpu")
+
+
+class UnseenMetrics:
+    """Metrics that a module keeps in lists and dicts, where no one finds them.
+
+    PyTorch does not know them as submodules, so neither Lightning nor the strategy can stand copies
+    in for them.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        known = {id(part) for part in module.modules()}
+        self._unseen = [(n, m) for n, m in _in_containers(module) if id(m) not in known]
+        self._owner = type(module).__name__
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say with an error about tensors on several devices that it may come from such a metric.
+
+        Raises:
+            ConfigurationError: In place of that error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            is_metrics = "different devices in metric calculation" in text
+            if not is_metrics and not (self._unseen and "all tensors to be on" in text):
+                raise
+            raise ConfigurationError(
+                f"A metric met tensors of another device: {self._names()}. Assign it to an "
+                "attribute of the module, or keep it in nn.ModuleList, nn.ModuleDict or "
+                "MetricCollection; it is then found, and computes where its arguments are. Leave "
+                ".to(device) out."
+            ) from error
+
+    def _names(self) -> str:
+        return _words(self._unseen) or f"one that {self._owner} does not have as a submodule"
+
+    @contextmanager
+    def guarded(self, metrics: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Refuse that microbatches, which run at once, update what has no copies.
+
+        Args:
+            metrics: The metrics that have copies; these must not be updated themselves.
+
+        Raises:
+            ConfigurationError: At the end, naming what was updated.
+        """
+        watched = [*self._unseen]
+        for name, metric in metrics:
+            watched += [(name, part) for part in metric.modules() if isinstance(part, Metric)]
+        before = [metric._update_count for _, metric in watched]
+        yield
+        pairs = zip(watched, before, strict=True)
+        updated = [place for place, count in pairs if place[1]._update_count != count]
+        if updated:
+            raise ConfigurationError(
+                f"training_step updated {_words(updated)} past the copy that each microbatch has. "
+                "Use metrics as attributes of the module (self.metric), or keep them in "
+                "nn.ModuleList, nn.ModuleDict or MetricCollection instead of a list or a dict, or "
+                "set num_microbatches=1."
+            )
+
+
+def _words(metrics: Sequence[tuple[str, Metric]]) -> str:
+    return ", ".join(f"{name} ({type(metric).__name__})" for name, metric in metrics)
+
+
+def _in_containers(module: nn.Module) -> Iterator[tuple[str, Metric]]:
+    """Find metrics in the lists, tuples and dicts that are attributes of a module or a child."""
+    for path, part in module.named_modules():
+        if isinstance(part, Metric):
+            continue
+        for attribute, value in vars(part).items():
+            place = f"{path}.{attribute}" if path else attribute
+            if attribute.startswith("_") and attribute in vars(nn.Module()):
+                continue
+            if isinstance(value, (list, tuple)):
+                items = [(f"{place}[{index}]", item) for index, item in enumerate(value)]
+            elif isinstance(value, Mapping):
+                items = [(f"{place}[{key!r}]", item) for key, item in value.items()]
+            else:
+                continue
+            yield from ((name, item) for name, item in items if isinstance(item, Metric))

@@ -1,13 +1,19 @@
-"""The strategy's own settings, checked once."""
+"""The strategy's own settings, checked once, and the dtypes that two of them ask for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from roundpipe_lightning.engine.store.block_layout import gradient_dtype
+from roundpipe_lightning.engine.update.separable import reason_not_with_gradients
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
@@ -15,6 +21,7 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardw
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.request import PartitionHints
+from roundpipe_lightning.precision import RoundPipePrecision
 
 PlanSource: TypeAlias = Plan | str | os.PathLike[str]
 """A plan, the path of a saved one, or `"auto"`."""
@@ -35,6 +42,7 @@ _HINTS = (
     "resident",
 )
 _LIMITS = ("forward", "fused", "backward")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,7 @@ class Options:
     workers_per_device: int
     hints: HintSource = None
     replan: bool = True
-    trial_run: bool = True
+    dry_run: bool = True
     compile: bool = False
     upload_dtype: str | None = None
     gradient_dtype: str | None = None
@@ -226,3 +234,86 @@ def _cut(name: str, counts: object) -> tuple[int, ...] | None:
     raise ConfigurationError(
         f"partition.{name}={counts!r}: give whole numbers, such as partition.{name}=[2,3,3]."
     )
+
+
+# The dtypes of uploads and gradients ------------------------------------------------------------
+
+
+def upload_dtype_of(options: Options, precision: RoundPipePrecision) -> torch.dtype | None:
+    """Return the dtype of the copies that are uploaded; None: masters are.
+
+    Raises:
+        ConfigurationError: The precision does not compute in it.
+    """
+    if options.upload_dtype is None:
+        return None
+    dtype = _DTYPES[options.upload_dtype]
+    if precision.autocast_dtype is not dtype:
+        raise ConfigurationError(
+            f"upload_dtype={options.upload_dtype!r} with precision={str(precision.precision)!r}: "
+            "weights can only be rounded before the upload where autocast would round them after "
+            "it. Set Trainer(precision='bf16-mixed') with 'bf16', precision='16-mixed' with "
+            "'fp16', or leave upload_dtype out."
+        )
+    return dtype
+
+
+class GradientFormat:
+    """Has a module's gradients summed up in the dtype that was asked for.
+
+    Args:
+        options: The strategy's.
+        precision: The precision plugin.
+
+    Raises:
+        ConfigurationError: The loss is scaled, which small formats of gradients do not bear.
+    """
+
+    def __init__(self, options: Options, precision: RoundPipePrecision) -> None:
+        name = options.gradient_dtype
+        if name == "bf16" and precision.scaler is not None:
+            raise ConfigurationError(
+                "gradient_dtype='bf16' with precision='16-mixed': the loss scaler looks at "
+                "gradients of float32. Set Trainer(precision='bf16-mixed'), or leave "
+                "gradient_dtype out."
+            )
+        self._name = name
+        self._dtype = None if name is None else _DTYPES[name]
+        self._set: list[nn.Parameter] = []
+
+    def begin(self, module: nn.Module) -> None:
+        """Set torch's `grad_dtype` of all parameters that may be trained."""
+        for parameter in module.parameters() if self._dtype is not None else ():
+            differs = gradient_dtype(parameter) is not self._dtype
+            if parameter.is_floating_point() and differs:
+                parameter.grad = None  # of a use before; a training begins with zero_grad
+                parameter.grad_dtype = self._dtype
+                self._set.append(parameter)
+
+    def check(self, optimizers: Sequence[Optimizer], *, widened: Collection[Optimizer]) -> None:
+        """Refuse optimizers that cannot step with such gradients.
+
+        Args:
+            optimizers: They, and what they step, stay as they are.
+            widened: Those that see float32 only.
+
+        Raises:
+            ConfigurationError: Naming the first.
+        """
+        for optimizer in optimizers if self._set else ():
+            reason = None if optimizer in widened else reason_not_with_gradients(optimizer)
+            if reason is not None:
+                raise ConfigurationError(
+                    f"gradient_dtype={self._name!r}: {type(optimizer).__name__} cannot "
+                    f"step with gradients of another dtype than the parameters' ({reason}). Use "
+                    "roundpipe_lightning.optim.HostAdamW, which takes any, or leave gradient_dtype "
+                    "out; for bfloat16 parameters stochastic_rounding=True works with any "
+                    "optimizer, too."
+                )
+
+    def end(self) -> None:
+        """Put parameters back whose gradients are gone."""
+        for parameter in self._set:
+            if parameter.grad is None:
+                parameter.grad_dtype = parameter.dtype
+        self._set = []

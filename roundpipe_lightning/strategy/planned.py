@@ -1,14 +1,25 @@
-"""A plan and what it was made for, for batches of one shape."""
+"""What a plan is made for and what must hold for it, and what listeners are given of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.measured import MeasuredProfile
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.work import Operations, time_model
+from roundpipe_lightning.planning.model.work import (
+    Operations,
+    WorkProfile,
+    microbatch_operations,
+    time_model,
+)
+from roundpipe_lightning.planning.report.description import PlanDescription
 from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import TrainingJob
+from roundpipe_lightning.planning.search.request import PartitionHints
+from roundpipe_lightning.strategy.options import Options
 
 _FIRST_LOOK = 5
 """Steps after which measured times are looked at; then after twice as many, and so on."""
@@ -16,46 +27,183 @@ _FIRST_LOOK = 5
 
 @dataclass(kw_only=True)
 class Planned:
-    """A plan and what it was made for.
+    """A plan and what it was made for, for batches of one shape.
 
     Attributes:
         plan: The plan in use for batches like this one.
         job: What was planned.
-        size: Values in the largest microbatch's tensors; 0: before the first batch.
         measured: How long its blocks take, as far as that has been measured.
         knows_activations: Whether the job's work is that of the step, not of its parameters alone.
+        size: Values in the largest microbatch's tensors; 0: before the first batch.
         planning_seconds: How long the search took.
         next_look: Steps after which a better plan is looked for.
-        operations: Of a microbatch with one of its plans, where they were asked for.
     """
 
     plan: Plan
     job: TrainingJob
-    size: int
     measured: MeasuredProfile
     knows_activations: bool
+    size: int = 0
     planning_seconds: float = 0.0
     next_look: int = _FIRST_LOOK
-    operations: tuple[Plan, Operations] | None = None
+    _operations: tuple[Plan, Operations] | None = None
 
+    @classmethod
+    def unmeasured(cls, plan: Plan, job: TrainingJob, *, knows_activations: bool) -> Planned:
+        """Return a plan of which nothing has been measured yet."""
+        measured = MeasuredProfile(timed_profile(job))
+        return cls(plan=plan, job=job, measured=measured, knows_activations=knows_activations)
 
-def make_planned(plan: Plan, job: TrainingJob, *, knows_activations: bool) -> Planned:
-    """Return a plan that nothing has been measured of yet.
-
-    Args:
-        plan: The plan.
-        job: What it is for.
-        knows_activations: Whether the job's work is that of the step.
-    """
-    return Planned(
-        plan=plan,
-        job=job,
-        size=0,
-        measured=MeasuredProfile(timed_profile(job)),
-        knows_activations=knows_activations,
-    )
+    def operations_of(self, plan: Plan) -> Operations:
+        """Count the operations of a microbatch with one of these plans, once per plan."""
+        if self._operations is None or self._operations[0] is not plan:
+            job = self.job
+            counted = microbatch_operations(
+                job.work, shape=job.shape, partition=plan.partition, recompute=plan.recompute
+            )
+            self._operations = (plan, counted)
+        return self._operations[1]
 
 
 def timed_profile(job: TrainingJob) -> ModelProfile:
     """Return a job's model with durations on its machine."""
     return time_model(job.work, hardware=job.hardware, shape=job.shape, dtype=job.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanEvent:
+    """A plan that is about to be run for the first time.
+
+    Attributes:
+        description: The plan, what it is for and what it needs.
+        replaced: The plan that was run before for such batches; None for the first one.
+        knows_step: Whether the step's code was measured. Otherwise durations and device memory
+            follow from the parameters alone.
+        assumed_rates: Whether the machine's rates are assumed, not measured or given.
+        measured_steps: Steps for such batches that have been measured.
+        times_are_measured: Whether the prediction follows from them, not from the machine's rates.
+    """
+
+    description: PlanDescription
+    replaced: Plan | None
+    knows_step: bool
+    assumed_rates: bool
+    measured_steps: int
+    times_are_measured: bool
+
+    @classmethod
+    def describing(
+        cls, planned: Planned, *, replaced: Plan | None, assumed_rates: bool
+    ) -> PlanEvent:
+        """Describe a plan, with the times that have been measured for it."""
+        measured = planned.measured
+        return cls(
+            description=PlanDescription.of(
+                planned.plan,
+                job=planned.job,
+                profile=measured.profile() if measured.is_ready else None,
+            ),
+            replaced=replaced,
+            knows_step=planned.knows_activations,
+            assumed_rates=assumed_rates,
+            measured_steps=measured.num_steps,
+            times_are_measured=measured.is_ready,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What is known of a step's work.
+
+    Attributes:
+        work: What a microbatch costs.
+        knows_activations: Whether its bytes are among that.
+        writes_buffers: Whether the forward pass writes into buffers.
+        may_write_buffers: Whether it does, or is not known not to.
+    """
+
+    work: WorkProfile
+    knows_activations: bool
+    writes_buffers: bool
+    may_write_buffers: bool
+
+
+class PlanConstraints:
+    """What is settled about a plan before it is made: the user's hints, and what follows besides.
+
+    Args:
+        options: The strategy's settings.
+        machine: What is planned for.
+        num_workers: Workers.
+
+    Attributes:
+        rounds: Team and round size of the first plan, by its number of microbatches.
+    """
+
+    def __init__(self, options: Options, *, machine: HardwareSpec, num_workers: int) -> None:
+        self._options = options
+        self._machine = machine
+        self._num_workers = num_workers
+        self.rounds: dict[int, tuple[int, int]] = {}
+
+    def keep_rounds(self, plan: Plan) -> None:
+        """Keep the team and round size of the first plan for as many microbatches."""
+        self.rounds.setdefault(plan.num_microbatches, (plan.team_size, plan.round_size))
+
+    def users_hints(self, count: int, *, full: int) -> PartitionHints:
+        """Return the user's hints, as far as they can be kept with fewer microbatches.
+
+        Args:
+            count: Microbatches of the batch.
+            full: Microbatches of a full one.
+        """
+        hints = self._options.partition_hints
+        if count >= full:
+            return hints
+        team = hints.team_size if hints.team_size and hints.team_size <= count else None
+        size = None if hints.round_size is None else min(hints.round_size, count)
+        return replace(hints, team_size=team, round_size=size)
+
+    def completed(self, hints: PartitionHints, step: StepWork, count: int) -> PartitionHints:
+        """Return hints with what else has to be kept.
+
+        Running statistics are written in the order of the microbatches, so in one round without
+        teams. Accelerators sum gradients up per round and team: those stay as they are, so that
+        results do not depend on which shapes came first. A stage has no more than a part of the
+        blocks on CPU workers, and wherever nothing is known about activations; no block stays
+        there, because what room they leave is not known.
+
+        Raises:
+            PlanError: A hint contradicts that.
+        """
+        shares_memory = self._machine.shares_host_memory
+        if self._options.compile and hints.recompute is None:  # it has no operations to keep
+            hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
+        if hints.resident is None and not step.knows_activations:
+            hints = replace(hints, resident=0)
+        if step.writes_buffers and (
+            hints.team_size not in (None, 1) or hints.round_size not in (None, count)
+        ):
+            raise PlanError(
+                f"partition.team_size={hints.team_size} and "
+                f"partition.round_size={hints.round_size} cannot be kept: the forward pass writes "
+                "into buffers (running statistics, for example), which needs one round of all "
+                f"{count} microbatches and no teams. Drop these hints."
+            )
+        if step.may_write_buffers:
+            hints = replace(
+                hints, team_size=hints.team_size or 1, round_size=hints.round_size or count
+            )
+        elif count in self.rounds and not shares_memory:
+            team_size, round_size = self.rounds[count]
+            hints = replace(hints, team_size=team_size, round_size=round_size)
+        if step.knows_activations and not shares_memory:
+            return hints
+        if hints.recompute == (RecomputePolicy.NONE,) or hints.backward is not None:
+            return hints
+        most = max(1, -(-len(step.work.blocks) // max(self._num_workers, 4)))
+        return replace(
+            hints,
+            most_backward=hints.most_backward or most,
+            most_fused=most if hints.most_fused is None else hints.most_fused,
+        )

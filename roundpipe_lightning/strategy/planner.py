@@ -1,4 +1,4 @@
-"""The plans of a training: one per shape of its batches, made when the shape is first seen.
+"""The plans of a training: one per shape of its batches, made when the shape is first step.
 
 ```
 set-up        parameters, gradients, optimizer state against the machine   a first plan
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,6 +24,7 @@ from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
+from roundpipe_lightning.models.lengths import length_of, shortened
 from roundpipe_lightning.models.work.parameters import parameter_work, profile_module
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import MicrobatchShape
@@ -32,23 +33,37 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.fit import (
+    FitAnswer,
     Search,
     TrainingJob,
     fit_training,
     improved_plan,
     memory_shortage,
 )
-from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
+from roundpipe_lightning.planning.search.remedies import Alternatives, longest_that_fits, remedies
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import model_utils as facts
-from roundpipe_lightning.strategy.dry_run import TrialFailedError, try_step
-from roundpipe_lightning.strategy.fit_errors import Shortage, length_advice, refusal
-from roundpipe_lightning.strategy.machine import find_machine, rate_name, storage_of
-from roundpipe_lightning.strategy.options import Options
-from roundpipe_lightning.strategy.plan_constraints import KeptHints, SeenStep
-from roundpipe_lightning.strategy.planned import Planned, make_planned, timed_profile
-from roundpipe_lightning.strategy.transfer_dtypes import TravelSizes, upload_dtype_of
+from roundpipe_lightning.strategy.options import Options, upload_dtype_of
+from roundpipe_lightning.strategy.plan_inputs import (
+    DryRunError,
+    TransferSizes,
+    accelerators_of,
+    dry_run,
+    find_machine,
+    first_chain,
+    num_values,
+    rate_name,
+    storage_of,
+    widest_dtype,
+    without_training,
+)
+from roundpipe_lightning.strategy.planned import (
+    PlanConstraints,
+    PlanEvent,
+    Planned,
+    StepWork,
+    timed_profile,
+)
 
 _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
 """A fraction of a second: the first step waits for it."""
@@ -58,6 +73,10 @@ _SMALLEST_SHARE = 0.6
 
 _SHAPE = MicrobatchShape(sequences=1, seq_len=1)
 """All amounts of a measured step are fixed: its shape is the one it was measured with."""
+
+
+Shortage: TypeAlias = Callable[[TrainingJob], float]
+"""What of memory a job lacks: 0 or less where it fits."""
 
 
 class StepPlanner:
@@ -109,23 +128,23 @@ class StepPlanner:
             num_workers=len(devices),
             workers_per_device=options.workers_per_device,
             computes_on_host=computes_on_host,
-            accelerators=facts.accelerators(devices),
+            accelerators=accelerators_of(devices),
         )
         rounds = precision.stochastic_rounding
         moves = optimizers and not computes_on_host
-        self._travel = TravelSizes(stacks, upload_dtype_of(options, precision) if moves else None)
+        self._sizes = TransferSizes(stacks, upload_dtype_of(options, precision) if moves else None)
         self._storage = storage_of(
             optimizers,
             steps_in_float32=rounds,
             keeps_previous=options.update == "async",
-            masters=self._travel.narrow,
+            masters=self._sizes.narrow,
         )
         self._trains = bool(optimizers)
-        self._first_chain = self.chain = facts.first_chain(stacks, given_plan)
+        self._first_chain = self.chain = first_chain(stacks, given_plan)
         self.profile: ModelProfile = profile_module(module, self.chain)
         self._parameter_work = parameter_work(module, self.chain)
         self._planned: list[Planned] = []
-        self._trial_failed = not options.trial_run
+        self._is_blind = not options.dry_run
         if given_plan is not None:
             self._check_given(given_plan)
             self.num_microbatches = given_plan.num_microbatches
@@ -133,8 +152,9 @@ class StepPlanner:
             self.num_microbatches = 2 * len(devices)
         else:
             self.num_microbatches = options.num_microbatches
-        self._hints = KeptHints(options, machine=self.machine, num_workers=len(devices))
+        self._constraints = PlanConstraints(options, machine=self.machine, num_workers=len(devices))
         self._restored: list[Mapping[str, Any]] = []
+        self._announced: list[tuple[TrainingJob, Plan]] = []
 
     # --- before the first batch ------------------------------------------------------------------
 
@@ -145,10 +165,10 @@ class StepPlanner:
             FitError: Not even those fit.
             PlanError: A hint cannot be kept.
         """
-        what, seen = "parameters, gradients and optimizer state", self._from_parameters()
+        what, step = "parameters, gradients and optimizer state", self._from_parameters()
         if not self._trains:
-            what, seen = "model", replace(seen, work=facts.without_training(seen.work))
-        return self._settle(seen, self.num_microbatches, what=what, search=Search.QUICK).plan
+            what, step = "model", replace(step, work=without_training(step.work))
+        return self._plan_job(step, self.num_microbatches, what=what, search=Search.QUICK).plan
 
     def _check_given(self, plan: Plan) -> None:
         if plan.num_workers != self._num_workers:
@@ -187,13 +207,13 @@ class StepPlanner:
         Raises:
             FitError: It does not fit.
         """
-        count, size = len(microbatches), facts.num_values(microbatches[0])
+        count, size = len(microbatches), num_values(microbatches[0])
         known = self._known(count, size)
         if known is not None:
             return known
         began = time.perf_counter()
-        found = self._settle(
-            self._try(microbatches[0], arguments),
+        found = self._plan_job(
+            self._step_work(microbatches[0], arguments),
             count,
             what="training step",
             alternatives=lambda: self._alternatives(microbatches, arguments),
@@ -203,7 +223,7 @@ class StepPlanner:
         found.planning_seconds = time.perf_counter() - began
         self._take_over(found)
         self._planned.append(found)
-        self._hints.note(found.plan)
+        self._constraints.keep_rounds(found.plan)
         if len(self._planned) == 1 or count == self.num_microbatches:
             self.profile = timed_profile(found.job)
         rank_zero_info(
@@ -223,31 +243,31 @@ class StepPlanner:
         ]
         return min(near, key=lambda planned: planned.size, default=None)
 
-    def _try(self, microbatch: Any, arguments: Sequence[Any]) -> SeenStep:
+    def _step_work(self, microbatch: Any, arguments: Sequence[Any]) -> StepWork:
         """Run the step without values; where that fails, once, use the parameters from then on.
 
         Only calls of one stack, once, are measured so.
         """
         plain = self.chain is self._first_chain and not self.chain.cuts
-        if self._trial_failed or not plain:
+        if self._is_blind or not plain:
             return self._from_parameters()
         try:
-            return self._tried(microbatch, arguments)
-        except TrialFailedError as error:
-            self._trial_failed = True
+            return self._dry_run(microbatch, arguments)
+        except DryRunError as error:
+            self._is_blind = True
             rank_zero_info(
                 "roundpipe: plans follow from the parameters alone, because training_step cannot "
                 f"be run without values ({error})"
             )
             return self._from_parameters()
 
-    def _tried(self, microbatch: Any, arguments: Sequence[Any]) -> SeenStep:
+    def _dry_run(self, microbatch: Any, arguments: Sequence[Any]) -> StepWork:
         """Run the step without values.
 
         Raises:
-            TrialFailedError: It cannot be run so.
+            DryRunError: It cannot be run so.
         """
-        step = try_step(
+        step = dry_run(
             self._module,
             self._stack,
             microbatch=microbatch,
@@ -256,19 +276,35 @@ class StepPlanner:
             loss=self._options.loss,
         )
         writes = step.writes_buffers or self._keeps_statistics
-        return SeenStep(
+        return StepWork(
             work=step.work,
             knows_activations=True,
             writes_buffers=writes,
             may_write_buffers=writes,
         )
 
-    def _from_parameters(self) -> SeenStep:
-        return SeenStep(
+    def _from_parameters(self) -> StepWork:
+        return StepWork(
             work=self._parameter_work,
             knows_activations=False,
             writes_buffers=self._keeps_statistics,
             may_write_buffers=any(True for _ in self._module.buffers()),
+        )
+
+    def event_of(self, planned: Planned, *, assumed_rates: bool) -> PlanEvent | None:
+        """Return what listeners are given of a plan that is about to be run; None if they have it.
+
+        Args:
+            planned: What is about to be run.
+            assumed_rates: Whether the machine's rates are assumed.
+        """
+        before = [plan for job, plan in self._announced if job is planned.job]
+        if before and before[-1] is planned.plan:
+            return None
+        self._announced = [pair for pair in self._announced if pair[0] is not planned.job]
+        self._announced.append((planned.job, planned.plan))
+        return PlanEvent.describing(
+            planned, replaced=before[-1] if before else None, assumed_rates=assumed_rates
         )
 
     # --- measured times --------------------------------------------------------------------------
@@ -315,7 +351,7 @@ class StepPlanner:
         return {
             "machine": self.machine.name,
             "num_workers": self._num_workers,
-            "rounds": [[count, *sizes] for count, sizes in self._hints.rounds.items()],
+            "rounds": [[count, *sizes] for count, sizes in self._constraints.rounds.items()],
             "averages": [
                 {
                     "num_microbatches": planned.plan.num_microbatches,
@@ -329,7 +365,9 @@ class StepPlanner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned, if it was on a machine like this one."""
         if (state["machine"], state["num_workers"]) == (self.machine.name, self._num_workers):
-            self._hints.rounds = {count: (team, size) for count, team, size in state["rounds"]}
+            self._constraints.rounds = {
+                count: (team, size) for count, team, size in state["rounds"]
+            }
             self._restored = list(state["averages"])
 
     def _take_over(self, planned: Planned) -> None:
@@ -343,24 +381,24 @@ class StepPlanner:
 
     # --- planning --------------------------------------------------------------------------------
 
-    def _job(self, seen: SeenStep, count: int, *, search: Search = Search.FULL) -> TrainingJob:
+    def _job(self, step: StepWork, count: int, *, search: Search = Search.FULL) -> TrainingJob:
         """What is to be planned for batches of so many microbatches."""
-        hints = self._hints.wanted(count, full=self.num_microbatches)
+        hints = self._constraints.users_hints(count, full=self.num_microbatches)
         return TrainingJob(
-            work=self._travel.of(seen.work, self.chain),
+            work=self._sizes.of(step.work, self.chain),
             hardware=self.machine,
-            dtype=rate_name(self.machine, self._autocast_dtype or facts.widest_dtype(self._module)),
+            dtype=rate_name(self.machine, self._autocast_dtype or widest_dtype(self._module)),
             storage=self._storage,
             shape=_SHAPE,
             num_microbatches=count,
-            hints=self._hints.completed(hints, seen, count),
+            hints=self._constraints.completed(hints, step, count),
             search=search,
             effort=_EFFORT,
         )
 
-    def _settle(
+    def _plan_job(
         self,
-        seen: SeenStep,
+        step: StepWork,
         count: int,
         *,
         what: str,
@@ -373,7 +411,7 @@ class StepPlanner:
         Raises:
             FitError: It does not fit.
         """
-        job = self._job(seen, count, search=search)
+        job = self._job(step, count, search=search)
         given = self._given_plan
         if given is not None and given.num_microbatches == count:
             layout = given.layout
@@ -384,14 +422,16 @@ class StepPlanner:
                     f"The given plan does not fit {self.machine.name}: {memory.reason} {shorter}"
                     "Set plan='auto', or see with roundpipe-plan what would fit."
                 )
-            return make_planned(given, job, knows_activations=seen.knows_activations)
+            return Planned.unmeasured(given, job, knows_activations=step.knows_activations)
         answer = fit_training(job)
         if answer.planned is None or not answer.fits:
-            free = self._hints.completed(PartitionHints(), seen, count)
+            free = self._constraints.completed(PartitionHints(), step, count)
             found = remedies(job, alternatives(), free_hints=free)
-            shorter = longest(memory_shortage) if seen.knows_activations else ""
-            raise refusal(answer, found, what=what, shorter=shorter, is_first=not self._planned)
-        return make_planned(answer.planned.plan, job, knows_activations=seen.knows_activations)
+            shorter = longest(memory_shortage) if step.knows_activations else ""
+            raise _refusal(answer, found, what=what, shorter=shorter, is_first=not self._planned)
+        return Planned.unmeasured(
+            answer.planned.plan, job, knows_activations=step.knows_activations
+        )
 
     # --- what does not fit -----------------------------------------------------------------------
 
@@ -401,9 +441,9 @@ class StepPlanner:
         """Say how long the sequences of such a batch may be; nothing where that is not known."""
 
         def job(microbatch: Any) -> TrainingJob:
-            return self._job(self._tried(microbatch, arguments), len(microbatches))
+            return self._job(self._dry_run(microbatch, arguments), len(microbatches))
 
-        return length_advice(microbatches[0], job=job, shortage=shortage)
+        return _length_advice(microbatches[0], job=job, shortage=shortage)
 
     def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:
         """What could be changed about a batch."""
@@ -414,15 +454,71 @@ class StepPlanner:
                 part = split_batch(microbatches[0], -(-num_microbatches // count))[0]
             except BatchError:
                 return None
-            return self._job(self._try(part, arguments), num_microbatches)
+            return self._job(self._step_work(part, arguments), num_microbatches)
 
         try:
             most = count * batch_size_of(microbatches[0])
         except BatchError:
             most = 1
-        wide = facts.widest_dtype(self._module) is torch.float32 and self._precision == "32-true"
+        wide = widest_dtype(self._module) is torch.float32 and self._precision == "32-true"
         return Alternatives(
             most_microbatches=most,
             with_microbatches=smaller,
             narrower_precision="bf16-true" if wide else None,
         )
+
+
+def _refusal(
+    answer: FitAnswer, remedies: Sequence[str], *, what: str, shorter: str, is_first: bool
+) -> FitError:
+    """Return the error for what does not fit.
+
+    Args:
+        answer: What it needs.
+        remedies: Changes that make it fit.
+        what: What does not fit.
+        shorter: How long sequences may be; empty where that is not known.
+        is_first: Whether nothing was trained before.
+    """
+    alone = "" if answer.planned is not None else _smallest_stage(answer)
+    listed = "; ".join(f"({number}) {text}" for number, text in enumerate(remedies, start=1))
+    none = "Nothing else" if shorter else "No single change"
+    remedy = f"What makes it fit: {listed}." if remedies else f"{none} makes it fit."
+    so_far = "No training step has run" if is_first else "The step has not begun"
+    return FitError(
+        f"The {what} does not fit {answer.job.hardware.name}: {answer.memory.reason} {alone}"
+        f"{shorter}{remedy} {so_far}; roundpipe-plan tries more changes."
+    )
+
+
+def _smallest_stage(answer: FitAnswer) -> str:
+    """Name what no device can hold, though it is alone there."""
+    job = answer.job
+    stage = job.memory.footprint(job.shape).need(answer.layout).stage
+    names = job.work.block_names[stage.blocks.start : stage.blocks.stop]
+    what = f"a stage of {', '.join(names)}" if names else "the tail segment"
+    return f"Not even {what} alone fits. "
+
+
+def _length_advice(
+    microbatch: Any, *, job: Callable[[Any], TrainingJob], shortage: Shortage
+) -> str:
+    """Say how long sequences may be for a step to fit; nothing where no length is known to help.
+
+    Args:
+        microbatch: A part of the batch that does not fit.
+        job: What is trained with such a part; a `DryRunError` where that is not known.
+        shortage: What a job lacks.
+    """
+    length = length_of(microbatch)
+    if length is None:
+        return ""
+    try:
+        most = longest_that_fits(
+            lambda count: shortage(job(shortened(microbatch, count))), too_long=length
+        )
+    except DryRunError:  # it is no length, or the step needs this one
+        return ""
+    if most < 1:
+        return ""
+    return f"Sequences of {length:,} are too long: those of up to {most:,} fit. "

@@ -1,14 +1,15 @@
-"""An engine that is open for one module, with the plans it runs."""
+"""An engine that is open for one module, the plans it runs, and the batch that is in flight."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -18,30 +19,38 @@ from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.manual import ManualStep
+from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.models.blocks import find_stacks
-from roundpipe_lightning.models.losses.lazy_logits import FusedLosses
+from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import compat
-from roundpipe_lightning.strategy import model_utils as facts
-from roundpipe_lightning.strategy import sync_hooks as readers
-from roundpipe_lightning.strategy.options import Options
-from roundpipe_lightning.strategy.plan_listeners import (
-    PlanWatch,
-    PlanWatcher,
-    StepWatcher,
-    rates_are_assumed,
-    record_of,
-)
-from roundpipe_lightning.strategy.planned import Planned
+from roundpipe_lightning.strategy import compat, sync_hooks
+from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
+from roundpipe_lightning.strategy.metrics import MetricStandIns
+from roundpipe_lightning.strategy.options import Options, upload_dtype_of
+from roundpipe_lightning.strategy.plan_inputs import num_values
+from roundpipe_lightning.strategy.planned import PlanEvent, Planned
 from roundpipe_lightning.strategy.planner import StepPlanner
-from roundpipe_lightning.strategy.step import MicrobatchedStep, WaitingStep
-from roundpipe_lightning.strategy.transfer_dtypes import upload_dtype_of
+from roundpipe_lightning.strategy.step import (
+    InFlightBatch,
+    device_generators_seeded,
+    host_generator_seeded,
+    loss_of_batch,
+    output_of_batch,
+    shares_of_loss,
+    split_into_microbatches,
+)
+
+PlanListener: TypeAlias = Callable[[PlanEvent], None]
+"""Called in the Trainer's thread with each plan that is about to be run."""
+
+StepListener: TypeAlias = Callable[[StepRecord], None]
+"""Called in the Trainer's thread with each training step when it has ended."""
 
 _MOST_OVERLAPPED = 16
 """Windows in a row whose last batch is not waited for: between batches memory is made anew."""
@@ -55,9 +64,6 @@ class ServedLast:
     """What the next step of a training that has ended would compute with.
 
     Held as long as the parameters are those that the training has made.
-
-    Args:
-        served: By parameter.
     """
 
     def __init__(self, served: Mapping[nn.Parameter, Tensor]) -> None:
@@ -71,7 +77,7 @@ class ServedLast:
         return self._served
 
 
-class Session:
+class PipelineRuntime:
     """From the strategy's set-up to its teardown; what it found out can be read afterwards, too.
 
     The engine opens with the first batch: what the training needs is known then, and checked.
@@ -79,22 +85,27 @@ class Session:
     Args:
         module: The user's module, attached to its trainer.
         devices: One per worker.
-        precision: The precision plugin.
+        precision: Gives the microbatch threads their context and the loss its scale.
         options: The strategy's settings.
         given_plan: The user's own plan, or None.
         computes_on_host: Whether the Trainer's devices are CPU workers.
         optimizers: The optimizers of a training; none for an evaluation.
         overlaps_on_host: Whether the optimizer's steps are made while other things go on where
             workers and optimizer share the processor; elsewhere they are.
-        watchers: Told of plans that are about to be run.
-        step_watchers: Told of training steps that have ended, as early as that is known.
+        plan_listeners: Called with plans that are about to be run.
+        step_listeners: Called with training steps that have ended, as early as that is known.
 
     Attributes:
         plan: The plan in use, that of the largest batch so far; before the first batch, one for the
             number of microbatches that was asked for.
-        last_plan: The plan of the last training step.
-        last_timeline: When every action of the last training step ran.
+        compiler: What compiles the blocks; None where they run as they are.
+        updater: Steps the optimizer beside everything else; None before the first batch, or where
+            nothing is overlapped.
         overlaps_updates: Whether the optimizer's steps are made while other things go on.
+        is_stale: Whether a step computes with the values from before the last update.
+        defers_update: Whether the optimizer's step after the present batch may wait for its end.
+        in_flight: The batch whose gradients are still to come.
+        last: The last training batch that has ended.
 
     Raises:
         PlanError: The given plan is for another model or another number of workers, a hint cannot
@@ -112,13 +123,13 @@ class Session:
         computes_on_host: bool,
         optimizers: Sequence[Optimizer] = (),
         overlaps_on_host: bool = False,
-        watchers: Sequence[PlanWatcher] = (),
-        step_watchers: Sequence[StepWatcher] = (),
+        plan_listeners: Sequence[PlanListener] = (),
+        step_listeners: Sequence[StepListener] = (),
     ) -> None:
         self._module = module
         self._devices = tuple(devices)
-        self._timeout_seconds = options.timeout_seconds
-        self._compiler = BlockCompiler() if options.compile else None
+        self._precision = precision
+        self._options = options
         self._optimizers = tuple(optimizers)
         self._upload_dtype = upload_dtype_of(options, precision)
         self._stacks = find_stacks(module, options.block_names)
@@ -141,91 +152,77 @@ class Session:
             optimizers=optimizers,
         )
         self.plan = self._planner.first_plan()
-        self.last_plan: Plan | None = None
-        self.last_timeline: Timeline | None = None
-        self._peak_device_bytes = 0
-        self._engine: Engine | None = None
-        self._moves = not any(device.shares_host_memory for device in devices)
-        on_host = all(device.shares_host_memory for device in devices)
-        self._stale = options.update == "async"
+        shares_memory = [device.shares_host_memory for device in devices]
+        self._on_host, self._moves = all(shares_memory), not any(shares_memory)
+        self.compiler = BlockCompiler() if options.compile else None
+        self.is_stale = options.update == "async"
         self.overlaps_updates = (
             bool(optimizers)
             and module.automatic_optimization
-            and (self._stale or overlaps_on_host or not on_host)
+            and (self.is_stale or overlaps_on_host or not self._on_host)
         )
-        self._updater: Updater | None = None
+        self.updater: Updater | None = None
+        self.defers_update = False
+        self.in_flight: InFlightBatch | None = None
+        self.last: InFlightBatch | None = None
+        self._engine: Engine | None = None
+        self._peak_device_bytes = 0
         self._previous: dict[nn.Parameter, Tensor] = {}  # from a checkpoint
         self._left = ServedLast({})
-        self._running: tuple[Planned, int] | None = None  # with the number of the batch's values
-        self._in_flight: tuple[Planned, int] | None = None
         self._num_overlapped = 0  # windows in a row
         self._trained_last = False  # since then there was no evaluation
-        #: Whether the optimizer's step that comes after the present batch may wait for its end.
-        self.defers_update = False
-        self._ran: tuple[Planned, int] | None = None
-        self._workers_per_device = options.workers_per_device
-        self._assumed_rates = rates_are_assumed(options, computes_on_host=computes_on_host)
-        self._step_watchers = step_watchers
-        self._watch = PlanWatch(watchers, assumed_rates=self._assumed_rates)
-        self._step = MicrobatchedStep(
-            module,
-            engine=self._open_engine,
-            on_host=on_host,
-            precision=precision,
-            plan_for=self._plan_for,
-            num_microbatches=self._planner.num_microbatches,
-            shrinks=options.num_microbatches == "auto",
-            weight=options.microbatch_weight,
-            loss=options.loss,
-            may_overlap=self._may_overlap,
-            ended=self._batch_ended,
-        )
+        self._assumed_rates = computes_on_host and options.hardware == "auto"
+        self._plan_listeners = plan_listeners
+        self._step_listeners = step_listeners
+        self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
+        self._metrics = MetricStandIns(module, in_place=self._on_host)
+        self._own_log = OwnLog(module)
+
+    # The engine ----------------------------------------------------------------------------------
 
     def _open_engine(self) -> Engine:
         """Return the engine, opened when it is first needed."""
-        if self._engine is None:
-            engine = Engine(
-                self._module,
-                stack=self._stacks,
-                devices=self._devices,
-                plan=self.plan,
-                chain=self._planner.chain,
-                timeout_seconds=self._timeout_seconds,
-                compiler=self._compiler,
-                upload_dtype=self._upload_dtype,
-            )
-            with torch.inference_mode(mode=False):  # else the parameters could not be trained
-                self._engine = engine.__enter__()
-            if self.overlaps_updates:
-                units = update_units(self._module, self.blocks, shared=engine.store.shared)
-                self._updater = Updater(engine.store, units, stale=self._stale)
-                if engine.store.copies is not None:
-                    engine.store.copies.written_by(self._optimizers)
-                self._updater.restore(self._previous)
-                self._previous = {}
-        return self._engine
+        if self._engine is not None:
+            return self._engine
+        engine = Engine(
+            self._module,
+            stack=self._stacks,
+            devices=self._devices,
+            plan=self.plan,
+            chain=self._planner.chain,
+            timeout_seconds=self._options.timeout_seconds,
+            compiler=self.compiler,
+            upload_dtype=self._upload_dtype,
+        )
+        with torch.inference_mode(mode=False):  # else the parameters could not be trained
+            self._engine = engine.__enter__()
+        if self.overlaps_updates:
+            units = update_units(self._module, self.blocks, shared=engine.store.shared)
+            self.updater = Updater(engine.store, units, stale=self.is_stale)
+            if engine.store.copies is not None:
+                engine.store.copies.written_by(self._optimizers)
+            self.updater.restore(self._previous)
+            self._previous = {}
+        return engine
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
         """The blocks by name."""
         return {n: b for s in self._stacks for n, b in zip(s.names, s.blocks, strict=True)}
 
-    @property
-    def updater(self) -> Updater | None:
-        """Steps the optimizer beside everything else; None before the first batch, or without."""
-        return self._updater
-
     def close(self) -> None:
         """Join the workers and free what they held. Closing twice is allowed."""
-        updater, self._updater = self._updater, None
+        updater, self.updater = self.updater, None
         if updater is not None:
             with suppress(Exception):  # of an update that nobody joined for
                 self._left = ServedLast(updater.served())
             updater.close()
+        self._peak_device_bytes = self.peak_device_bytes
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._peak_device_bytes = _peak_bytes(engine)
             engine.close()
+
+    # What others may look at ---------------------------------------------------------------------
 
     @property
     def profile(self) -> ModelProfile:
@@ -234,121 +231,277 @@ class Session:
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The last training step, when all of it is known; None before the first."""
-        self.synchronize()
-        return self._record()
-
-    def _record(self) -> StepRecord | None:
-        """The last training step that has ended."""
-        if self._ran is None or self.last_plan is None or self.last_timeline is None:
+        """The record of the last training step that has ended; None before the first."""
+        if self.last is None:
             return None
-        running, num_values = self._ran
-        return record_of(
-            running,
-            plan=self.last_plan,
-            timeline=self.last_timeline,
-            num_values=num_values,
-            counters=self._step.counters,
-            clock_seconds=self._step.clock_seconds,
-            workers_per_device=self._workers_per_device,
+        return self.last.record(
+            num_devices=len(self._devices) / self._options.workers_per_device,
             assumed_rates=self._assumed_rates,
         )
 
     @property
     def peak_device_bytes(self) -> int:
         """The most memory in use on one worker."""
-        return _peak_bytes(self._engine) if self._engine else self._peak_device_bytes
-
-    @property
-    def compiler(self) -> BlockCompiler | None:
-        """What compiles the blocks; None where they run as they are."""
-        return self._compiler
+        workers = () if self._engine is None else self._engine.workers
+        return max((worker.peak_bytes() for worker in workers), default=self._peak_device_bytes)
 
     @property
     def fused_losses(self) -> FusedLosses | None:
         """What became of logits that were put off; None where none are."""
-        return self._step.fused_losses
+        return None if self._fusion is None else self._fusion.report
 
-    def training_step(self, *arguments: Any) -> STEP_OUTPUT:
-        """Run a training batch; see `MicrobatchedStep.run` and `run_manual`."""
+    # A training batch ----------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
+        """Run a batch; its gradients wait in the returned loss until that is run backward.
+
+        Args:
+            batch: What the user's `training_step` is called with, on the host.
+            *arguments: Its other arguments (`batch_idx`).
+
+        Returns:
+            What one call of `training_step` on the full batch would have returned.
+
+        Raises:
+            BatchError: The batch cannot be split.
+            ConfigurationError: A metric was used in a way that has no meaning for microbatches.
+        """
         if not self._module.automatic_optimization:
-            return self._step.run_manual(*arguments)
-        output = self._run_updated(*arguments)
-        if self._step.is_in_flight:
-            self._in_flight = self._running
-            return output
-        self._ran = self._running
-        self._note_ended()
-        if output is not None and not compat.skips_backward(self._module.trainer):
-            self._learn()
+            return self._manual_step(batch, *arguments)
+        trains = not compat.skips_backward(self._module.trainer)
+        self._cast_again(between_batches=self._trained_last)
+        self._trained_last = True
+        output: STEP_OUTPUT = None
+        ended: InFlightBatch | None = None
+        with nullcontext() if trains else self._newest(), suppress(UpdateAborted):
+            output, ended = self._microbatched_step(batch, arguments, trains=trains)
+        if self.updater is not None:
+            self.updater.join()  # raises what an update was given up for
+        if ended is not None:
+            self._batch_ended(ended, has_trained=trains and output is not None)
         return output
 
+    def _microbatched_step(
+        self, batch: Any, arguments: Sequence[Any], *, trains: bool
+    ) -> tuple[STEP_OUTPUT, InFlightBatch | None]:
+        """Run `training_step` on the microbatches; return what it gives, and the batch if it ended.
+
+        A batch that has not ended is in flight then.
+        """
+        module, trainer = self._module, self._module.trainer
+        microbatches = split_into_microbatches(
+            module,
+            batch,
+            self._planner.num_microbatches,
+            shrinks=self._options.num_microbatches == "auto",
+        )
+        shares = shares_of_loss(module, batch, microbatches, self._options.microbatch_weight)
+        backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
+        recorders, logged = [LogRecorder() for _ in microbatches], LoggedBatch(batch)
+        planned = self._plan_for(microbatches, arguments)
+        engine = self._open_engine()
+        overlaps = trains and self._may_overlap()
+
+        def call(view: Any, microbatch: Any, index: int) -> Any:  # in the microbatch's thread
+            with self._own_log.of(view.log):
+                output = view.training_step(microbatch, *arguments)
+            if index == 0:
+                logged.note(microbatch)
+            if self._fusion is not None:
+                output = self._fusion.materialized(output)
+            if isinstance(output, Mapping) and output.get("loss") is None:
+                raise MisconfigurationException(
+                    "In automatic_optimization, when `training_step` returns a dict, the 'loss' "
+                    "key needs to be present"
+                )
+            return output
+
+        with (
+            self._metrics.for_microbatches(shares) as stand_ins,
+            host_generator_seeded(self._batch_number),
+            self._own_log.recorded(),
+        ):
+            step = engine.begin_step(
+                microbatches,
+                call,
+                plan=planned.plan,
+                loss_scales=[share * backward_scale for share in shares],
+                backward=trains,
+                thread_context=self._precision.thread_context,
+                overrides=lambda microbatch: {"log": recorders[microbatch]},
+                stand_ins=stand_ins,
+                outside=self._fusion,
+            )
+            present = InFlightBatch(
+                step,
+                planned=planned,
+                num_values=sum(num_values(microbatch) for microbatch in microbatches),
+                backward_scale=backward_scale,
+            )
+            try:
+                self.synchronize(has_next=True)
+            except BaseException:
+                with suppress(Exception):
+                    step.result()
+                raise
+            known = step.outputs() if overlaps else step.result()
+        self._log_once(recorders, logged, shares=shares, losses=known.losses)
+        loss = loss_of_batch(known.losses, shares)
+        ended = step.is_over or loss is None
+        if ended:
+            result: StepResult = present.end()
+            if loss is not None and trains:
+                loss = present.precomputed(loss, result)
+        elif loss is not None:
+            self.in_flight = present
+            loss = present.without_gradients(loss)
+        output = output_of_batch(loss, known.outputs, microbatches=microbatches, shares=shares)
+        return output, present if ended else None
+
+    @property
+    def _batch_number(self) -> int:
+        """Number of the training batch that runs, over all epochs."""
+        return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    def _log_once(
+        self,
+        recorders: Sequence[LogRecorder],
+        logged: LoggedBatch,
+        *,
+        shares: Sequence[float] = (1.0,),
+        losses: Sequence[Tensor | None] = (None,),
+    ) -> None:
+        """Log what one step on the full batch has logged."""
+        logged.use(self._module)
+        replay_logs(
+            recorders,
+            shares=shares,
+            losses=losses,
+            log=self._module.log,
+            metric_of=self._metrics.original,
+        )
+
+    def _plan_for(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Planned:
+        """Return the plan for a batch and show it if the batch is the largest so far."""
+        planned = self._planner.planned(microbatches, arguments)
+        if self._plan_listeners:
+            event = self._planner.event_of(planned, assumed_rates=self._assumed_rates)
+            if event is not None:
+                for listener in self._plan_listeners:
+                    listener(event)
+        plan = planned.plan
+        if self._engine is not None and self._engine.chain is not self._planner.chain:
+            self._engine.plan_for(self._planner.chain, plan)
+            self.plan = plan
+        if self.last is None or plan.num_microbatches >= self.plan.num_microbatches:
+            self.plan = plan
+        return planned
+
+    # The batch in flight -------------------------------------------------------------------------
+
     def _may_overlap(self) -> bool:
-        """Say whether nobody looks at the present batch's gradients before the next batch's."""
+        """Return whether nobody looks at the present batch's gradients before the next batch's."""
         trainer = self._module.trainer
         accumulates = compat.is_accumulating(trainer)
         defers = self.defers_update and self._moves and self._num_overlapped < _MOST_OVERLAPPED
-        overlaps = accumulates or defers
-        if not overlaps or readers.sees_every_gradient(trainer):
+        if not (accumulates or defers) or sync_hooks.sees_every_gradient(trainer):
             self._num_overlapped = 0
             return False
         self._num_overlapped += not accumulates
         return True
 
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether the gradients of the last batch are still to come."""
-        return self._step.is_in_flight
+    def synchronize(self, *, has_next: bool = False) -> None:
+        """Wait for the gradients of the batch in flight, if there is one, and hand them out.
 
-    def before_gradients(self, step: WaitingStep) -> None:
-        """Have an optimizer's step made when the gradients of the batch in flight are there."""
-        self._step.before_gradients(step)
-
-    def synchronize(self) -> None:
-        """Wait for the gradients of a batch in flight, if there is one, and hand them out.
+        Args:
+            has_next: Whether the next batch has begun.
 
         Raises:
             Exception: Whatever its backward pass has raised.
         """
-        self._step.synchronize()
+        batch, self.in_flight = self.in_flight, None
+        if batch is not None and batch.hand_out(has_next=has_next):
+            self._batch_ended(batch, has_trained=True)
 
-    def synchronized(self) -> Session:
-        """Return itself, when the last batch has ended."""
-        self.synchronize()
-        return self
+    def _batch_ended(self, batch: InFlightBatch, *, has_trained: bool) -> None:
+        """Call listeners, and let the planner know how long the step took."""
+        self.last = batch
+        if self._step_listeners:
+            record = self.last_step
+            assert record is not None
+            for listener in self._step_listeners:
+                listener(record)
+        if not has_trained:
+            return
+        assert batch.timeline is not None
+        assert batch.chain is not None
+        if self._planner.take_chain(batch.chain):
+            return  # the next step has a plan of its own
+        self._planner.learn(
+            batch.planned,
+            batch.timeline,
+            remaining_steps=_num_batches_left(self._module.trainer),
+        )
+        if self.plan is batch.plan:
+            self.plan = batch.planned.plan
 
-    def _batch_ended(self) -> None:
-        """Note the batch whose gradients have come after the next batch had begun."""
-        self._ran, self._in_flight = self._in_flight, None
-        self._note_ended()
-        self._learn()
+    # A batch that is not split -------------------------------------------------------------------
 
-    def _note_ended(self) -> None:
-        """Note what is known of a step that has ended, and tell who wants to know."""
-        self.last_plan, self.last_timeline = self._step.plan, self._step.timeline
-        record = self._record() if self._step_watchers else None
-        if record is not None:
-            for watcher in self._step_watchers:
-                watcher(record)
+    def _manual_step(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
+        """Run a `training_step` that steps its optimizers itself, on the full batch."""
+        if self._on_host:
+            return self._module.training_step(batch, *arguments)
+        recorder, engine, logged = LogRecorder(), self._open_engine(), LoggedBatch(batch)
+        device = engine.workers[0].device
 
-    def _run_updated(self, *arguments: Any) -> STEP_OUTPUT:
-        """Run a training batch while the optimizer still steps, and wait for it to end."""
-        trains = not compat.skips_backward(self._module.trainer)
-        output: STEP_OUTPUT = None
-        self._cast_again(between_batches=self._trained_last)
-        self._trained_last = True
-        with nullcontext() if trains else self._newest(), suppress(UpdateAborted):
-            output = self._step.run(*arguments)
-        if self._updater is not None:
-            self._updater.join()  # raises what an update was given up for
+        def call(view: Any, here: Any) -> Any:
+            output = view.training_step(here, *arguments)
+            logged.note(here)
+            return output
+
+        blocks = [block for stack in engine.stacks for block in stack.blocks]
+        with (
+            self._metrics.lent() as stand_ins,
+            device_generators_seeded(device, self._batch_number),
+        ):
+            output: STEP_OUTPUT = ManualStep(self._module, blocks=blocks, device=device).run(
+                call, batch, overrides={"log": recorder}, stand_ins=stand_ins
+            )
+        self._log_once([recorder], logged)
         return output
 
-    def evaluate(self, step_name: str, *arguments: Any) -> Any:
-        """Run an evaluation batch, on the newest parameters; see `MicrobatchedStep.evaluate`."""
+    def evaluate(self, step_name: str, batch: Any, *arguments: Any) -> Any:
+        """Run an evaluation step on the full batch, in this thread, on the newest parameters.
+
+        Args:
+            step_name: `"validation_step"`, `"test_step"` or `"predict_step"`.
+            batch: What it is called with, on the host.
+            *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
+        """
         self._trained_last = False
+        self.synchronize()
         with self._newest():
             self._cast_again()
-            return self._step.evaluate(step_name, *arguments)
+            recorder, engine, logged = LogRecorder(), self._open_engine(), LoggedBatch(batch)
+
+            def call(view: Any, here: Any) -> Any:
+                output = getattr(view, step_name)(here, *arguments)
+                logged.note(here)
+                return output if self._fusion is None else self._fusion.materialized(output)
+
+            with self._metrics.lent() as stand_ins:
+                output = engine.evaluate(
+                    call,
+                    batch,
+                    overrides={"log": recorder},
+                    stand_ins=stand_ins,
+                    outside=self._fusion,
+                )
+            self._log_once([recorder], logged)
+            return output
+
+    def _newest(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.updater is None else self.updater.latest()
 
     def _cast_again(self, *, between_batches: bool = False) -> None:
         """Have weights rounded again for the upload where a hook may have written to them.
@@ -356,69 +509,42 @@ class Session:
         PyTorch counts writes, but for those through `parameter.data` and of compiled kernels.
         """
         copies = None if self._engine is None else self._engine.store.copies
-        trainer, steps_itself = self._module.trainer, self._updater is None
         if copies is not None and (
-            steps_itself or readers.may_write(trainer, between_batches=between_batches)
+            self.updater is None
+            or sync_hooks.may_write(self._module.trainer, between_batches=between_batches)
         ):
             copies.forget()
 
-    def _newest(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._updater is None else self._updater.latest()
+    # In a checkpoint -----------------------------------------------------------------------------
 
     def previous_parameters(self) -> dict[str, Tensor]:
         """Return what the next step computes with where that is not what the module has."""
-        served = self._left.values() if self._updater is None else self._updater.served()
+        served = self._left.values() if self.updater is None else self.updater.served()
         return {n: served[p] for n, p in self._module.named_parameters() if p in served}
 
     def load_previous_parameters(self, state: Mapping[str, Tensor]) -> None:
         """Let the next step compute with what `previous_parameters` returned."""
-        if self.overlaps_updates and self._stale:
+        if self.overlaps_updates and self.is_stale:
             known = dict(self._module.named_parameters())
             self._previous = {known[name]: values for name, values in state.items()}
-            if self._updater is not None:
-                self._updater.restore(self._previous)
-
-    def _plan_for(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Plan:
-        """Return the plan for a batch and show it if the batch is the largest so far."""
-        planned = self._planner.planned(microbatches, arguments)
-        self._running = planned, sum(facts.num_values(microbatch) for microbatch in microbatches)
-        self._watch.running(planned)
-        plan = planned.plan
-        if self._engine is not None and self._engine.chain is not self._planner.chain:
-            self._engine.plan_for(self._planner.chain, plan)
-            self.plan = plan
-        if self.last_plan is None or plan.num_microbatches >= self.plan.num_microbatches:
-            self.plan = plan
-        return plan
-
-    def _learn(self) -> None:
-        """Let the planner know how long the step took; it may change the plan."""
-        assert self._ran is not None
-        (running, _), timeline, chain = self._ran, self.last_timeline, self._step.chain
-        assert timeline is not None
-        assert chain is not None
-        if self._planner.take_chain(chain):
-            return  # the next step has a plan of its own
-        remaining = _remaining_batches(self._module.trainer)
-        self._planner.learn(running, timeline, remaining_steps=remaining)
-        if self.plan is self.last_plan:
-            self.plan = running.plan
+            if self.updater is not None:
+                self.updater.restore(self._previous)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the plans and the compiled blocks of a resumed training follow from."""
         state = self._planner.state_dict()
-        if self._compiler is not None:
-            state["compiler"] = self._compiler.state_dict()
+        if self.compiler is not None:
+            state["compiler"] = self.compiler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned."""
         self._planner.load_state_dict(state)
-        if self._compiler is not None and "compiler" in state:
-            self._compiler.load_state_dict(state["compiler"])
+        if self.compiler is not None and "compiler" in state:
+            self.compiler.load_state_dict(state["compiler"])
 
 
-def _remaining_batches(trainer: Trainer) -> int | None:
+def _num_batches_left(trainer: Trainer) -> int | None:
     """Batches that are left to train on; None where nothing limits them."""
     limits: list[float] = []
     if trainer.max_steps >= 0:
@@ -429,7 +555,3 @@ def _remaining_batches(trainer: Trainer) -> int | None:
         limits.append(epochs * trainer.num_training_batches)
     least = min(limits, default=math.inf)
     return int(least) if math.isfinite(least) else None
-
-
-def _peak_bytes(engine: Engine) -> int:
-    return max((worker.peak_bytes() for worker in engine.workers), default=0)

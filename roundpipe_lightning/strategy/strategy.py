@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -10,38 +12,65 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from roundpipe_lightning.checkpoint.fit import check_optimizer_states, check_versions, differences
+from roundpipe_lightning.checkpoint.frozen_base import (
+    FROZEN_KEY,
+    describe_frozen,
+    left_out,
+    load_without_base,
+    split_frozen,
+)
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
+from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import checks, compat
-from roundpipe_lightning.strategy.accelerator import with_workers
-from roundpipe_lightning.strategy.checkpointing import CheckpointingStrategy
+from roundpipe_lightning.strategy.optimizer_sync import OptimizerSync
 from roundpipe_lightning.strategy.options import (
+    GradientFormat,
     HardwareSource,
     HintSource,
     Options,
     PlanSource,
 )
-from roundpipe_lightning.strategy.plan_listeners import PlanWatcher, StepWatcher
-from roundpipe_lightning.strategy.runtime import NoBlocksWarning, Session
+from roundpipe_lightning.strategy.registry import with_workers
+from roundpipe_lightning.strategy.resume.resume import ResumePoint
+from roundpipe_lightning.strategy.runtime import (
+    NoBlocksWarning,
+    PipelineRuntime,
+    PlanListener,
+    StepListener,
+)
+from roundpipe_lightning.strategy.step import InFlightBatch
 
 __all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
+
+CHECKPOINT_KEY = "roundpipe"
+CHECKPOINT_VERSION = 2
+PREVIOUS_KEY = "previous_parameters"
+"""Where a checkpoint has what the next step computes with, where the module has newer values."""
 
 T = TypeVar("T")
 
 
-class RoundPipeStrategy(CheckpointingStrategy):
+class RoundPipeStrategy(ParallelStrategy):
     """Trains through the round-robin pipeline; `Trainer(strategy="roundpipe")` has the defaults.
 
     The process is one, the workers are `Trainer(devices=N)` times `workers_per_device`. Parameters,
@@ -75,7 +104,7 @@ class RoundPipeStrategy(CheckpointingStrategy):
         hints: What is settled about the stages of a plan that is made: `PartitionHints`, or a
             mapping with the keys of `conf/partition`.
         replan: Whether a plan that was made is improved from measured times while training runs.
-        trial_run: Whether `training_step` is run once without values, on a copy of the module, to
+        dry_run: Whether `training_step` is run once without values, on a copy of the module, to
             learn what it computes. Without, plans follow from the parameters alone.
         compile: Whether blocks run compiled (`torch.compile`) from the second step on, once per
             kind of block. Results then differ in rounding.
@@ -101,6 +130,9 @@ class RoundPipeStrategy(CheckpointingStrategy):
 
     strategy_name = "roundpipe"
 
+    _overlaps_on_host = False
+    """Whether `update="exact"` overlaps on CPU workers, too, which have no cores left for it."""
+
     def __init__(  # noqa: PLR0913 - all keyword-only, each a setting of its own
         self,
         *,
@@ -117,7 +149,7 @@ class RoundPipeStrategy(CheckpointingStrategy):
         workers_per_device: int = 1,
         hints: HintSource = None,
         replan: bool = True,
-        trial_run: bool = True,
+        dry_run: bool = True,
         compile: bool = False,  # noqa: A002 - the word that Lightning users know
         exclude_frozen_parameters: bool = False,
         upload_dtype: str | None = None,
@@ -151,21 +183,26 @@ class RoundPipeStrategy(CheckpointingStrategy):
             workers_per_device=workers_per_device,
             hints=hints,
             replan=replan,
-            trial_run=trial_run,
+            dry_run=dry_run,
             compile=compile,
             upload_dtype=upload_dtype,
             gradient_dtype=gradient_dtype,
         )
+        self._given_plan = self._options.load_plan()
+        self._runtime: PipelineRuntime | None = None
+        self._fit_runtime: PipelineRuntime | None = None
+        self._optimizer_sync: OptimizerSync | None = None
+        self._gradient_format: GradientFormat | None = None
+        self._resume = ResumePoint()
+        self._has_failed = False
+        self._is_set_up = False  # the end of background work is certain to be waited for
         self.exclude_frozen_parameters = exclude_frozen_parameters
         """Whether checkpoints leave out what is not trained."""
         self.num_nodes = 1
         """Set by the Trainer to its flag; anything but 1 is refused."""
-        self._given_plan = self._options.load_plan()
-        self._session: Session | None = None
-        self._fit_session: Session | None = None
-        self.plan_watchers: list[PlanWatcher] = []
+        self.plan_listeners: list[PlanListener] = []
         """Called in the Trainer's thread with each plan that is about to be run."""
-        self.step_watchers: list[StepWatcher] = []
+        self.step_listeners: list[StepListener] = []
         """Called in the Trainer's thread with each training step when it has ended.
 
         Nothing waits for that: with batches in flight it is after the next one has begun.
@@ -180,6 +217,11 @@ class RoundPipeStrategy(CheckpointingStrategy):
     def _precision(self) -> NoReturn:
         """Fabric, and nobody else, asks a strategy for this."""
         checks.refuse_fabric()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     # What others may look at ---------------------------------------------------------------------
 
@@ -217,22 +259,22 @@ class RoundPipeStrategy(CheckpointingStrategy):
     @property
     def last_plan(self) -> Plan | None:
         """The plan of the last training step, whose end is waited for; None before the first."""
-        return self._seen.synchronized().last_plan if self._seen else None
+        return self._last.plan if self._last else None
 
     @property
     def last_timeline(self) -> Timeline | None:
         """When every action of the last training step ran, whose end is waited for; None before."""
-        return self._seen.synchronized().last_timeline if self._seen else None
+        return self._last.timeline if self._last else None
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What is known of the last training step; None before the first."""
-        return self._seen.last_step if self._seen else None
+        """What is known of the last training step, whose end is waited for; None before."""
+        return self._seen.last_step if self._seen and self._last else None
 
     @property
     def is_in_flight(self) -> bool:
         """Whether the backward pass of the last batch still runs; asking does not wait for it."""
-        return self._seen is not None and self._seen.is_in_flight
+        return self._seen is not None and self._seen.in_flight is not None
 
     @property
     def peak_device_bytes(self) -> int | None:
@@ -245,9 +287,16 @@ class RoundPipeStrategy(CheckpointingStrategy):
         return self._seen.fused_losses if self._seen else None
 
     @property
-    def _seen(self) -> Session | None:
-        """The last session that trained, else the last one; evaluation after fit hides nothing."""
-        return self._fit_session or self._session
+    def _seen(self) -> PipelineRuntime | None:
+        """The last one that trained, else the last one; evaluation after fit hides nothing."""
+        return self._fit_runtime or self._runtime
+
+    @property
+    def _last(self) -> InFlightBatch | None:
+        if self._seen is None:
+            return None
+        self._seen.synchronize()
+        return self._seen.last
 
     # One process, as far as Lightning is concerned -----------------------------------------------
 
@@ -258,7 +307,6 @@ class RoundPipeStrategy(CheckpointingStrategy):
 
     @property
     def world_size(self) -> int:
-        """One process."""
         return 1
 
     @property
@@ -268,12 +316,10 @@ class RoundPipeStrategy(CheckpointingStrategy):
 
     @property
     def local_rank(self) -> int:
-        """The one process's."""
         return 0
 
     @property
     def node_rank(self) -> int:
-        """The one machine's."""
         return 0
 
     @property
@@ -290,22 +336,18 @@ class RoundPipeStrategy(CheckpointingStrategy):
         """Leave the module in host memory."""
 
     def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        """Return the value of the one process."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, ARG002, FBT001, FBT002 - Lightning's signature
-        """Return the decision of the one process."""
         return decision
 
     def all_gather(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the tensor of the one process."""
         return tensor
 
     def barrier(self, *_: Any, **__: Any) -> None:
         """There is nobody to wait for."""
 
     def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - Lightning's signature
-        """Return the object of the one process."""
         return obj
 
     # Plugins that the strategy imposes -----------------------------------------------------------
@@ -334,6 +376,20 @@ class RoundPipeStrategy(CheckpointingStrategy):
     def accelerator(self, accelerator: Accelerator) -> None:
         self._accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints are written; an empty wrapper (`AsyncCheckpointIO()`) gets ours."""
+        io = self._checkpoint_io
+        if io is None:
+            io = self._checkpoint_io = RoundPipeCheckpointIO()
+        elif isinstance(io, compat.WrappingCheckpointIO) and io.checkpoint_io is None:
+            io.checkpoint_io = RoundPipeCheckpointIO()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
     # Set-up and teardown -------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
@@ -353,73 +409,6 @@ class RoundPipeStrategy(CheckpointingStrategy):
         for device in reversed(self.parallel_devices or ()):  # the first one stays the current one
             self.accelerator.setup_device(device)
 
-    def setup(self, trainer: Trainer) -> None:
-        """Check the module, make its optimizers and a first plan."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._session = self._fit_session = None  # an earlier run's batches say nothing
-            self._resume.begin()
-            checks.check_module(self._module, num_microbatches=self._wanted_microbatches)
-            checks.tell_of_compiled_modules(self._module)
-        super().setup(trainer)
-        options = self._options
-        if not self._module.automatic_optimization:
-            options = replace(options, num_microbatches=1)
-        devices = self._devices()
-        if not all(device.shares_host_memory for device in devices):
-            checks.check_steps(self._module, trainer.state.fn)
-        self._session = Session(
-            self._module,
-            devices=devices,
-            precision=self.precision_plugin,
-            options=options,
-            given_plan=self._given_plan,
-            computes_on_host=self._computes_on_host,
-            optimizers=self.optimizers if trainer.state.fn == TrainerFn.FITTING else (),
-            overlaps_on_host=self._overlaps_on_host,
-            watchers=self.plan_watchers,
-            step_watchers=self.step_watchers,
-        )
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._fit_session = self._session
-            self._begin_updates(self._session, options=options)
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers and refuse those that cannot work."""
-        self._begin_gradients(self._options)
-        with checks.several_optimizers_explained(self._module):
-            super().setup_optimizers(trainer)
-        if self._module.automatic_optimization:
-            checks.check_optimizers(self.optimizers)
-
-    def join_updates(self) -> None:
-        """Wait for the gradients of the last batch, too, where its backward pass is in flight."""
-        if self._session is not None:
-            self._session.synchronize()
-        super().join_updates()
-
-    def on_train_end(self) -> None:
-        """Leave the gradients of a window that was not filled, as on one device."""
-        if self._session is not None:
-            self._session.synchronize()
-        super().on_train_end()
-
-    def teardown(self) -> None:
-        """Close the engine, then let Lightning clean up."""
-        if self._session is not None:
-            self._session.close()
-        # Lightning would bring the module to the host, which it has not left: tensors without
-        # values, say, could not come, and that would hide the error that names them.
-        module, self._lightning_module = self._lightning_module, None
-        try:
-            super().teardown()
-        finally:
-            self._lightning_module = module
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     @property
     def _computes_on_host(self) -> bool:
         return all(device.type == "cpu" for device in self.parallel_devices or ())
@@ -433,13 +422,122 @@ class RoundPipeStrategy(CheckpointingStrategy):
             for index, device in enumerate(devices)
         ]
 
-    # Steps ---------------------------------------------------------------------------------------
+    def setup(self, trainer: Trainer) -> None:
+        """Check the module, make its optimizers and a first plan."""
+        fits = trainer.state.fn == TrainerFn.FITTING
+        module, options = self._module, self._options
+        if fits:
+            self._runtime = self._fit_runtime = None  # an earlier run's batches say nothing
+            self._resume.begin()
+            checks.check_module(
+                module, num_microbatches=self._wanted_microbatches, update=options.update
+            )
+            checks.tell_of_compiled_modules(module)
+        self._is_set_up = True
+        super().setup(trainer)
+        if not module.automatic_optimization:
+            options = replace(options, num_microbatches=1)
+        devices = self._devices()
+        if not all(device.shares_host_memory for device in devices):
+            checks.check_steps(module, trainer.state.fn)
+        self._runtime = PipelineRuntime(
+            module,
+            devices=devices,
+            precision=self.precision_plugin,
+            options=options,
+            given_plan=self._given_plan,
+            computes_on_host=self._computes_on_host,
+            optimizers=self.optimizers if fits else (),
+            overlaps_on_host=self._overlaps_on_host,
+            plan_listeners=self.plan_listeners,
+            step_listeners=self.step_listeners,
+        )
+        if fits:
+            self._fit_runtime = self._runtime
+            self._optimizer_sync = OptimizerSync(
+                module,
+                optimizers=self.optimizers,
+                runtime=self._runtime,
+                precision=self.precision_plugin,
+                check_gradients=options.check_gradients or compat.detects_anomalies(trainer),
+                is_writing=self._is_writing,
+            )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers and refuse those that cannot work."""
+        precision = self.precision_plugin
+        self._gradient_format = GradientFormat(self._options, precision)
+        self._gradient_format.begin(self._module)
+        with checks.several_optimizers_explained(self._module):
+            super().setup_optimizers(trainer)
+        checks.check_optimizers(self._module, self.optimizers)
+        widened = [o for o in self.optimizers if precision.widens(o)]
+        self._gradient_format.check(self.optimizers, widened=widened)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the last step end; what the optimizer raises besides is not the cause."""
+        self._has_failed = True
+        with contextlib.suppress(Exception):
+            self.join_updates()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Close the engine, give the Trainer its callbacks back, then let Lightning clean up.
+
+        Raises:
+            CheckpointError: A checkpoint could not be written in the background.
+        """
+        if self._runtime is not None:
+            self._runtime.close()
+        self._resume.end()
+        sync, self._optimizer_sync = self._optimizer_sync, None
+        if sync is not None:
+            sync.close()
+        if self._gradient_format is not None:
+            self._gradient_format.end()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, HostAdamW):
+                optimizer.close()  # its threads; the state stays
+        has_failed, self._has_failed, self._is_set_up = self._has_failed, False, False
+        # Lightning would bring the module to the host, which it has not left: tensors without
+        # values, say, could not come, and that would hide the error that names them.
+        module, self._lightning_module = self._lightning_module, None
+        try:
+            super().teardown()
+        except CheckpointError as error:
+            if not has_failed:
+                raise
+            warnings.warn(f"A checkpoint was lost besides: {error}", stacklevel=2)
+        finally:
+            self._lightning_module = module
+
+    # Batches -------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give loaders of training batches a position that can be saved."""
+        trainer = self._module.trainer
+        if trainer.sanity_checking:
+            self._resume.sanity_check_begins()
+        return self._resume.train_loader(dataloader) if trainer.training else dataloader
+
+    def on_train_start(self) -> None:
+        """Go on where the checkpoint was written, if one was loaded."""
+        super().on_train_start()
+        self._resume.training_begins(self._module.trainer)
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move nothing but what is not in host memory, and note that a batch has begun."""
+        if self._module.trainer.training:
+            self._resume.batch_begins(self._module.trainer)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the microbatches of a batch through the engine."""
         with self.precision_plugin.train_step_context():
-            assert self._session is not None
-            return self._session.training_step(*args, *kwargs.values())
+            assert self._runtime is not None
+            return self._runtime.training_step(*args, *kwargs.values())
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run a validation batch as one."""
@@ -459,5 +557,188 @@ class RoundPipeStrategy(CheckpointingStrategy):
             return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
-        assert self._session is not None
-        return self._session.evaluate(step_name, *args, *kwargs.values())
+        assert self._runtime is not None
+        return self._runtime.evaluate(step_name, *args, *kwargs.values())
+
+    def on_validation_start(self) -> None:
+        """Note where the random generators stand before a validation."""
+        super().on_validation_start()
+        if not self._module.trainer.sanity_checking:
+            self._resume.validation_begins()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Note that the batch's gradients have been added."""
+        super().post_backward(closure_loss)
+        self._resume.gradients_were_added()
+
+    # Updates -------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the batch and make the optimizer's step, or have it made while Lightning goes on."""
+        io, lightnings = self._checkpoint_io, super().optimizer_step
+
+        def computed() -> Any:
+            loss = closure()
+            if isinstance(io, RoundPipeAsyncCheckpointIO):
+                self._release_snapshots(io)
+            return loss
+
+        def make(closure: Callable[[], Any]) -> Any:
+            return lightnings(optimizer, closure, model, **kwargs)
+
+        if self._optimizer_sync is None or not self._module.automatic_optimization:
+            return make(computed)
+        return self._optimizer_sync.step(optimizer, computed, make=make, has_arguments=bool(kwargs))
+
+    def join_updates(self) -> None:
+        """Wait for the optimizer: parameters and its state are then those after the last step.
+
+        Raises:
+            Exception: What the optimizer has raised, once, or the batch that it waited for.
+        """
+        if self._runtime is not None:
+            self._runtime.synchronize()
+        if self._optimizer_sync is not None:
+            self._optimizer_sync.join()
+
+    def on_train_end(self) -> None:
+        """Leave the gradients of a window that was not filled, as on one device."""
+        if self._runtime is not None:
+            self._runtime.synchronize()
+        super().on_train_end()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return an optimizer's state after its last step."""
+        self.join_updates()
+        return super().optimizer_state(optimizer)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state after the last step, without what is to be left out."""
+        self.join_updates()
+        state = super().lightning_module_state_dict()
+        return split_frozen(self._module, state)[0] if self.exclude_frozen_parameters else state
+
+    # Saving --------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a plain Lightning checkpoint, with optimizer states also what resuming needs."""
+        module, runtime = self._module, self._seen
+        if self.exclude_frozen_parameters:
+            _, frozen = split_frozen(module, module.state_dict())
+            if frozen:
+                checkpoint = {**checkpoint, FROZEN_KEY: describe_frozen(module, frozen)}
+        if "optimizer_states" in checkpoint:
+            checkpoint = {
+                **checkpoint,
+                CHECKPOINT_KEY: {
+                    "format_version": CHECKPOINT_VERSION,
+                    **self._resume.state(module.trainer),
+                    "planning": runtime.state_dict() if runtime else None,
+                    PREVIOUS_KEY: runtime.previous_parameters() if runtime else {},
+                },
+            }
+        io = self.checkpoint_io
+        if not isinstance(io, RoundPipeAsyncCheckpointIO):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        io.save_snapshot(checkpoint, filepath, storage_options, steady=self._steady_memory())
+        if not self._is_set_up or _some_logger_reads(module.trainer):
+            io.wait()
+
+    def _steady_memory(self) -> list[torch.UntypedStorage]:
+        """What only an optimizer step changes; nothing where a callback changes weights, too."""
+        averaging = (StochasticWeightAveraging, WeightAveraging)
+        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, averaging) for callback in callbacks):
+            return []
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        tensors = [*self._module.parameters(), *held]
+        return [value.untyped_storage() for value in tensors if value.device.type == "cpu"]
+
+    def _is_writing(self) -> bool:
+        """Return whether a checkpoint is being written that reads parameters where they are."""
+        io = self._checkpoint_io
+        return isinstance(io, RoundPipeAsyncCheckpointIO) and not io.snapshots.is_idle
+
+    def _release_snapshots(self, io: RoundPipeAsyncCheckpointIO) -> None:
+        """Let parameters be changed; the writer went on during the batch."""
+        if not io.snapshots.is_idle:
+            parameters = self._module.parameters()
+            frozen = [value.untyped_storage() for value in parameters if not value.requires_grad]
+            io.release(unchanged=frozen)
+
+    # Loading -------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self,
+        checkpoint_path: Any,
+        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
+    ) -> dict[str, Any]:
+        """Read a checkpoint; what is trained is about to be replaced.
+
+        Raises:
+            CheckpointError: It cannot be read, or a newer version wrote it.
+        """
+        if self._runtime is not None and self._runtime.updater is not None:
+            self._runtime.updater.forget()
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        check_versions(checkpoint, path=checkpoint_path, newest=CHECKPOINT_VERSION)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
+        """Restore the module; the base that a checkpoint leaves out must be there already.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model, or the base is another one.
+        """
+        if left_out(checkpoint):
+            load_without_base(self._module, checkpoint, strict=strict)
+            return
+        try:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        except RuntimeError as error:
+            found = differences(self._module, checkpoint["state_dict"])
+            if not found:
+                raise
+            raise CheckpointError(
+                f"The checkpoint is of another model than {type(self._module).__name__} is here: "
+                f"{found}. Build the model as it was trained, name another checkpoint "
+                "(ckpt_path=...), or load a part of it with strict_loading=False."
+            ) from error
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers and, if the checkpoint has it, what else a resumed run needs.
+
+        Raises:
+            CheckpointError: The optimizers are others than the checkpoint's.
+        """
+        check_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict(checkpoint)
+        ours = checkpoint.get(CHECKPOINT_KEY)
+        if ours is None:
+            return
+        self._resume.load(self._module.trainer, ours, checkpoint.get("loops", {}))
+        if self._runtime is None:
+            return
+        if ours.get("planning") is not None:
+            self._runtime.load_state_dict(ours["planning"])
+        self._runtime.load_previous_parameters(ours.get(PREVIOUS_KEY, {}))
+
+
+def _some_logger_reads(trainer: Trainer) -> bool:
+    """Whether a logger does something with a checkpoint when it has been saved."""
+    known = (CSVLogger, TensorBoardLogger)
+    return any(
+        type(logger).after_save_checkpoint is not Logger.after_save_checkpoint
+        for logger in trainer.loggers
+        if not isinstance(logger, known)
+    )

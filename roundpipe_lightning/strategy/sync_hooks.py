@@ -3,15 +3,26 @@
 Lightning calls hooks of callbacks and of the module there: moving averages, histograms, weight
 clipping. Such a hook must find the step done. Lightning's own callbacks that only count, print,
 compare metrics or save (which waits by itself) need not wait; every other one is waited for, unless
-the class that defines the hook says `reads_parameters = False`.
+the class that defines the hook says `requires_optimizer_sync = False`.
+
+The same goes for data that is made in the Trainer's process: rollouts of a policy, replay buffers
+that ask the model, samplers that look for hard samples. On one device they see the parameters after
+the last step, because nothing else runs while a batch is fetched. Such a data set has to know the
+module, so that is what is looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
+from torch import Tensor, nn
+
+from roundpipe_lightning.strategy import compat
 
 WAITING_HOOKS = (
     "on_train_batch_end",
@@ -19,9 +30,9 @@ WAITING_HOOKS = (
     "on_train_epoch_start",
     "on_train_epoch_end",
 )
-"""Hooks before which a reader of theirs has the step waited for."""
+"""Hooks before which whoever has one that may look at parameters waits for the step."""
 
-_AT_ONCE = (
+_MODULE_HOOKS = (
     "optimizer_step",
     "lr_scheduler_step",
     "on_validation_model_zero_grad",
@@ -80,18 +91,18 @@ _HARMLESS = frozenset(
 )
 
 
-def may_read(owner: Any, hook: str) -> bool:
-    """Say whether a hook of a callback, a module or a data module may look at parameters."""
+def needs_sync(owner: Any, hook: str) -> bool:
+    """Return whether a hook of a callback, a module or a data module may look at parameters."""
     if hook in vars(owner):  # a function put into the object, as LambdaCallback does
         return True
     defining = next((c for c in type(owner).__mro__ if hook in vars(c)), None)
     if defining is None or defining in _HARMLESS:
         return False
-    return bool(vars(defining).get("reads_parameters", True))
+    return bool(vars(defining).get("requires_optimizer_sync", True))
 
 
 def may_write(trainer: Trainer, *, between_batches: bool = False) -> bool:
-    """Say whether a hook may write to parameters.
+    """Return whether a hook may write to parameters.
 
     Args:
         trainer: Knows the callbacks and the module.
@@ -99,27 +110,27 @@ def may_write(trainer: Trainer, *, between_batches: bool = False) -> bool:
             evaluation between them.
     """
     hooks = _BETWEEN if between_batches else _EVERY
-    return any(True for _ in readers(trainer, (*WAITING_HOOKS, *_AT_ONCE, *hooks)))
+    return any(True for _ in hooks_that_sync(trainer, (*WAITING_HOOKS, *_MODULE_HOOKS, *hooks)))
 
 
-def readers(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
-    """Give every owner of one of the hooks that may look at parameters, and the hook."""
+def hooks_that_sync(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
+    """Yield every owner of one of the hooks that may look at parameters, and the hook."""
     owners = [*trainer.callbacks, trainer.lightning_module]  # type: ignore[attr-defined]
     for hook in hooks:
-        yield from ((owner, hook) for owner in owners if may_read(owner, hook))
+        yield from ((owner, hook) for owner in owners if needs_sync(owner, hook))
 
 
-def readers_at_once(trainer: Trainer) -> Iterator[tuple[Any, str]]:
-    """Give the hooks that a step must be waited for before `optimizer_step` returns."""
+def module_hooks_that_sync(trainer: Trainer) -> Iterator[tuple[Any, str]]:
+    """Yield the hooks that a step must be waited for before `optimizer_step` returns."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     owners = [trainer.lightning_module, *([] if data is None else [data])]
-    for hook in _AT_ONCE:
-        yield from ((owner, hook) for owner in owners if may_read(owner, hook))
+    for hook in _MODULE_HOOKS:
+        yield from ((owner, hook) for owner in owners if needs_sync(owner, hook))
 
 
 def sees_every_gradient(trainer: Trainer) -> bool:
-    """Say whether all gradients, or a step that is half made, may be looked at before its end."""
-    if may_read_gradients(trainer) or any(True for _ in readers(trainer, _AROUND_BACKWARD)):
+    """Return whether all gradients, or a step that is half made, may be looked at early."""
+    if may_read_gradients(trainer) or any(True for _ in hooks_that_sync(trainer, _AROUND_BACKWARD)):
         return True
     every: Any = trainer.callbacks  # type: ignore[attr-defined]
     if any(getattr(callback, "save_on_exception", False) for callback in every):
@@ -131,6 +142,80 @@ def sees_every_gradient(trainer: Trainer) -> bool:
 
 
 def may_read_gradients(trainer: Trainer) -> bool:
-    """Say whether a hook between a step and the next `zero_grad` may look at `.grad`."""
-    every = (*WAITING_HOOKS, *_AT_ONCE, *_WITH_GRADIENTS, "on_validation_start", "on_train_end")
-    return any(True for _ in readers(trainer, every))
+    """Return whether a hook between a step and the next `zero_grad` may look at `.grad`."""
+    every = (
+        *WAITING_HOOKS,
+        *_MODULE_HOOKS,
+        *_WITH_GRADIENTS,
+        "on_validation_start",
+        "on_train_end",
+    )
+    return any(True for _ in hooks_that_sync(trainer, every))
+
+
+# Data --------------------------------------------------------------------------------------------
+
+_MOST_STEPS = 3
+"""Over how many objects a data set may know the module: its agent, the agent's policy."""
+
+_MOST_ITEMS = 16
+"""How many items of a container are looked at: samples need not be."""
+
+
+def data_that_syncs(trainer: Trainer) -> Iterator[Any]:
+    """Yield the data sets and samplers of the training that may look at parameters.
+
+    Args:
+        trainer: A trainer that fits a module.
+    """
+    combined = compat.combined_loader(trainer)
+    for loader in () if combined is None else combined.flattened:
+        if getattr(loader, "num_workers", 0):
+            continue  # processes of their own, with a copy of the module
+        names = ("dataset", "sampler", "batch_sampler")
+        owners = [getattr(loader, name) for name in names if hasattr(loader, name)] or [loader]
+        for index, owner in enumerate(owners):
+            others = owners[:index]  # samplers have the data set, to know its length
+            if _knows(owner, trainer.lightning_module, steps=_MOST_STEPS, but_not=others):
+                yield owner
+
+
+def _knows(value: Any, module: nn.Module, *, steps: int, but_not: Sequence[Any]) -> bool:
+    """Return whether an object is a part of the module or has one, over some steps."""
+    if isinstance(value, nn.Module):
+        return any(value is part for part in module.modules())
+    if isinstance(value, Tensor):
+        return any(value is parameter for parameter in module.parameters())
+    if steps < 0 or isinstance(value, type | ModuleType | Trainer):
+        return False
+    if any(value is other for other in but_not):
+        return False
+    if not getattr(type(value), "requires_optimizer_sync", True):
+        return False
+    parts = _parts(value)
+    return any(_knows(part, module, steps=steps - 1, but_not=but_not) for part in parts)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what an object has."""
+    if isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from map(_content, value.__closure__ or ())
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, GeneratorType):
+        yield from () if value.gi_frame is None else value.gi_frame.f_locals.values()
+    elif isinstance(value, dict):
+        yield from islice(value.values(), _MOST_ITEMS)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from islice(value, _MOST_ITEMS)
+    else:
+        yield from list(getattr(value, "__dict__", {}).values())
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from roundpipe_lightning.callbacks.monitor import peak_host_bytes
 from roundpipe_lightning.cli.summary import RunSummary
-from roundpipe_lightning.strategy.host_memory import peak_host_bytes
 from tests.kit.runs import SUMMARY_KEYS
 
 WHOLE = RunSummary(

@@ -172,7 +172,7 @@ def test_an_overflow_in_half_precision_skips_the_step(tmp_path: Path) -> None:
 
 def test_training_goes_on_after_a_device_was_out_of_memory(tmp_path: Path) -> None:
     module = Model()  # planned for memory that is not there
-    strategy = RoundPipeStrategy(num_microbatches=4, trial_run=False, hardware="rtx4090x1")
+    strategy = RoundPipeStrategy(num_microbatches=4, dry_run=False, hardware="rtx4090x1")
     trainer = make_trainer(tmp_path, strategy=strategy, accelerator="gpu", devices=1, max_epochs=1)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()

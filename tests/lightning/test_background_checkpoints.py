@@ -281,7 +281,7 @@ def test_blocks_are_not_stepped_early_while_they_are_written(
     saved: dict[str, Any] = {}
 
     class Save(ModelCheckpoint):
-        reads_parameters = False
+        requires_optimizer_sync = False
 
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
             if trainer.global_step == 2:
@@ -297,7 +297,7 @@ def test_blocks_are_not_stepped_early_while_they_are_written(
     trainer = make_trainer(
         tmp_path,
         strategy=EmulatedStrategy(
-            num_microbatches=2, checkpoint_io=io, trial_run=False, update=update
+            num_microbatches=2, checkpoint_io=io, dry_run=False, update=update
         ),
         devices=2,
         callbacks=[Save()],

@@ -110,7 +110,7 @@ def test_who_asks_for_the_last_step_gets_it(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     class Reader(Callback):
-        reads_parameters = False
+        requires_optimizer_sync = False
 
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             strategy = trainer.strategy

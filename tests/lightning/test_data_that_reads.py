@@ -65,7 +65,7 @@ class _Games(Dataset[Any]):
 class _Silent(_Games):
     """Does not look at parameters, it says."""
 
-    reads_parameters = False
+    requires_optimizer_sync = False
 
 
 class _Hard(Sampler[int]):
@@ -131,7 +131,7 @@ def _fit(folder: Path, strategy: Any, make: Callable[[Regressor], Any]) -> Regre
 @pytest.mark.parametrize("name", LOADERS)
 def test_it_is_made_after_the_step(tmp_path: Path, held: threading.Event, name: str) -> None:
     expected = _fit(tmp_path, "auto", LOADERS[name])
-    module = _fit(tmp_path, Overlapping(num_microbatches=1, trial_run=False), LOADERS[name])
+    module = _fit(tmp_path, Overlapping(num_microbatches=1, dry_run=False), LOADERS[name])
     assert same_bits(module, expected)
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
@@ -150,7 +150,7 @@ def test_who_says_that_it_does_not_is_not_waited_for(
     counts = []
     for kind in (_Games, _Silent):
         joined.clear()
-        strategy = Overlapping(num_microbatches=1, trial_run=False)
+        strategy = Overlapping(num_microbatches=1, dry_run=False)
         _fit(tmp_path, strategy, lambda module, kind=kind: _of(kind(_Agent(module))))  # type: ignore[misc]
         counts.append(len(joined))
     assert counts[0] == counts[1] + NUM_BATCHES * 2

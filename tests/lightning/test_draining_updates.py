@@ -146,7 +146,7 @@ def fit(
             hints=PARTITION,
             update="async",
             timeout_seconds=TIMEOUT_SECONDS,
-            trial_run=False,
+            dry_run=False,
             upload_dtype=upload_dtype,
         )
         trainer = make_trainer(
@@ -276,7 +276,7 @@ def test_with_validation_in_between_and_a_shorter_window(tmp_path: Path, watched
 def test_one_step_in_so_many_is_waited_for(
     tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_MOST_DRAINED", 2)
+    monkeypatch.setattr(session, "_MOST_OVERLAPPED", 2)
     fit(tmp_path, watched=watched, num_batches=8)
     assert watched.num_deferred == 8 - 3  # of batches 0, 3 and 6 nothing is put off
 
@@ -411,7 +411,7 @@ def test_where_it_is_not_done(tmp_path: Path, watched: Watched, flags: dict[str,
 def test_cpu_workers_wait_for_every_batch(tmp_path: Path, watched: Watched) -> None:
     trainer = make_trainer(
         tmp_path,
-        strategy=RoundPipeStrategy(num_microbatches=2, update="async", trial_run=False),
+        strategy=RoundPipeStrategy(num_microbatches=2, update="async", dry_run=False),
         devices=2,
         max_steps=3,
     )

@@ -211,7 +211,7 @@ def test_step_without_progress_is_given_up_with_the_schedule(
         clock.advance_with_each_look(70)
         given_up.wait()
 
-    strategy = RoundPipeStrategy(timeout_seconds=100, trial_run=False)
+    strategy = RoundPipeStrategy(timeout_seconds=100, dry_run=False)
     trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
     with pytest.raises(WatchdogError, match="worker 0: ") as error:
         trainer.fit(Regressor(on_step=hang), regression_data())

@@ -299,7 +299,7 @@ def test_an_error_leaves_a_checkpoint_of_the_batch_before(tmp_path: Path) -> Non
             return super().training_step(batch, batch_idx)
 
     saved: list[Any] = []
-    for strategy in ("auto", RoundPipeStrategy(trial_run=False)):
+    for strategy in ("auto", RoundPipeStrategy(dry_run=False)):
         torch.manual_seed(3)
         callback = OnExceptionCheckpoint(tmp_path, filename=f"stopped_{len(saved)}")
         trainer = make_trainer(

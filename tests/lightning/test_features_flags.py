@@ -106,8 +106,8 @@ def test_a_batch_size_is_found_where_memory_ends(tmp_path: Path) -> None:
     sizes = []
     strategies: list[Any] = [
         "auto",
-        RoundPipeStrategy(num_microbatches=2, trial_run=False),
-        EmulatedStrategy(num_microbatches=1, trial_run=False),
+        RoundPipeStrategy(num_microbatches=2, dry_run=False),
+        EmulatedStrategy(num_microbatches=1, dry_run=False),
     ]
     for strategy in strategies:
         trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)

@@ -214,7 +214,7 @@ def test_slurm_signals_save_and_requeue(tmp_path: Path, monkeypatch: pytest.Monk
             super().__init__(on_step=signalled)
             self.sent = False
 
-    strategy = RoundPipeStrategy(num_microbatches=2, trial_run=False)
+    strategy = RoundPipeStrategy(num_microbatches=2, dry_run=False)
     plugin = SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
     before = signal.getsignal(signal.SIGUSR1)
     trainer = make_trainer(tmp_path, strategy=strategy, plugins=[plugin], max_epochs=1)

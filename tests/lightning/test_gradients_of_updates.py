@@ -73,7 +73,7 @@ def test_steps_whose_gradients_overflow_are_skipped(
         scaler = torch.amp.GradScaler(device="cpu", init_scale=2.0**24, growth_interval=3)
         module = fit(
             tmp_path,
-            kind(num_microbatches=2, update=update, trial_run=False),
+            kind(num_microbatches=2, update=update, dry_run=False),
             Scales(),
             devices=2,
             max_epochs=4,

@@ -16,7 +16,7 @@ from roundpipe_lightning.errors import ConfigurationError, FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.strategy import machine as machines
+from roundpipe_lightning.strategy import plan_inputs as machines
 from roundpipe_lightning.strategy import runtime as session
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
@@ -57,7 +57,7 @@ def test_weights_come_ahead_and_stay_where_there_is_room(tmp_path: Path) -> None
     hints = {"weight_slots": 1, "resident": 0}
     hinted = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full", hints=hints))
     assert (hinted.weight_slots, hinted.resident) == (1, ())
-    blind = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full", trial_run=False))
+    blind = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full", dry_run=False))
     assert (blind.weight_slots, blind.resident) == (2, ())
 
 

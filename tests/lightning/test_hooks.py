@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roundpipe_lightning.strategy.precomputed_gradients import loss_with_gradients
+from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import (
     QUIET,

@@ -51,7 +51,7 @@ class Lengths:
 
         class Watch(Callback):
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                planned.append(len(trainer.strategy._session._planner._planned))
+                planned.append(len(trainer.strategy._runtime._planner._planned))
 
         settings = {"hardware": machine(), "num_microbatches": 2, **settings}
         strategy = RoundPipeStrategy(**settings)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 @pytest.mark.parametrize("kind", [PipelineMonitor, PipelineTimeline, PlanReport, ExportPretrained])
 def test_no_step_is_waited_for_because_of_them(kind: type[Callback]) -> None:
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
-    assert not [hook for hook in hooks if readers.may_read(kind(), hook)]
+    assert not [hook for hook in hooks if readers.needs_sync(kind(), hook)]
 
 
 def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_steps_are_told_of_in_their_order(tmp_path: Path) -> None:
             def note(record: StepRecord) -> None:
                 self.told.append((count.ready, record))
 
-            trainer.strategy.step_watchers.append(note)
+            trainer.strategy.step_listeners.append(note)
 
     watching = Watching()
     fit(tmp_path, watching)

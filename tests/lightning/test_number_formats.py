@@ -21,10 +21,9 @@ from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.planning.cost.memory import MemoryModel
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
-from roundpipe_lightning.strategy.machine import storage_of
+from roundpipe_lightning.strategy.plan_inputs import TransferSizes, storage_of
 from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from roundpipe_lightning.strategy.transfer_dtypes import TravelSizes
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.plans import default_plan
 from tests.kit.training import (
@@ -105,7 +104,7 @@ def test_uploads_of_half_the_bytes_train_the_same(
     for dtype in (None, "bf16"):
         uploaded.append(0)
         strategy = EmulatedStrategy(
-            num_microbatches=2, trial_run=False, update=update, upload_dtype=dtype
+            num_microbatches=2, dry_run=False, update=update, upload_dtype=dtype
         )
         module, _ = train(
             tmp_path, strategy, make, precision="bf16-mixed", callbacks=callbacks, devices=2
@@ -119,7 +118,7 @@ def test_nothing_is_copied_on_cpu_workers(tmp_path: Path) -> None:
     modules = [
         train(
             tmp_path,
-            RoundPipeStrategy(num_microbatches=2, trial_run=False, upload_dtype=dtype),
+            RoundPipeStrategy(num_microbatches=2, dry_run=False, upload_dtype=dtype),
             torch.optim.AdamW,
             precision="bf16-mixed",
         )[0]
@@ -133,7 +132,7 @@ def test_gradients_of_bf16_parameters_are_summed_over_batches_in_float32(
     tmp_path: Path, kind: Any
 ) -> None:
     def gradients(sums: str | None, batches: int) -> tuple[Any, list[dict[str, Tensor]]]:
-        strategy = kind(num_microbatches=2, trial_run=False, gradient_dtype=sums)
+        strategy = kind(num_microbatches=2, dry_run=False, gradient_dtype=sums)
         module, _ = train(
             tmp_path,
             strategy,
@@ -161,7 +160,7 @@ def test_gradients_of_bf16_parameters_are_summed_over_batches_in_float32(
 def test_sums_are_the_same_on_every_device(tmp_path: Path, sums: str) -> None:
     modules = []
     for kind in (RoundPipeStrategy, EmulatedStrategy):
-        strategy = kind(num_microbatches=2, trial_run=False, gradient_dtype=sums)
+        strategy = kind(num_microbatches=2, dry_run=False, gradient_dtype=sums)
         precision = "bf16-true" if sums == "fp32" else "bf16-mixed"
         flags: Any = {"precision": precision, "accumulate_grad_batches": 2}
         module, _ = train(tmp_path, strategy, optim.HostAdamW, _Watched, **flags)
@@ -187,7 +186,7 @@ def test_a_window_goes_on_with_sums_of_their_dtype() -> None:
 def test_parameters_are_put_back(tmp_path: Path) -> None:
     module, _ = train(
         tmp_path,
-        RoundPipeStrategy(num_microbatches=1, trial_run=False, gradient_dtype="fp32"),
+        RoundPipeStrategy(num_microbatches=1, dry_run=False, gradient_dtype="fp32"),
         torch.optim.SGD,
         _Watched,
         precision="bf16-true",
@@ -230,7 +229,7 @@ def test_refusals(tmp_path: Path, options: Any, flags: Any, make: Any, message: 
 
 def test_any_optimizer_that_is_stepped_in_float32_takes_float32_gradients(tmp_path: Path) -> None:
     strategy = RoundPipeStrategy(
-        num_microbatches=1, trial_run=False, gradient_dtype="fp32", stochastic_rounding=True
+        num_microbatches=1, dry_run=False, gradient_dtype="fp32", stochastic_rounding=True
     )
     module, _ = train(
         tmp_path, strategy, torch.optim.AdamW, _Watched, precision="bf16-true", max_steps=1
@@ -247,7 +246,7 @@ def test_the_planner_counts_masters_and_copies() -> None:
     hardware = load_hardware("rtx4090x8")
     needs = []
     for dtype in (None, torch.bfloat16):
-        sizes = TravelSizes(stacks, dtype)
+        sizes = TransferSizes(stacks, dtype)
         sized = sizes.of(work, chain)
         storage = storage_of([optimizer], masters=sizes.narrow)
         shape = MicrobatchShape(sequences=1, seq_len=1)
@@ -271,7 +270,7 @@ def test_the_planner_counts_gradients_in_their_dtype() -> None:
     stacks = find_stacks(module, None)
     chain = Chain.from_stacks(stacks)
     work = parameter_work(module, chain)
-    moved = TravelSizes(stacks, None).of(work, chain)
+    moved = TransferSizes(stacks, None).of(work, chain)
     assert moved.blocks[0].trainable_bytes == 2 * work.blocks[0].trainable_bytes
 
 
@@ -294,7 +293,7 @@ class _Unseen(torch.optim.Optimizer):
 def test_steps_that_nobody_sees_reach_the_copies(tmp_path: Path) -> None:
     modules = []
     for dtype in (None, "bf16"):
-        strategy = EmulatedStrategy(num_microbatches=2, trial_run=False, upload_dtype=dtype)
+        strategy = EmulatedStrategy(num_microbatches=2, dry_run=False, upload_dtype=dtype)
         module, _ = train(tmp_path, strategy, _Unseen, precision="bf16-mixed")
         modules.append(module)
     assert same_bits(modules[1], modules[0])

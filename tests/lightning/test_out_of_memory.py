@@ -47,7 +47,7 @@ def test_batch_size_scaler_finds_the_largest_batch(
     tmp_path: Path, mode: str, expected: int
 ) -> None:
     module = _Hungry()
-    strategy = RoundPipeStrategy(num_microbatches=2, trial_run=False)
+    strategy = RoundPipeStrategy(num_microbatches=2, dry_run=False)
     trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
     found = Tuner(trainer).scale_batch_size(
         module, mode=mode, steps_per_trial=1, max_trials=5, init_val=2

@@ -102,7 +102,7 @@ def test_other_shapes_are_told_once(tmp_path: Path) -> None:
 
 def test_what_is_not_known_is_not_told(tmp_path: Path) -> None:
     report = PlanReport()
-    _fit(tmp_path, report, strategy=RoundPipeStrategy(trial_run=False), max_epochs=1)
+    _fit(tmp_path, report, strategy=RoundPipeStrategy(dry_run=False), max_epochs=1)
     (text,) = report.texts
     assert "Predicted step: unknown" in text
     assert "Note: Activations are not counted in the memory above" in text
@@ -118,7 +118,7 @@ def test_memory_that_is_tight_and_idle_workers_are_noted(tmp_path: Path) -> None
         strategy = RoundPipeStrategy(
             hardware=replace(machine, device_bytes=size), num_microbatches=1
         )
-        strategy.plan_watchers.append(
+        strategy.plan_listeners.append(
             lambda news: needs.append(news.description.memory.device.total_bytes)
         )
         _fit(tmp_path, report, strategy=strategy, max_epochs=1)
@@ -149,11 +149,11 @@ def test_fits_failures_and_evaluations(tmp_path: Path) -> None:
     assert len(report.texts) == 1
     trainer.callbacks.pop(1)  # type: ignore[attr-defined]
     trainer.validate(Regressor(), regression_data(), verbose=False)
-    assert strategy.plan_watchers == []
+    assert strategy.plan_listeners == []
     assert len(report.texts) == 1
     trainer.fit(Regressor(), regression_data())
     assert len(report.texts) == 1, "that of the second fit, once"
-    assert strategy.plan_watchers == []
+    assert strategy.plan_listeners == []
 
 
 def test_fast_dev_run(tmp_path: Path) -> None:

@@ -115,16 +115,16 @@ def test_random_numbers_are_as_without_a_trial(tmp_path: Path) -> None:
             loss: Tensor = functional.mse_loss(self(x + torch.randn(x.shape) * noise), y)
             return loss
 
-    def final(*, trial_run: bool) -> Noisy:
+    def final(*, dry_run: bool) -> Noisy:
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002
         module = Noisy(dropout=0.2)
-        fit(tmp_path, module, num_microbatches=1, trial_run=trial_run)
+        fit(tmp_path, module, num_microbatches=1, dry_run=dry_run)
         return module
 
-    first, state = final(trial_run=True), random_state()
-    second = final(trial_run=False)
+    first, state = final(dry_run=True), random_state()
+    second = final(dry_run=False)
     assert same_bits(first, second)
     assert torch.equal(state["torch"], random_state()["torch"])
     assert torch.equal(state["numpy"]["words"], random_state()["numpy"]["words"])
@@ -190,7 +190,7 @@ def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not() -> None:
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            planned.append(len(trainer.strategy._session._planner._planned))
+            planned.append(len(trainer.strategy._runtime._planner._planned))
 
     loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     fit(Path(), module, loader, steps=5, callbacks=[Watch()])
@@ -217,10 +217,10 @@ class _Statistics(Regressor):
         self.layers = nn.ModuleList(Counter() for _ in range(4))
 
 
-@pytest.mark.parametrize("trial_run", [True, False])
-def test_buffers_that_are_written_need_one_round(tmp_path: Path, trial_run: bool) -> None:
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_buffers_that_are_written_need_one_round(tmp_path: Path, dry_run: bool) -> None:
     module = _Statistics()
-    plan = fit(tmp_path, module, num_microbatches=4, trial_run=trial_run).plan
+    plan = fit(tmp_path, module, num_microbatches=4, dry_run=dry_run).plan
     assert plan is not None
     assert (plan.team_size, plan.round_size) == (1, 4)
 

@@ -88,7 +88,7 @@ def test_bytes_per_parameter(tmp_path: Path, name: str) -> None:
     module = _Measured()
     trainer = make_trainer(
         tmp_path,
-        strategy=EmulatedStrategy(num_microbatches=2, trial_run=False),
+        strategy=EmulatedStrategy(num_microbatches=2, dry_run=False),
         plugins=[plugin],
         max_steps=2,
     )

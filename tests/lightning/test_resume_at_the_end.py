@@ -13,9 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from roundpipe_lightning.strategy.checkpointing import CHECKPOINT_KEY
-from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from roundpipe_lightning.strategy.updating import PREVIOUS_KEY
+from roundpipe_lightning.strategy.strategy import CHECKPOINT_KEY, PREVIOUS_KEY, RoundPipeStrategy
 from tests.kit.resumption import (
     RESUME_QUIET,
     MemoryLogger,

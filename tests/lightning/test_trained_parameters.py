@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy.trained_parameters import TrainedParameters
+from roundpipe_lightning.strategy.optimizer_sync import TrainedParameters
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

@@ -28,8 +28,8 @@ from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import runtime as session
 from roundpipe_lightning.strategy import sync_hooks as readers
-from roundpipe_lightning.strategy.machine import storage_of
-from roundpipe_lightning.strategy.precomputed_gradients import loss_with_gradients
+from roundpipe_lightning.strategy.plan_inputs import storage_of
+from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
@@ -151,7 +151,7 @@ def test_50_steps_with_everything_on_are_those_of_one_device(
     tmp_path: Path, one_device: tuple[LightningModule, Trainer], strategy: Any, devices: int
 ) -> None:
     expected, one = one_device
-    run = strategy(num_microbatches=2, trial_run=False)
+    run = strategy(num_microbatches=2, dry_run=False)
     module, many = _fit_with_everything_on(tmp_path, run, devices)
     assert same_bits(module, expected)
     assert many.fit_loop.state_dict() == one.fit_loop.state_dict()
@@ -185,7 +185,7 @@ def test_blocks_stepped_during_the_backward_pass(
     early = _Early(monkeypatch)
     expected, _ = fit(tmp_path, PlainLoop(2), max_epochs=3)
     module, trainer = fit(
-        tmp_path, strategy(num_microbatches=2, trial_run=False), devices=2, max_epochs=3
+        tmp_path, strategy(num_microbatches=2, dry_run=False), devices=2, max_epochs=3
     )
     assert same_bits(module, expected)
     assert early.num_begun == trainer.global_step > 0
@@ -225,7 +225,7 @@ def test_who_looks_at_all_gradients_gets_them(
     tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = _Early(monkeypatch)
-    fit(tmp_path, EmulatedStrategy(num_microbatches=1, trial_run=False), max_steps=2, **flags)
+    fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), max_steps=2, **flags)
     assert not early.num_begun
 
 
@@ -236,7 +236,7 @@ def test_hooks_of_parameters_get_their_gradients(
     module: Any = Grouped()
     seen: list[Any] = []
     module.layers[1].inner.weight.register_hook(lambda gradient: seen.append(gradient.shape))
-    fit(tmp_path, EmulatedStrategy(num_microbatches=1, trial_run=False), module, max_steps=3)
+    fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), module, max_steps=3)
     assert len(seen) == 3
     assert not early.num_begun
 
@@ -284,7 +284,7 @@ def test_a_step_that_fails_half_way_says_so(
     monkeypatch.setattr(Updater, "_take", told)
     module = _Broken(taken)
     with pytest.raises(ValueError, match="late in the backward pass") as caught:
-        fit(tmp_path, EmulatedStrategy(num_microbatches=1, trial_run=False), module)
+        fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), module)
     notes = " ".join(vars(caught.value)["__notes__"])
     assert re.search(r"\d+ parameters had been updated already when the step failed", notes)
     assert not [t for t in threading.enumerate() if t.name == "roundpipe-updates"]
@@ -405,7 +405,7 @@ def test_who_may_read() -> None:
             pass
 
     class Blind(Mine):
-        reads_parameters = False
+        requires_optimizer_sync = False
 
         def on_train_batch_end(self, *_: Any) -> None:
             pass
@@ -415,15 +415,15 @@ def test_who_may_read() -> None:
             pass
 
     hook = "on_train_batch_end"
-    assert readers.may_read(Mine(), hook)
-    assert not readers.may_read(Mine(), "on_train_batch_start")
-    assert not readers.may_read(Blind(), hook)
-    assert readers.may_read(Seeing(), hook)
-    assert readers.may_read(LambdaCallback(on_train_batch_end=lambda *_: None), hook)
-    assert readers.may_read(EMAWeightAveraging(), hook)
-    assert not readers.may_read(ModelCheckpoint(), hook)
-    assert not readers.may_read(LearningRateMonitor(), "on_train_batch_start")
-    assert not readers.may_read(Regressor(), hook)
+    assert readers.needs_sync(Mine(), hook)
+    assert not readers.needs_sync(Mine(), "on_train_batch_start")
+    assert not readers.needs_sync(Blind(), hook)
+    assert readers.needs_sync(Seeing(), hook)
+    assert readers.needs_sync(LambdaCallback(on_train_batch_end=lambda *_: None), hook)
+    assert readers.needs_sync(EMAWeightAveraging(), hook)
+    assert not readers.needs_sync(ModelCheckpoint(), hook)
+    assert not readers.needs_sync(LearningRateMonitor(), "on_train_batch_start")
+    assert not readers.needs_sync(Regressor(), hook)
 
 
 def test_a_step_runs_while_the_next_batch_is_fetched(
@@ -479,7 +479,7 @@ def test_loaders_that_are_made_anew_see_finished_parameters(
         """Chooses its data by what it has learnt."""
 
         def train_dataloader(self) -> Any:
-            updater = self.trainer.strategy._session.updater  # type: ignore[attr-defined]
+            updater = self.trainer.strategy._runtime.updater  # type: ignore[attr-defined]
             running.append(updater is not None and updater.is_running)
             begun.set()
             return regression_data(8)
@@ -487,7 +487,7 @@ def test_loaders_that_are_made_anew_see_finished_parameters(
         def on_fit_start(self) -> None:
             begun.clear()
 
-    strategy = Overlapping(num_microbatches=1, trial_run=False)
+    strategy = Overlapping(num_microbatches=1, dry_run=False)
     trainer = make_trainer(tmp_path, strategy=strategy, reload_dataloaders_every_n_epochs=1)
     trainer.fit(Chooses())
     assert running == [False] * 3
@@ -517,7 +517,7 @@ def test_step_hooks_see_the_whole_step(tmp_path: Path) -> None:
 
 def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path) -> None:
     class Looks(Callback):
-        reads_parameters = False
+        requires_optimizer_sync = False
         left: list[int]
 
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
@@ -528,7 +528,7 @@ def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path) -> None:
         look = kind()
         look.left = []
         if not release:
-            type(look).reads_parameters = True
+            type(look).requires_optimizer_sync = True
         fit(tmp_path, Overlapping(num_microbatches=2), callbacks=[look], limit_val_batches=0)
         assert (set(look.left) == {0}) is release
 

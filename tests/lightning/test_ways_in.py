@@ -251,7 +251,7 @@ class _Interrupted(Regressor):
 @pytest.mark.parametrize("moment", ["training_step", "before the update", "validation_step"])
 def test_start_interrupt_start_again(tmp_path: Path, notebook: Notebook, moment: str) -> None:
     def trainer() -> Trainer:
-        strategy = RoundPipeStrategy(trial_run=False)
+        strategy = RoundPipeStrategy(dry_run=False)
         return make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=2)
 
     def fit(module: Regressor, trainer: Trainer) -> None:

@@ -1,0 +1,443 @@
+"""What plans follow from: the machine, what is stored and sent, and what a step computes.
+
+The user's `training_step` may log, ask its Trainer, count, and draw random numbers. In a trial it
+runs on a copy (`models.meta_copy`) whose `log` says nothing, whose metrics keep nothing and whose
+Trainer can be read only, as far as plain values go; random generators are put back afterwards. What
+cannot be run so is estimated from the parameters instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
+
+from roundpipe_lightning.engine.capture.trees import map_tensors
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, all_reach
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
+from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
+from roundpipe_lightning.engine.store.block_layout import gradient_dtype
+from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
+from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError, RoundPipeError
+from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
+from roundpipe_lightning.models.work.work_profile import StepProfile, step_profile
+from roundpipe_lightning.optim import HostAdamW
+from roundpipe_lightning.optim.float32_step import rounds_itself
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
+
+# The machine
+
+
+def find_machine(
+    source: HardwareSpec | str | os.PathLike[str],
+    *,
+    num_workers: int,
+    workers_per_device: int,
+    computes_on_host: bool,
+    accelerators: Sequence[torch.device] = (),
+) -> HardwareSpec:
+    """Return the machine, every worker a device.
+
+    Args:
+        source: What the user gave for it. `"auto"` is this machine: its accelerators, measured once
+            in less than ten seconds; or its processor, with rates that are assumed, because CPU
+            workers are alike whatever their speed, and the memory that there is.
+        num_workers: Workers.
+        workers_per_device: Workers that share each device.
+        computes_on_host: Whether they are CPU workers.
+        accelerators: The devices; empty: the first ones of the machine.
+
+    Raises:
+        HardwareError: The machine is not known, or a figure in its file is wrong.
+        ConfigurationError: It has another number of devices.
+    """
+    num_devices = num_workers // workers_per_device
+    if source == "auto":
+        if computes_on_host:
+            return cpu_workers(num_workers)
+        spec = _probed(num_devices, accelerators)
+    else:
+        spec = source if isinstance(source, HardwareSpec) else load_hardware(source)
+    if spec.num_devices != num_devices:
+        raise ConfigurationError(
+            f"hardware={spec.name} has {spec.num_devices} devices, but Trainer(devices=...) "
+            f"gives {num_devices}. Change one of them, or set hardware='auto'."
+        )
+    if workers_per_device == 1:
+        return spec
+    return replace(
+        spec,
+        num_devices=num_workers,
+        device_bytes=spec.device_bytes // workers_per_device,
+        devices_reach_each_other=spec.devices_reach_each_other or num_devices == 1,
+    )
+
+
+def cpu_workers(num_workers: int) -> HardwareSpec:
+    """Return this machine as equal CPU workers: assumed rates, and the memory that there is."""
+    size = host_bytes() or UNKNOWN_BYTES
+    return replace(
+        load_hardware("cpu"),
+        num_devices=num_workers,
+        devices_per_root=num_workers,
+        device_bytes=size,
+        host_bytes=size,
+    )
+
+
+def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareSpec:
+    """Measure the accelerators, or take what was measured before; memory is what there is now."""
+    try:
+        spec = probe_hardware(num_workers=num_devices)
+    except (RuntimeError, HardwareError) as error:
+        spec = load_hardware("rtx4090x1")
+        rank_zero_info(
+            f"roundpipe: the accelerators could not be measured ({error}); plans assume the rates "
+            f"of an {spec.device_name}. Name the machine with RoundPipeStrategy(hardware=...)."
+        )
+        spec = replace(spec, name="auto", num_devices=num_devices, devices_per_root=num_devices)
+    devices = _devices(num_devices, accelerators)
+    return replace(
+        spec,
+        # What a plan may take of the accelerator with the least memory.
+        device_bytes=max(1, min(map(available_bytes, devices), default=spec.device_bytes)),
+        devices_reach_each_other=all_reach(devices),
+        host_bytes=host_bytes() or UNKNOWN_BYTES,  # another container may have another limit
+    )
+
+
+def _devices(num_devices: int, accelerators: Sequence[torch.device]) -> Sequence[torch.device]:
+    """The accelerators, or the machine's first ones; none where it has none."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return ()
+    return accelerators or [torch.device(kind.type, index) for index in range(num_devices)]
+
+
+def rate_name(machine: HardwareSpec, dtype: torch.dtype) -> str:
+    """Return the name of a dtype's matrix rate; that of float32 where a machine has none."""
+    name = str(dtype).removeprefix("torch.")
+    try:
+        machine.matrix_rates.of(name)
+    except HardwareError:
+        return "float32"
+    return name
+
+
+# What is stored and sent
+
+
+def storage_of(
+    optimizers: Sequence[Optimizer],
+    *,
+    steps_in_float32: bool = False,
+    keeps_previous: bool = False,
+    masters: Set[nn.Parameter] = frozenset(),
+) -> ParameterStorage:
+    """Return what is kept for each parameter beside what is uploaded.
+
+    Args:
+        optimizers: Those of a training, or none.
+        steps_in_float32: Whether bfloat16 parameters and gradients are float32 during the step, and
+            the optimizer's state always.
+        keeps_previous: Whether steps compute with a copy from before the last update; it counts
+            as state.
+        masters: Parameters that are uploaded from copies in 16 bits.
+    """
+    trained = {parameter for optimizer in optimizers for parameter in _trained_by(optimizer)}
+    num = sum(parameter.numel() for parameter in trained)
+    gradients = sum(p.numel() * gradient_dtype(p).itemsize for p in trained)
+    widened = [o for o in optimizers if steps_in_float32 and not rounds_itself(o)]
+    state = sum(
+        _state_bytes(optimizer, in_float32=optimizer in widened) for optimizer in optimizers
+    )
+    narrow = (p for o in widened for p in _trained_by(o) if p.dtype is torch.bfloat16)
+    state += sum(8 * p.numel() for p in narrow)
+    if keeps_previous:
+        state += sum(p.numel() * (2 if p in masters else p.itemsize) for p in trained)
+    hosted = (o for o in optimizers if isinstance(o, HostAdamW))
+    on_disk = sum(p.numel() * o.state_place.disk_bytes for o in hosted for p in _trained_by(o))
+    return ParameterStorage(
+        master_bytes=sum(p.nbytes for p in masters) / num if num else 0.0,
+        gradient_bytes=gradients / num if num else 0.0,
+        optimizer_bytes=state / num if num else 0.0,
+        disk_bytes=on_disk / num if num else 0.0,
+    )
+
+
+def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    members = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (parameter for parameter in members if parameter.requires_grad)
+
+
+def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
+    """Bytes of an optimizer's state: one small matrix per group is stepped by one of its kind.
+
+    Nothing is known of an optimizer that cannot be made from its own settings.
+    """
+    kind = _torchs_own(type(optimizer))
+    if isinstance(optimizer, HostAdamW):
+        numel = sum(parameter.numel() for parameter in _trained_by(optimizer))
+        return numel * optimizer.state_place.memory_bytes
+    total = 0.0
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if not trained:
+            continue
+        dtype = trained[0].dtype
+        if in_float32 and dtype is torch.bfloat16:
+            dtype = torch.float32
+        sample = torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+        sample.grad = torch.zeros_like(sample)
+        accepted = inspect.signature(kind).parameters
+        settings = {key: value for key, value in group.items() if key in accepted}
+        settings.pop("params", None)
+        try:
+            with torch.enable_grad():
+                twin = kind([sample], **settings)
+                twin.step()
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            continue
+        tensors = [t for state in twin.state.values() for t in state.values() if torch.is_tensor(t)]
+        per_parameter = sum(t.nbytes for t in tensors if t.numel() > 1) / sample.numel()
+        total += per_parameter * sum(parameter.numel() for parameter in trained)
+    return total
+
+
+def _torchs_own(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class of PyTorch's that `kind` extends, else itself.
+
+    What a user has added to a `step` is for the steps of the training alone: it may count or print.
+    """
+    own = (c for c in kind.__mro__ if issubclass(c, Optimizer) and c is not Optimizer)
+    return next((c for c in own if c.__module__.startswith("torch.optim.")), kind)
+
+
+class TransferSizes:
+    """Knows in which sizes weights and gradients travel, for the planner.
+
+    Args:
+        stacks: All blocks.
+        dtype: Of the copies from which matrices are uploaded; None: there are none.
+
+    Attributes:
+        narrow: The parameters that have such copies (`NarrowCopies`).
+    """
+
+    def __init__(self, stacks: Iterable[BlockStack], dtype: torch.dtype | None) -> None:
+        blocks = [block for stack in stacks for block in stack.blocks] if dtype is not None else []
+        uses = Counter(parameter for block in blocks for parameter in block.parameters())
+        alone = (parameter for parameter, count in uses.items() if count == 1)
+        self.narrow = frozenset(filter(NarrowCopies.narrows, alone))
+        self._dtype = dtype
+
+    def of(self, work: WorkProfile, chain: Chain) -> WorkProfile:
+        """Return a model with blocks of these sizes.
+
+        Gradients that are sent in fewer bytes than the parameters have count as these: a device
+        sums them up in the parameters' own dtype before.
+
+        Args:
+            work: The model, a block per call of the chain.
+            chain: The calls.
+        """
+        if len(work.blocks) != len(chain.links):  # of another chain, which is looked at again
+            return work
+        pairs = zip(work.blocks, chain.links, strict=True)
+        return replace(work, blocks=tuple(self._moved(part, link.block) for part, link in pairs))
+
+    def _moved(self, part: BlockWork, block: nn.Module) -> BlockWork:
+        parameters = list(block.parameters())
+        narrow = self._dtype.itemsize if self._dtype is not None else 0
+        saved = sum(p.numel() * (p.itemsize - narrow) for p in parameters if p in self.narrow)
+        trained = [p for p in parameters if p.requires_grad] if part.trainable_bytes else []
+        wider = sum(p.numel() * max(0, gradient_dtype(p).itemsize - p.itemsize) for p in trained)
+        return replace(
+            part,
+            parameter_bytes=part.parameter_bytes - saved,
+            trainable_bytes=part.trainable_bytes + wider,
+        )
+
+
+def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
+    """Return the calls of the user's own plan, else a call of each stack."""
+    if given_plan is not None:
+        with contextlib.suppress(PlanError):  # the plan is checked against the chain
+            return Chain.named(given_plan.block_names, stacks)
+    return Chain.from_stacks(stacks)
+
+
+def accelerators_of(devices: Sequence[Device]) -> tuple[torch.device, ...]:
+    """Return the accelerators that workers compute on, each once."""
+    return tuple(dict.fromkeys(d.torch_device for d in devices if isinstance(d, AcceleratorDevice)))
+
+
+def without_training(work: WorkProfile) -> WorkProfile:
+    """Return a model of which nothing is trained: what an evaluation needs memory for."""
+
+    def frozen(part: BlockWork) -> BlockWork:
+        return replace(part, num_trainable=0, trainable_bytes=0)
+
+    return replace(
+        work,
+        blocks=tuple(frozen(block) for block in work.blocks),
+        head=frozen(work.head),
+        tail=frozen(work.tail),
+    )
+
+
+def num_values(tree: Any) -> int:
+    """Return how many values the tensors in nested containers have."""
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    map_tensors(note, tree)
+    return sum(sizes)
+
+
+def widest_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype that most of the parameters have."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+# What a step computes
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class DryRunError(ConfigurationError):
+    """A step cannot be run without values; the message says why."""
+
+
+def dry_run(
+    module: LightningModule,
+    stack: BlockStack | None,
+    *,
+    microbatch: Any,
+    arguments: Sequence[Any],
+    compute_dtype: torch.dtype | None,
+    loss: LossMode,
+) -> StepProfile:
+    """Run `training_step` once without values and return what it does.
+
+    Args:
+        module: The user's module, attached to its trainer.
+        stack: Its blocks.
+        microbatch: What the step is called with.
+        arguments: The step's other arguments.
+        compute_dtype: What autocast computes in; None: what the parameters are.
+        loss: Which losses are computed without whole logits.
+
+    Raises:
+        DryRunError: It cannot be run so.
+    """
+
+    def run(dtype: torch.dtype | None) -> StepProfile:
+        return step_profile(
+            module,
+            stack,
+            microbatch=microbatch,
+            call=lambda root, batch: root.training_step(batch, *arguments),
+            compute_dtype=dtype,
+            fusion=None if loss == "eager" else LossFusion(loss),
+            settings=_settings(module),
+            replaced=list(_replaced(module)),
+        )
+
+    before = random_state()
+    try:
+        if compute_dtype is not None:
+            # Code that makes tensors of its own meets a cast model with the wrong dtype.
+            with contextlib.suppress(Exception):
+                return run(compute_dtype)
+        return run(None)
+    except Exception as error:
+        raise DryRunError(_reason(error)) from error
+    finally:
+        set_random_state(before)
+
+
+def _reason(error: Exception) -> str:
+    """Say in few words why a step could not be run: what its own code met, if it met something."""
+    source = error.__cause__ if isinstance(error, RoundPipeError) and error.__cause__ else error
+    text = str(source).rstrip(".")
+    return text if isinstance(source, RoundPipeError) else f"{type(source).__name__}: {text}"
+
+
+def _settings(module: LightningModule) -> Mapping[str, Any]:
+    """What the copy of the module has for what reaches out of the module."""
+
+    def say_nothing(*_: Any, **__: Any) -> None:
+        """Stand in for `log`, `log_dict` and `print`."""
+
+    return {
+        "_trainer": _ReadOnlyTrainer(module.trainer),
+        "_device": torch.device("meta"),
+        **dict.fromkeys(("log", "log_dict", "print"), say_nothing),
+    }
+
+
+def _replaced(module: LightningModule) -> Iterator[tuple[object, object]]:
+    yield module.trainer, _ReadOnlyTrainer(module.trainer)
+    for child in module.modules():
+        if isinstance(child, (Metric, MetricCollection)):
+            yield child, _SilentMetric()
+
+
+class _ReadOnlyTrainer:
+    """Gives the plain values of a Trainer (`current_epoch`, `global_step`) and nothing else."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        object.__setattr__(self, "_trainer", trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._trainer, name)
+        if isinstance(value, _PLAIN):
+            return value
+        raise ConfigurationError(f"The step uses the Trainer's {name}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigurationError(f"The step sets the Trainer's {name}.")
+
+
+class _SilentMetric(nn.Module):
+    """Takes whatever a metric takes, keeps nothing and gives a number."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Stand in for `metric(...)`."""
+        return torch.zeros((), device="meta")
+
+    def compute(self) -> Tensor:
+        """Stand in for the metric's value."""
+        return torch.zeros((), device="meta")
+
+    def update(self, *_: Any, **__: Any) -> None:
+        """Keep nothing."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
