@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.engine.test_emulated_benchmark import BENCHMARKS, TIMINGS
+from tests.emulation.test_benchmark import BENCHMARKS, TIMINGS
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The links of an emulated server, and the host's memory that they share.
+"""The links of an emulated server, the host's memory that they share, and the events of its queues.
 
 ```
 link of device 0  [ copy, 100 kB, alone ][ copy, at half the rate      ]
@@ -6,7 +6,8 @@ link of device 1                         [ copy, at half the rate  ][ alone ]
 ```
 
 Copies are served by the server's clock, in the order of their computed times; a link has no thread
-of its own.
+of its own. A device waits for an event without the host learning of it; a host thread that waits
+then knows, which the race checker notes.
 """
 
 from __future__ import annotations
@@ -15,18 +16,168 @@ import heapq
 import math
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from roundpipe_lightning.emulation.clock import Due, ServerClock
-from roundpipe_lightning.emulation.events import EmulatedEvent
-from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker, Stamp
+from roundpipe_lightning.emulation.timing import ComputeQueue, Due, HostClock, ServerClock
+from roundpipe_lightning.engine.device.events import Callback, Event, block_until
 
 
-class _Lane:
-    """Copies under way on links of one rate, all equally fast at every moment.
+class EmulatedEvent(Event):
+    """A moment of a device's queue.
+
+    Args:
+        name: For messages.
+        host: The time of the threads that wait for it.
+        checker: Learns what they know, or None.
+        stamp: What will have ended.
+    """
+
+    def __init__(
+        self, name: str, *, host: HostClock, checker: ProtocolChecker | None, stamp: Stamp
+    ) -> None:
+        self.name = name
+        self.stamp = stamp
+        self._host = host
+        self._checker = checker
+
+    # ------------------------------------------------ as devices see it: the host learns nothing
+
+    @property
+    @abstractmethod
+    def has_happened(self) -> bool:
+        """Whether it has."""
+
+    @abstractmethod
+    def await_seconds(self) -> float:
+        """Wait until it has, and return when."""
+
+    @abstractmethod
+    def when_happened(self, callback: Callback) -> None:
+        """Call back once it has, or at once."""
+
+    def hold(self) -> None:
+        """Let the calling thread wait because its device does."""
+        since = self._host.now()
+        self._host.woke_for(self.await_seconds(), since=since)
+
+    # -------------------------------------------------------- as the host sees it, which then knows
+
+    @property
+    def is_done(self) -> bool:
+        if not self.has_happened:
+            return False
+        self._tell_checker()
+        return True
+
+    def wait(self) -> None:
+        self.hold()
+        self._tell_checker()
+
+    def when_done(self, callback: Callback) -> None:
+        """Call back once it has happened, from the clock's thread; at once if it has already."""
+
+        def call() -> None:
+            self._tell_checker()
+            callback()
+
+        self.when_happened(callback if self._checker is None else call)
+
+    def _tell_checker(self) -> None:
+        if self._checker is not None:
+            self._checker.wait(HOST, self.stamp)
+
+
+class MarkEvent(EmulatedEvent):
+    """The end of what a device had to compute, which is known when the mark is made.
+
+    Args:
+        name: For messages.
+        compute: The device's queue.
+        clock: The server's.
+        host: The time of the threads that wait for it.
+        checker: Learns what they know, or None.
+        stamp: What will have ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        compute: ComputeQueue,
+        clock: ServerClock,
+        host: HostClock,
+        checker: ProtocolChecker | None,
+        stamp: Stamp,
+    ) -> None:
+        super().__init__(name, host=host, checker=checker, stamp=stamp)
+        self._clock = clock
+        self._seconds = compute.mark()
+
+    @property
+    def has_happened(self) -> bool:
+        return time.perf_counter() >= self._seconds
+
+    def await_seconds(self) -> float:
+        left = self._seconds - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        return self._seconds
+
+    def when_happened(self, callback: Callback) -> None:
+        if self.has_happened:
+            callback()
+        else:
+            self._clock.call_at(self._seconds, callback)
+
+
+class CopyEvent(EmulatedEvent):
+    """The end of a copy; the arguments are those of an `EmulatedEvent`."""
+
+    def __init__(
+        self, name: str, *, host: HostClock, checker: ProtocolChecker | None, stamp: Stamp
+    ) -> None:
+        super().__init__(name, host=host, checker=checker, stamp=stamp)
+        self._mutex = threading.Lock()
+        self._is_made = False
+        self._seconds = 0.0
+        self._error: BaseException | None = None
+        self._callbacks: list[Callback] = []
+
+    def finish(self, seconds: float, error: BaseException | None) -> None:
+        """Say when it ended, or why it could not be made."""
+        with self._mutex:
+            self._seconds, self._error = seconds, error
+            self._is_made = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    @property
+    def has_happened(self) -> bool:
+        return self._is_made
+
+    def await_seconds(self) -> float:
+        if not self._is_made:
+            block_until(self.when_happened)
+        if self._error is not None:
+            raise self._error
+        return self._seconds
+
+    def when_happened(self, callback: Callback) -> None:
+        with self._mutex:
+            if not self._is_made:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+class _RateGroup:
+    """Copies in flight on links of one rate, all equally fast at every moment.
 
     Args:
         bytes_per_second: The links' rate.
@@ -34,7 +185,7 @@ class _Lane:
 
     def __init__(self, bytes_per_second: float) -> None:
         self.bytes_per_second = bytes_per_second
-        self.done_bytes = 0.0  # of a copy that has always been under way
+        self.done_bytes = 0.0  # of a copy that has always been in flight
         # By `done_bytes` at their end.
         self.copies: list[tuple[float, int, Callable[[float], None]]] = []
 
@@ -50,8 +201,8 @@ class HostMemory:
     def __init__(self, bytes_per_second: float, *, clock: ServerClock) -> None:
         self._bytes_per_second = bytes_per_second
         self._clock = clock
-        self._lanes: dict[float, _Lane] = {}
-        self._num_copies = 0  # under way
+        self._groups: dict[float, _RateGroup] = {}
+        self._num_copies = 0  # in flight
         self._number = 0  # of the last one
         self._now = 0.0
         self._next: Due | None = None
@@ -70,28 +221,28 @@ class HostMemory:
             seconds: When.
             num_bytes: Its length.
             bytes_per_second: The link's rate.
-            arrived: Told when it has ended.
+            arrived: Called with its end.
         """
         if math.isinf(self._bytes_per_second):
             end = seconds + num_bytes / bytes_per_second
             self._clock.call_at(end, lambda: arrived(end))
             return
         self._go_to(seconds)
-        lane = self._lanes.setdefault(bytes_per_second, _Lane(bytes_per_second))
+        group = self._groups.setdefault(bytes_per_second, _RateGroup(bytes_per_second))
         self._num_copies += 1
         self._number += 1
-        before = (self._now - seconds) * self._rate_of(lane)  # the clock may be further
-        heapq.heappush(lane.copies, (lane.done_bytes + num_bytes - before, self._number, arrived))
+        before = (self._now - seconds) * self._rate_of(group)  # the clock may be further
+        heapq.heappush(group.copies, (group.done_bytes + num_bytes - before, self._number, arrived))
         self._await_next()
 
-    def _rate_of(self, lane: _Lane) -> float:
-        return min(lane.bytes_per_second, self._bytes_per_second / self._num_copies)
+    def _rate_of(self, group: _RateGroup) -> float:
+        return min(group.bytes_per_second, self._bytes_per_second / self._num_copies)
 
     def _go_to(self, seconds: float) -> None:
         if seconds > self._now:
             if self._num_copies:
-                for lane in self._lanes.values():
-                    lane.done_bytes += (seconds - self._now) * self._rate_of(lane)
+                for group in self._groups.values():
+                    group.done_bytes += (seconds - self._now) * self._rate_of(group)
             self._now = seconds
 
     def _await_next(self) -> None:
@@ -99,18 +250,18 @@ class HostMemory:
             self._next.cancel()
             self._next = None
         ends = [
-            (max(0.0, lane.copies[0][0] - lane.done_bytes) / self._rate_of(lane), lane)
-            for lane in self._lanes.values()
-            if lane.copies
+            (max(0.0, group.copies[0][0] - group.done_bytes) / self._rate_of(group), group)
+            for group in self._groups.values()
+            if group.copies
         ]
         if ends:
-            left, lane = min(ends, key=lambda end: end[0])
+            left, group = min(ends, key=lambda end: end[0])
             end = self._now + left
-            self._next = self._clock.call_at(end, lambda: self._end(lane, end))
+            self._next = self._clock.call_at(end, lambda: self._end(group, end))
 
-    def _end(self, lane: _Lane, seconds: float) -> None:
+    def _end(self, group: _RateGroup, seconds: float) -> None:
         self._go_to(seconds)
-        _, _, arrived = heapq.heappop(lane.copies)
+        _, _, arrived = heapq.heappop(group.copies)
         self._num_copies -= 1
         self._await_next()
         arrived(seconds)
@@ -126,7 +277,7 @@ class Copy:
         after: What it waits for.
         begin: Called when it begins.
         copy: Copies, when its time is up.
-        finish: Told when it ended, or why it could not be made.
+        event: Its end.
     """
 
     num_bytes: int
@@ -134,7 +285,7 @@ class Copy:
     after: Sequence[Event]
     begin: Callable[[], None]
     copy: Callable[[], None]
-    finish: Callable[[float, BaseException | None], None]
+    event: CopyEvent
 
 
 class LinkQueue:
@@ -210,9 +361,12 @@ class LinkQueue:
     def _when_happened(self, event: Event, call: Callable[[float], None]) -> None:
         """Call in the clock's thread when an event has happened, with a time that is not after."""
         if isinstance(event, EmulatedEvent):
-            event.when_happened(lambda: _in(self._clock, lambda: call(0.0)))
+            event.when_happened(lambda: self._call_soon(lambda: call(0.0)))
         else:
-            event.when_done(lambda: _in(self._clock, partial(call, time.perf_counter())))
+            event.when_done(lambda: self._call_soon(partial(call, time.perf_counter())))
+
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        self._clock.call_at(0.0, call)
 
     def _begin(self, copy: Copy, start: float) -> None:
         self._memory.begin(
@@ -232,12 +386,12 @@ class LinkQueue:
 
     def _finish(self, copy: Copy, end: float, error: BaseException | None) -> None:
         self._end = end
-        copy.finish(end, error)
+        copy.event.finish(end, error)
         self._take_next()
 
 
 def has_happened(event: Event) -> bool:
-    """Say whether an event has happened, as a device sees it: the host learns nothing."""
+    """Return whether an event has happened, as a device sees it: the host learns nothing."""
     return event.has_happened if isinstance(event, EmulatedEvent) else event.is_done
 
 
@@ -251,7 +405,3 @@ def happened_at(event: Event) -> float:
         return event.await_seconds()
     event.wait()
     return 0.0
-
-
-def _in(clock: ServerClock, call: Callable[[], None]) -> None:
-    clock.call_at(0.0, call)

@@ -27,9 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.emulation.clock import ServerClock
-from roundpipe_lightning.emulation.events import CopyEvent, EmulatedEvent, MarkEvent
-from roundpipe_lightning.emulation.links import Copy, HostMemory, LinkQueue
+from roundpipe_lightning.emulation.links import (
+    Copy,
+    CopyEvent,
+    EmulatedEvent,
+    HostMemory,
+    LinkQueue,
+    MarkEvent,
+)
 from roundpipe_lightning.emulation.placement import device_of
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Stamp, WatchedOperations
 from roundpipe_lightning.emulation.tagged_tensor import (
@@ -41,7 +46,12 @@ from roundpipe_lightning.emulation.tagged_tensor import (
     tag_of,
     untag,
 )
-from roundpipe_lightning.emulation.timing import ComputeQueue, EmulatedTiming, HostClock
+from roundpipe_lightning.emulation.timing import (
+    ComputeQueue,
+    EmulatedTiming,
+    HostClock,
+    ServerClock,
+)
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
 
@@ -60,19 +70,15 @@ class EmulatedDevice(Device):
         self.torch_device = device_of(self.name)
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Copy a host tensor to here."""
         return tag(tensor.detach(), self.name)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Copy to the host."""
         return tensor.detach() if tag_of(tensor) is None else untag(tensor.detach())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether the tensor carries this device's tag, or is a host number."""
         return tag_of(tensor) == self.name or (tag_of(tensor) is None and tensor.dim() == 0)
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Copy from any device, differentiably."""
         return move(tensor, self.name)
 
     def thread_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -100,11 +106,6 @@ class EmulatedServer:
 
     Attributes:
         devices: The devices.
-        checker: As given.
-        poison: As given.
-        tags: As given.
-        chunk_bytes: As given.
-        timing: As given.
         host: The time of the host's threads.
         clock: Does what is due.
         memory: The host's.
@@ -219,12 +220,11 @@ class ServedDevice(EmulatedDevice):
 
     def _link(self, queue: CopyQueue) -> LinkQueue:
         timing = self.server.timing
-        rates = {
-            CopyQueue.UPLOAD: timing.upload_bytes_per_second,
-            CopyQueue.DOWNLOAD: timing.download_bytes_per_second,
-        }
+        is_up = queue is CopyQueue.UPLOAD
         return LinkQueue(
-            bytes_per_second=rates[queue],
+            bytes_per_second=(
+                timing.upload_bytes_per_second if is_up else timing.download_bytes_per_second
+            ),
             copy_seconds=timing.copy_seconds,
             memory=self.server.memory,
             clock=self.server.clock,
@@ -239,33 +239,26 @@ class ServedDevice(EmulatedDevice):
 
     def upload(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to here; part of the compute queue."""
-        self._spend(tensor.nbytes / self.server.timing.upload_bytes_per_second)
+        self.compute.occupy(tensor.nbytes / self.server.timing.upload_bytes_per_second)
         return super().upload(tensor) if self.server.tags else tensor.detach().clone()
 
     def download(self, tensor: Tensor) -> Tensor:
         """Copy to the host, and wait for that; part of the compute queue."""
         if self.server.tags and tag_of(tensor) is None:
             return tensor.detach()
-        self._spend(tensor.nbytes / self.server.timing.download_bytes_per_second)
+        self.compute.occupy(tensor.nbytes / self.server.timing.download_bytes_per_second)
         self.mark_event(f"download from {self.name}").wait()
         return super().download(tensor) if self.server.tags else tensor.detach().clone()
 
-    def _spend(self, seconds: float) -> None:
-        if seconds:
-            self.compute.occupy(seconds)
-
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether an operation here can use the tensor."""
         return super().holds(tensor) if self.server.tags else True
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Copy from any device, differentiably."""
         return super().move(tensor) if self.server.tags else tensor
 
     # ---------------------------------------------------------------------------------- transfers
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return a flat buffer of bytes."""
         raw = torch.empty(num_bytes, dtype=torch.uint8)
         if self.server.checker is not None:
             self._num_buffers += 1
@@ -273,7 +266,6 @@ class ServedDevice(EmulatedDevice):
         return self._placed(raw)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that the upload queue is to fill."""
         return self._placed(torch.empty(shape, dtype=dtype))
 
     def _placed(self, raw: Tensor) -> Tensor:
@@ -308,13 +300,12 @@ class ServedDevice(EmulatedDevice):
                 after=events,
                 begin=begin,
                 copy=lambda: _copy(target, source),
-                finish=event.finish,
+                event=event,
             )
         )
         return event
 
     def reaches(self, other: Device) -> bool:
-        """Say whether the server's devices reach each other."""
         known = isinstance(other, ServedDevice) and other.server is self.server
         is_direct = self.server.timing.direct_bytes_per_second is not None
         return super().reaches(other) or (known and is_direct)
@@ -369,7 +360,6 @@ class ServedDevice(EmulatedDevice):
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Let the calling thread launch its work here."""
         with self.server.activated(self):
             yield
 
@@ -385,7 +375,6 @@ class ServedDevice(EmulatedDevice):
             yield
 
     def synchronize(self) -> None:
-        """Wait for the compute queue."""
         self.mark_event(f"end of {self.name}").wait()
 
     def start_clock(self) -> None:

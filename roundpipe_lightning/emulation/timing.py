@@ -19,12 +19,13 @@ it launches something counts: the time of its work, of locks, and of other threa
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roundpipe_lightning.errors import ConfigurationError
 
@@ -57,7 +58,6 @@ class EmulatedTiming:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse rates and times that cannot be."""
         for name in ("upload", "download", "host", "direct"):
             rate = getattr(self, f"{name}_bytes_per_second")
             if rate is not None and not rate > 0:
@@ -108,11 +108,97 @@ class HostClock:
         self._local.late = (max(0.0, late), self._epoch)
 
 
-def sleep_until(seconds: float) -> None:
-    """Sleep until a moment of `time.perf_counter`."""
-    left = seconds - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+@dataclass(order=True, slots=True)
+class Due:
+    """Something that is to be done at a moment.
+
+    Attributes:
+        seconds: The moment, of `time.perf_counter`.
+        number: Counts them: of two with one moment the earlier goes first.
+        call: What is to be done; None: nothing any more.
+    """
+
+    seconds: float
+    number: int
+    call: Callable[[], None] | None = field(compare=False)
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class ServerClock:
+    """Calls when moments have come. Its thread starts with the first and ends with `close`.
+
+    What is called later than its moment has not happened later: whoever is called knows the moment.
+
+    Args:
+        name: The thread's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mutex = threading.Lock()
+        self._wake = threading.Lock()  # held, but when the thread is to look again
+        self._wake.acquire()
+        self._due: list[Due] = []
+        self._num_due = 0
+        self._sleeps_until = 0.0  # 0: it does not sleep
+        self._is_open = False
+        self._thread: threading.Thread | None = None
+
+    def call_at(self, seconds: float, call: Callable[[], None]) -> Due:
+        """Call at a moment of `time.perf_counter`, from the clock's thread."""
+        with self._mutex:
+            self._num_due += 1
+            due = Due(seconds, self._num_due, call)
+            heapq.heappush(self._due, due)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._is_open = True
+                self._thread.start()
+            elif seconds < self._sleeps_until:
+                self._rouse()
+        return due
+
+    def _rouse(self) -> None:
+        """Let the sleeping thread look again."""
+        self._sleeps_until = 0.0
+        self._wake.release()
+
+    def close(self) -> None:
+        """Do all that is left and join the thread; the next call starts another."""
+        with self._mutex:
+            thread = self._thread
+            self._is_open = False
+            if self._sleeps_until:
+                self._rouse()
+        if thread is not None:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (call := self._next()) is not None:
+            call()
+            del call  # while the thread sleeps it keeps nothing alive
+
+    def _next(self) -> Callable[[], None] | None:
+        """Sleep until something is due; None at the end."""
+        while True:
+            with self._mutex:
+                while self._due and self._due[0].call is None:
+                    heapq.heappop(self._due)
+                if not self._due and not self._is_open:
+                    self._thread = None
+                    return None
+                left = self._due[0].seconds - time.perf_counter() if self._due else -1.0
+                if self._due and left <= 0:
+                    return heapq.heappop(self._due).call
+                self._sleeps_until = self._due[0].seconds if self._due else float("inf")
+            if self._wake.acquire(timeout=left):  # without a limit if nothing is due
+                continue
+            with self._mutex:
+                if not self._sleeps_until:  # roused meanwhile, in vain
+                    self._wake.acquire()
+                self._sleeps_until = 0.0
 
 
 class ComputeQueue:
@@ -139,8 +225,9 @@ class ComputeQueue:
 
     def occupy(self, seconds: float) -> None:
         """Let the queue be busy with something else than computing."""
-        with self._mutex:
-            self._end = max(self._end, self._host.now()) + seconds
+        if seconds:
+            with self._mutex:
+                self._end = max(self._end, self._host.now()) + seconds
 
     def mark(self) -> float:
         """Return when all that was launched so far will have ended."""
@@ -152,7 +239,7 @@ class ComputeQueue:
             return max(self._end, now)
 
     def restart(self) -> None:
-        """Forget the spans."""
+        """Forget the spans so far."""
         with self._mutex:
             self._spans.clear()
 

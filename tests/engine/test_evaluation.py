@@ -16,8 +16,8 @@ from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_stacks
+from tests.emulation.test_placement import NormBlock
 from tests.engine.test_chain import one_block_each
-from tests.engine.test_placement import NormBlock
 from tests.kit.architectures import (
     CausalLM,
     build_model,

@@ -13,7 +13,7 @@ from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.device.probe import available_bytes
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
-from roundpipe_lightning.strategy import machine as machines
+from roundpipe_lightning.strategy import plan_inputs
 from roundpipe_lightning.strategy import planner as planning
 from tests.kit.training import (
     QUIET,
@@ -69,7 +69,7 @@ def test_too_little_device_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(tmp_path, Regressor(), regression_data())
-    monkeypatch.setattr(machines, "available_bytes", lambda _: 2 * RESERVED_BYTES + 100)
+    monkeypatch.setattr(plan_inputs, "available_bytes", lambda _: 2 * RESERVED_BYTES + 100)
     with pytest.raises(FitError, match="GiB of device memory are missing"):
         fit(tmp_path, Regressor(), regression_data())
 
@@ -94,8 +94,8 @@ def test_a_machine_that_cannot_be_measured_has_its_memory(
     def fail(**_: Any) -> None:
         raise RuntimeError("busy")
 
-    monkeypatch.setattr(machines, "probe_hardware", fail)
-    found = machines.find_machine(
+    monkeypatch.setattr(plan_inputs, "probe_hardware", fail)
+    found = plan_inputs.find_machine(
         "auto", num_workers=1, workers_per_device=1, computes_on_host=False
     )
     assert 0 < found.device_bytes < torch.cuda.get_device_properties(0).total_memory

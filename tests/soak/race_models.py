@@ -30,17 +30,17 @@ class _Exact(torch.autograd.Function):
     """Rounds the gradient to what can be summed exactly."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return (gradient * _STEPS_PER_ONE).round() / _STEPS_PER_ONE
 
 
 def exact(tensor: Tensor) -> Tensor:
     """Return the same values, whose gradient is rounded."""
-    result: Tensor = _Exact.apply(tensor)
+    result: Tensor = _Exact.apply(tensor)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -59,7 +59,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and add."""
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.rounds:
             weight = weight.to(torch.bfloat16).to(x.dtype)
         return functional.linear(x, exact(weight), exact(self.bias))

@@ -18,8 +18,7 @@ class Fault:
     """A wait that is left out.
 
     Attributes:
-        what: For people.
-        is_early: Queues whose copies wait for nothing.
+        what: For messages.
         is_told_early: Queues whose copies are said to have been made when they were issued.
         compute_waits: Whether compute waits for copies.
         marks_early: Marks of what was computed whose names have one of these in them are said to
@@ -27,7 +26,6 @@ class Fault:
     """
 
     what: str
-    is_early: frozenset[CopyQueue] = frozenset()
     is_told_early: frozenset[CopyQueue] = frozenset()
     compute_waits: bool = True
     marks_early: tuple[str, ...] = ()
@@ -71,18 +69,14 @@ class ForgetfulDevice(ServedDevice):
     def copy(
         self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
     ) -> Event:
-        """Copy, too early or told too early."""
-        early = queue in self._fault.is_early
-        event = super().copy(dst, src, queue=queue, after=() if early else after)
+        event = super().copy(dst, src, queue=queue, after=after)
         return DoneEvent(event.name) if queue in self._fault.is_told_early else event
 
     def await_event(self, event: Event) -> None:
-        """Wait, or not."""
         if self._fault.compute_waits:
             super().await_event(event)
 
     def mark_event(self, name: str) -> Event:
-        """Mark, or say that all was computed."""
         event = super().mark_event(name)
         early = any(part in name for part in self._fault.marks_early)
         return DoneEvent(name) if early else event

@@ -1,7 +1,6 @@
 """Hunts for races: random models, schedules and delays on an emulated server.
 
-    python benchmarks/race_hunt.py [--cases 1000] [--seed 0] [--seconds 500] [--processes 2]
-                                   [--fault NAME] [--output json]
+    python -m tests.soak.race_hunt [--cases 1000] [--seed 0] [--small] [--fault NAME]
 
 Each case trains a random tiny model for two steps with a random plan, on devices whose copies and
 computations take random times; a step accumulates one batch or more, which are in flight together,
@@ -17,21 +16,13 @@ found says what the hunt can find. Faults: see `FAULTS`.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import random
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from race_faults import FAULTS, Fault, ForgetfulServer
-from race_models import ModelSpec, PlainModel, RaceModel, make_batches, make_model
 from torch import Tensor
 
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker, ProtocolError
@@ -44,12 +35,19 @@ from roundpipe_lightning.planning.schedule.cuts import call_lengths
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
+from tests.soak.race_faults import FAULTS, Fault, ForgetfulServer
+from tests.soak.race_models import (
+    ModelSpec,
+    PlainModel,
+    RaceModel,
+    make_batches,
+    make_model,
+)
 
 _NUM_STEPS = 2
 _NUM_STALE_STEPS = 4
 _LEARNING_RATE = 0.25
 _TIMEOUT_SECONDS = 60.0
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +241,8 @@ def _train(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> l
         with torch.no_grad():
             for ours, its, gradient in zip(parameters, plain.parameters, gradients, strict=True):
                 if gradient is not None:
-                    ours -= _LEARNING_RATE * gradient
-                    its -= _LEARNING_RATE * gradient
+                    ours.sub_(_LEARNING_RATE * gradient)
+                    its.sub_(_LEARNING_RATE * gradient)
     return []
 
 
@@ -268,7 +266,7 @@ def _train_early(case: Case, engine: Engine, model: RaceModel, plain: PlainModel
             with torch.no_grad():
                 for its, gradient in zip(plain.parameters, wanted, strict=True):
                     if gradient is not None:
-                        its -= _LEARNING_RATE * gradient
+                        its.sub_(_LEARNING_RATE * gradient)
         updater.join()
     return _differences(names, list(model.parameters()), plain.parameters)
 
@@ -371,7 +369,6 @@ def _differences(
 
 
 def _run_seed(number: int, *, fault: str | None, is_small: bool) -> list[str]:
-    """Run the case of a seed; in a process of the hunt."""
     case = Case.drawn(number, is_small=is_small)
     try:
         return run_case(case, fault=None if fault is None else FAULTS[fault])
@@ -381,117 +378,47 @@ def _run_seed(number: int, *, fault: str | None, is_small: bool) -> list[str]:
         return [f"{type(error).__name__}: {error}"]
 
 
-def _results(
-    seeds: Sequence[int], run: Callable[[int], list[str]], *, processes: int
-) -> Generator[list[str], None, None]:
-    """Run the cases of seeds and give what is wrong with each, in their order."""
-    if processes == 1:
-        yield from map(run, seeds)
-        return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.imap(run, seeds)
-
-
 def hunt(
-    cases: int,
-    *,
-    seed: int,
-    fault: str | None = None,
-    is_small: bool = False,
-    processes: int = 1,
-    seconds: float | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Run cases and report what was wrong with which.
+    cases: int, *, seed: int, fault: str | None = None, is_small: bool = False
+) -> tuple[dict[int, list[str]], Counter[str]]:
+    """Run cases, and return what was wrong with which, and how many there were of each kind.
 
     Args:
         cases: How many.
         seed: Of the first; the next has the next number.
         fault: The wait that is left out.
         is_small: Draw small cases.
-        processes: How many run cases; 1: this one.
-        seconds: When to stop, whether all cases were run or not.
-        tell: Called about every ten seconds, with how far it has come.
     """
-    begin = told = time.perf_counter()
     wrong: dict[int, list[str]] = {}
-    counts: Counter[str] = Counter()
-    seeds, num_run = range(seed, seed + cases), 0
-    results = _results(
-        seeds, partial(_run_seed, fault=fault, is_small=is_small), processes=processes
-    )
-    for number, found in zip(seeds, results, strict=True):
-        num_run += 1
+    kinds: Counter[str] = Counter()
+    for number in range(seed, seed + cases):
         case = Case.drawn(number, is_small=is_small)
-        counts[f"workers {case.num_workers}"] += 1
-        counts["checked"] += case.is_checked
-        counts["several batches"] += case.num_batches > 1
-        counts["early updates"] += case.is_early
-        counts["stale updates"] += case.is_stale
-        if found:
-            wrong[number] = found
-        now = time.perf_counter()
-        if now - told > _SECONDS_BETWEEN_LINES:
-            told = now
-            tell(f"{num_run} of {cases} cases, {now - begin:.0f} s, {len(wrong)} wrong")
-        if seconds is not None and now - begin > seconds:
-            results.close()
-            break
-    return {
-        "cases": num_run,
-        "seed": seed,
-        "num_wrong": len(wrong),
-        "found_by_checker": sum(lines[0].startswith("checker") for lines in wrong.values()),
-        "seconds": time.perf_counter() - begin,
-        "num_checked": counts.pop("checked"),
-        "num_in_flight": counts.pop("several batches"),
-        "num_early": counts.pop("early updates"),
-        "num_stale": counts.pop("stale updates"),
-        "workers": dict(sorted(counts.items())),
-        "wrong": {number: lines[:3] for number, lines in wrong.items()},
-    }
-
-
-def format_text(result: dict[str, Any]) -> str:
-    """Write the result for people."""
-    head = f"{result['cases']} cases from seed {result['seed']} in {result['seconds']:.1f} s"
-    found_by = f"{result['num_wrong']} wrong, {result['found_by_checker']} found by the checker"
-    kinds = (
-        f"{result['num_checked']} with the checker, {result['num_in_flight']} with several "
-        f"batches, {result['num_early']} with early and {result['num_stale']} with stale updates"
-    )
-    lines = [f"{head}, {kinds}: {found_by}"]
-    for number, found in list(result["wrong"].items())[:5]:
-        lines += [f"case {number}:", *(f"  {line}" for line in found)]
-    return "\n".join(lines)
+        kinds["checked"] += case.is_checked
+        kinds["in flight"] += case.num_batches > 1
+        kinds["early updates"] += case.is_early
+        kinds["stale updates"] += case.is_stale
+        if found := _run_seed(number, fault=fault, is_small=is_small):
+            wrong[number] = found[:3]
+    return wrong, kinds
 
 
 def main() -> None:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=1000, help="how many (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first (default 0)")
     parser.add_argument("--small", action="store_true", help="few blocks and microbatches")
     parser.add_argument("--fault", choices=sorted(FAULTS), help="leave a kind of wait out")
-    parser.add_argument("--seconds", type=float, help="stop after these")
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="(default: one per core)"
-    )
-    parser.add_argument("--output", choices=("text", "json"), default="text")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = hunt(
-        options.cases,
-        seed=options.seed,
-        fault=options.fault,
-        is_small=options.small,
-        processes=options.processes,
-        seconds=options.seconds,
-        tell=partial(print, file=sys.stderr, flush=True),
+    wrong, kinds = hunt(
+        options.cases, seed=options.seed, fault=options.fault, is_small=options.small
     )
-    print(json.dumps(result) if options.output == "json" else format_text(result))
-    if result["num_wrong"] and options.fault is None:
+    by_checker = sum(lines[0].startswith("checker") for lines in wrong.values())
+    print(f"{options.cases} cases from seed {options.seed}, {dict(kinds)}: {len(wrong)} wrong,")
+    print(f"{by_checker} of them found by the checker")
+    for number, lines in list(wrong.items())[:5]:
+        print(f"case {number}:", *lines, sep="\n  ")
+    if wrong and options.fault is None:
         raise SystemExit(1)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from roundpipe_lightning.emulation.clock import ServerClock
 from roundpipe_lightning.emulation.links import HostMemory
+from roundpipe_lightning.emulation.timing import ServerClock
 
 
 @pytest.fixture
