@@ -17,9 +17,8 @@ from omegaconf import DictConfig
 
 from roundpipe_lightning.cli.build import USER_ERRORS
 from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.plan_answer import answer, gains, longest_seq_len
-from roundpipe_lightning.cli.plan_changes import cheapest_changes
-from roundpipe_lightning.cli.plan_report import PlanReport
+from roundpipe_lightning.cli.plan_answer import answer, cheapest_changes, gains, longest_seq_len
+from roundpipe_lightning.cli.plan_output import PlanOutput
 from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.files import write_text
@@ -77,7 +76,7 @@ def _explain(error: Exception) -> int:
     return EXIT_ERROR
 
 
-def plan(config: DictConfig) -> PlanReport:
+def plan(config: DictConfig) -> PlanOutput:
     """Answer a configuration, and write the plan and its pictures into the run's folder.
 
     Args:
@@ -102,7 +101,7 @@ def plan(config: DictConfig) -> PlanReport:
         )
     found = answer(settings, maker=maker)
     folder = Path(config.paths.output_dir)
-    report = PlanReport(
+    report = PlanOutput(
         settings=settings,
         answer=found,
         gains=gains(found),

@@ -23,16 +23,14 @@ from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSou
 from roundpipe_lightning.optim.state import StatePlace
 from roundpipe_lightning.planning.model.hardware import (
     HardwareSpec,
-    config_folder,
     hardware_from_mapping,
-    hardware_names,
     load_hardware,
 )
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
-from roundpipe_lightning.planning.search.fit import Search, TrainingJob
+from roundpipe_lightning.planning.search.fit import TrainingJob
 from roundpipe_lightning.planning.search.request import PartitionHints
 
 _MOST_SEQUENCES = 8
@@ -149,16 +147,11 @@ class PlanSettings:
 
 
 class JobMaker:
-    """Makes jobs of settings; measures every model and reads every machine once."""
+    """Makes jobs of settings; measures every model once."""
 
     def __init__(self) -> None:
         self._measured: dict[tuple[Any, ...], WorkProfile] = {}
         self._state_places: dict[torch.dtype, StatePlace] = {}
-
-    @functools.cached_property
-    def machines(self) -> tuple[HardwareSpec, ...]:
-        folder = config_folder() / "hardware"
-        return tuple(load_hardware(folder / f"{name}.yaml") for name in hardware_names())
 
     def work(self, settings: PlanSettings) -> WorkProfile:
         """Measure a model on the meta device.
@@ -175,10 +168,11 @@ class JobMaker:
             settings.given_plan.check_model(work.fingerprint, block_names=names)
         return work
 
-    def job(
-        self, settings: PlanSettings, *, num_microbatches: int, search: Search = Search.FULL
-    ) -> TrainingJob:
-        """Return the job of settings with a number of microbatches."""
+    def first_job(self, settings: PlanSettings) -> TrainingJob:
+        """Return the job with the first number of microbatches that the settings leave."""
+        return self.job(settings, num_microbatches=settings.microbatch_counts()[0])
+
+    def job(self, settings: PlanSettings, *, num_microbatches: int) -> TrainingJob:
         precision = settings.precision
         dtype = precision.state_dtype
         if dtype not in self._state_places:
@@ -202,7 +196,6 @@ class JobMaker:
             num_batches=settings.num_batches,
             batch_sequences=settings.batch_size,
             hints=settings.hints,
-            search=search,
         )
 
 

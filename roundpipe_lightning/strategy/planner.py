@@ -26,6 +26,7 @@ from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.lengths import length_of, shortened
 from roundpipe_lightning.models.work.parameters import parameter_work, profile_module
+from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.report.description import count_text
@@ -40,7 +41,7 @@ from roundpipe_lightning.planning.search.fit import (
     improved_plan,
     memory_shortage,
 )
-from roundpipe_lightning.planning.search.remedies import Alternatives, longest_that_fits, remedies
+from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of

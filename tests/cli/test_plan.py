@@ -19,12 +19,12 @@ from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FITS, run
 from roundpipe_lightning.cli.plan_answer import answer
-from roundpipe_lightning.cli.plan_changes import Price
-from roundpipe_lightning.cli.plan_report import PlanReport
+from roundpipe_lightning.cli.plan_output import PlanOutput
 from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings, read_settings
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
+from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.runs import SMALL, compose_small, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
@@ -139,7 +139,7 @@ def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
 def test_a_tail_segment_that_is_too_large_is_named(tmp_path: Path) -> None:
     large = "model.architecture.vocab_size=100000"
     settings = read_settings(configure(tmp_path, *TIGHT, large))
-    report = PlanReport(settings=settings, answer=answer(settings, maker=JobMaker()))
+    report = PlanOutput(settings=settings, answer=answer(settings, maker=JobMaker()))
     assert "cannot hold the tail segment, which has 24.4 MiB of weights" in report.missing
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.planning.search.remedies import longest_that_fits
+from roundpipe_lightning.planning.cost.memory import longest_that_fits
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.sampled_from([0.2, 1.0, 2.0, 5.0]))

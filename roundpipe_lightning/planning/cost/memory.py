@@ -8,7 +8,7 @@ keeps them); and two page-locked slots per device where weights are not page-loc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -153,19 +153,11 @@ class MemoryModel:
             multiple_of: Only multiples of this are tried.
         """
 
-        def fits(count: int) -> bool:
+        def shortage(count: int) -> float:
             shape = MicrobatchShape(sequences=sequences, seq_len=count * multiple_of)
-            return self.report(layout, shape=shape).fits
+            return self.report(layout, shape=shape).missing_share
 
-        if not fits(1):
-            return 0
-        low, high = 1, 2
-        while fits(high) and high < 2**20:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * multiple_of
+        return multiple_of * longest_that_fits(shortage, too_long=2**20)
 
     # --- host ------------------------------------------------------------------------------------
 
@@ -215,6 +207,35 @@ class MemoryModel:
     def _stored(self, part: BlockWork) -> float:
         frozen = part.parameter_bytes - part.trainable_bytes
         return part.trainable_bytes + frozen * self.storage.frozen_bits / 16
+
+
+def longest_that_fits(shortage: Callable[[int], float], *, too_long: int) -> int:
+    """Return the longest length below one that is too long which fits; 0 where none does.
+
+    What is missing grows with the length nearly as a line, so every second length is guessed from
+    the known ones on either side; the others halve what is left, so that no curve takes long.
+
+    Args:
+        shortage: What is missing at a length: 0 or less where it fits. It must not fall.
+        too_long: A length that does not fit; if it does, the one below is returned.
+    """
+    low, high = 0, too_long
+    below, above = None, shortage(too_long)
+    if above <= 0:
+        return too_long - 1
+    halves = True
+    while high - low > 1:
+        guess = (low + high) // 2
+        if below is not None and not halves:
+            guess = low + round((high - low) * -below / (above - below))
+            guess = min(max(guess, low + 1), high - 1)
+        halves = not halves
+        missing = shortage(guess)
+        if missing > 0:
+            high, above = guess, missing
+        else:
+            low, below = guess, missing
+    return low
 
 
 def _by_size(sizes: dict[MemoryKind, float]) -> tuple[tuple[MemoryKind, int], ...]:

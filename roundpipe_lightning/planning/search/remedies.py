@@ -1,51 +1,124 @@
 """What would make a training fit that does not: changes, each verified by planning it.
 
 The order is that of the price: what leaves the results as they are, then coarser numbers, then less
-that is trained, then more memory, then another machine.
+that is trained, then more memory, then another machine; of one price the fastest first.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Generic, TypeVar
 
 from roundpipe_lightning.errors import RoundPipeError
-from roundpipe_lightning.planning.model.hardware import HardwareSpec, hardware_names, load_hardware
+from roundpipe_lightning.planning.model.hardware import (
+    HardwareSpec,
+    hardware_names,
+    load_hardware,
+)
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, WorkProfile
-from roundpipe_lightning.planning.search.fit import Search, TrainingJob, fit_training
+from roundpipe_lightning.planning.search.fit import (
+    FitAnswer,
+    Search,
+    TrainingJob,
+    fit_training,
+    fits_memory,
+)
 from roundpipe_lightning.planning.search.request import PartitionHints
-
-
-def longest_that_fits(shortage: Callable[[int], float], *, too_long: int) -> int:
-    """Return the longest length that fits; 0 where none does.
-
-    What is missing grows with the length nearly as a line, so every second length is guessed from
-    the known ones on either side; the others halve what is left, so that no curve takes long.
-
-    Args:
-        shortage: What is missing at a length: 0 or less where it fits. It must not fall.
-        too_long: A length that does not fit.
-    """
-    low, high = 0, too_long
-    below, above = None, shortage(too_long)
-    halves = True
-    while high - low > 1:
-        guess = (low + high) // 2
-        if below is not None and not halves:
-            guess = low + round((high - low) * -below / (above - below))
-            guess = min(max(guess, low + 1), high - 1)
-        halves = not halves
-        missing = shortage(guess)
-        if missing > 0:
-            high, above = guess, missing
-        else:
-            low, below = guess, missing
-    return low
-
 
 _GIB = 2**30
 _MEMORY_STEP = 16 * _GIB
+
+T = TypeVar("T")
+
+
+class Price(IntEnum):
+    """What a change costs, the cheapest kind first."""
+
+    NOTHING = 0
+    """Results stay the same, but for rounding."""
+
+    PRECISION = 1
+    """Numbers are rounded more."""
+
+    CONTEXT = 2
+    """Sequences are shorter."""
+
+    TRAINABLE = 3
+    """Fewer parameters are trained."""
+
+    HOST_MEMORY = 4
+    """More host memory."""
+
+    MACHINE = 5
+    """Another machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy(Generic[T]):
+    """A change that may make a training fit.
+
+    Attributes:
+        change: What differs, in the words of whoever asks.
+        price: What it costs.
+        job: Makes the job with the change; it may be refused with a `RoundPipeError`.
+    """
+
+    change: T
+    price: Price
+    job: Callable[[], TrainingJob]
+
+
+def verified(remedies: Iterable[Remedy[T]], *, count: int) -> list[tuple[Remedy[T], FitAnswer]]:
+    """Plan remedies, price by price, until enough fit.
+
+    Args:
+        remedies: The cheapest first; those that are not needed are not asked for.
+        count: How many to return, at most.
+    """
+    found: list[tuple[Remedy[T], FitAnswer]] = []
+    for _, alike in itertools.groupby(remedies, key=lambda remedy: remedy.price):
+        if len(found) >= count:
+            break
+        planned = [(remedy, answer) for remedy in alike if (answer := _fitting(remedy.job))]
+        found += sorted(planned, key=lambda pair: -pair[1].tokens_per_second)
+    return found[:count]
+
+
+def _fitting(make_job: Callable[[], TrainingJob]) -> FitAnswer | None:
+    try:
+        answer = fit_training(replace(make_job(), search=Search.QUICK))
+    except RoundPipeError:
+        return None
+    return answer if answer.fits else None
+
+
+def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
+    """Yield this machine with more host memory, and a named one with larger devices that do."""
+    machine = job.hardware
+    missing = fit_training(replace(job, search=Search.QUICK)).memory.host.missing_bytes
+    if missing:
+        size = math.ceil((machine.host_bytes + missing) / _MEMORY_STEP) * _MEMORY_STEP
+        device = size if machine.shares_host_memory else machine.device_bytes
+        yield Price.HOST_MEMORY, replace(machine, host_bytes=size, device_bytes=device)
+    if machine.shares_host_memory:
+        return
+    named = sorted(map(load_hardware, hardware_names()), key=lambda spec: spec.device_bytes)
+    for spec in named:
+        if (
+            spec.num_devices == machine.num_devices
+            and spec.device_bytes > machine.device_bytes
+            and not spec.shares_host_memory
+            and fits_memory(replace(job, hardware=spec))
+        ):
+            yield Price.MACHINE, spec
+            return
+
+
+# --- what the user of a strategy can change -------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +138,6 @@ class Alternatives:
     narrower_precision: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Change:
-    text: str
-    job: TrainingJob
-
-
 def remedies(
     job: TrainingJob, alternatives: Alternatives, *, free_hints: PartitionHints, count: int = 3
 ) -> tuple[str, ...]:
@@ -82,83 +149,47 @@ def remedies(
         free_hints: The job's hints without those that the user gave.
         count: How many to return, at most.
     """
-    found: list[str] = []
-    for change in _changes(job, alternatives, free_hints):
-        if len(found) == count:
-            break
-        if _fits(change.job):
-            found.append(change.text)
-    return tuple(found)
+    found = verified(_remedies(job, alternatives, free_hints), count=count)
+    return tuple(remedy.change for remedy, _ in found)
 
 
-def _fits(job: TrainingJob) -> bool:
-    try:
-        return fit_training(replace(job, search=Search.QUICK)).fits
-    except RoundPipeError:
-        return False
-
-
-def _changes(
+def _remedies(
     job: TrainingJob, alternatives: Alternatives, free_hints: PartitionHints
-) -> Iterator[_Change]:
+) -> Iterator[Remedy[str]]:
     if job.hints != free_hints:
-        yield _Change(
-            text="drop the hints about stages (hints=None)", job=replace(job, hints=free_hints)
-        )
-    more = _more_microbatches(job, alternatives)
-    if more is not None:
-        yield more
+        free = replace(job, hints=free_hints)
+        yield _remedy("drop the hints about stages (hints=None)", Price.NOTHING, free)
+    yield from _more_microbatches(job, alternatives)
     narrower = alternatives.narrower_precision
     if narrower is not None:
-        yield _Change(text=f"set Trainer(precision={narrower!r})", job=_halved(job))
+        yield _remedy(f"set Trainer(precision={narrower!r})", Price.PRECISION, _halved(job))
     if job.work.num_trainable:
-        yield _Change(
-            text="train adapters (peft) or few layers and freeze the other parameters",
-            job=replace(job, work=_frozen(job.work)),
+        yield _remedy(
+            "train adapters (peft) or few layers and freeze the other parameters",
+            Price.TRAINABLE,
+            replace(job, work=_each(job.work, _mostly_frozen)),
         )
-    yield from _machines(job)
+    for price, spec in other_machines(job):
+        text = f"use larger devices, such as {spec.name}"
+        if price is Price.HOST_MEMORY:
+            text = f"use a machine with {spec.host_bytes // _GIB} GiB of host memory"
+        yield _remedy(text, price, replace(job, hardware=spec))
 
 
-def _more_microbatches(job: TrainingJob, alternatives: Alternatives) -> _Change | None:
+def _remedy(change: str, price: Price, job: TrainingJob) -> Remedy[str]:
+    return Remedy(change=change, price=price, job=lambda: job)
+
+
+def _more_microbatches(job: TrainingJob, alternatives: Alternatives) -> Iterator[Remedy[str]]:
     """The fewest microbatches that fit, by doubling."""
     count = job.num_microbatches
     while count < alternatives.most_microbatches:
         count = min(2 * count, alternatives.most_microbatches)
         other = alternatives.with_microbatches(count)
-        if other is not None and _fits(other):
+        if other is not None and fits_memory(other):
             text = f"set num_microbatches={count} (smaller microbatches, the same results)"
-            return _Change(text=text, job=other)
-    return None
-
-
-def _machines(job: TrainingJob) -> Iterator[_Change]:
-    """More memory in this machine, then the smallest larger devices that have a name and do."""
-    machine = job.hardware
-    missing = fit_training(replace(job, search=Search.QUICK)).memory.host.missing_bytes
-    if missing:
-        size = math.ceil((machine.host_bytes + missing) / _MEMORY_STEP) * _MEMORY_STEP
-        device = size if machine.shares_host_memory else machine.device_bytes
-        yield _Change(
-            text=f"use a machine with {size // _GIB} GiB of host memory",
-            job=replace(job, hardware=replace(machine, host_bytes=size, device_bytes=device)),
-        )
-    if machine.shares_host_memory:
-        return
-    larger = [
-        spec for spec in _named(machine.num_devices) if spec.device_bytes > machine.device_bytes
-    ]
-    for spec in sorted(larger, key=lambda spec: spec.device_bytes):
-        other = replace(job, hardware=spec)
-        if _fits(other):
-            yield _Change(text=f"use larger devices, such as {spec.name}", job=other)
+            yield _remedy(text, Price.NOTHING, other)
             return
-
-
-def _named(num_devices: int) -> Iterator[HardwareSpec]:
-    for name in hardware_names():
-        spec = load_hardware(name)
-        if spec.num_devices == num_devices and not spec.shares_host_memory:
-            yield spec
 
 
 def _halved(job: TrainingJob) -> TrainingJob:
@@ -181,7 +212,7 @@ def _narrow(part: BlockWork) -> BlockWork:
         )
 
     def half_peak(peak: Peak) -> Peak:
-        return Peak(amounts=tuple(half(amount) for amount in peak.amounts))
+        return Peak(amounts=tuple(map(half, peak.amounts)))
 
     return replace(
         part,
@@ -194,23 +225,19 @@ def _narrow(part: BlockWork) -> BlockWork:
     )
 
 
-def _frozen(work: WorkProfile) -> WorkProfile:
-    """The model with one parameter in a hundred trained, about what adapters have."""
-
-    def freeze(part: BlockWork) -> BlockWork:
-        return replace(
-            part,
-            num_trainable=part.num_trainable // 100,
-            trainable_bytes=part.trainable_bytes // 100,
-        )
-
-    return _each(work, freeze)
+def _mostly_frozen(part: BlockWork) -> BlockWork:
+    """One parameter in a hundred is trained, about what adapters have."""
+    return replace(
+        part,
+        num_trainable=part.num_trainable // 100,
+        trainable_bytes=part.trainable_bytes // 100,
+    )
 
 
 def _each(work: WorkProfile, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
     return replace(
         work,
-        blocks=tuple(change(block) for block in work.blocks),
+        blocks=tuple(map(change, work.blocks)),
         head=change(work.head),
         tail=change(work.tail),
     )

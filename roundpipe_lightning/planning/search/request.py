@@ -5,6 +5,7 @@ A hint that cannot be kept is refused with the reason, never bent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -115,6 +116,11 @@ class PartitionHints:
                     f"partition.recompute=none has all blocks in the fused stage, but "
                     f"partition.{name}={list(value or ())} has others: drop one of the two."
                 )
+
+    def keys_given(self) -> list[str]:
+        """Return the keys of the configuration group `partition` that settle something."""
+        given = [name for name, value in vars(self).items() if value is not None]
+        return [re.sub(r"^most_", "limits.", name) for name in given]
 
     @property
     def cuts(self) -> bool:

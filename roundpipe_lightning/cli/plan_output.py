@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from roundpipe_lightning.cli.plan_changes import VerifiedChange
+from roundpipe_lightning.cli.plan_answer import Change
 from roundpipe_lightning.cli.plan_settings import PlanSettings
 from roundpipe_lightning.planning.cost.memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (
@@ -18,10 +18,11 @@ from roundpipe_lightning.planning.report.description import (
 )
 from roundpipe_lightning.planning.schedule.stages import StageKind
 from roundpipe_lightning.planning.search.fit import FitAnswer
+from roundpipe_lightning.planning.search.remedies import Remedy
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanReport:
+class PlanOutput:
     """Everything that `roundpipe-plan` says.
 
     Attributes:
@@ -36,7 +37,7 @@ class PlanReport:
     settings: PlanSettings
     answer: FitAnswer
     gains: dict[str, float] = field(default_factory=dict)
-    changes: list[VerifiedChange] = field(default_factory=list)
+    changes: list[tuple[Remedy[Change], FitAnswer]] = field(default_factory=list)
     longest_seq_len: int | None = None
     files: dict[str, str] = field(default_factory=dict)
 
@@ -89,7 +90,7 @@ class PlanReport:
             "predicted": self._predicted(),
             "bottleneck": {"resource": next(iter(self.gains), None), "gains": self.gains},
             "missing": self.missing or None,
-            "changes": [_change(change) for change in self.changes],
+            "changes": [_change(*each) for each in self.changes],
             "longest_seq_len": self.longest_seq_len,
             "files": self.files,
         }
@@ -238,9 +239,9 @@ class PlanReport:
         if not self.changes:
             return ["No change that was tried makes it fit."]
         lines = ["What makes it fit, the cheapest first:"]
-        for change in self.changes:
-            speed = f"{change.answer.tokens_per_second:,.0f} tokens/s"
-            lines.append(f"  {' '.join(change.change.overrides)}  ({speed})")
+        for remedy, answer in self.changes:
+            speed = f"{answer.tokens_per_second:,.0f} tokens/s"
+            lines.append(f"  {' '.join(remedy.change.overrides)}  ({speed})")
         return lines
 
 
@@ -254,12 +255,11 @@ def _need(need: MemoryNeed) -> dict[str, Any]:
     }
 
 
-def _change(change: VerifiedChange) -> dict[str, Any]:
-    answer = change.answer
+def _change(remedy: Remedy[Change], answer: FitAnswer) -> dict[str, Any]:
     assert answer.prediction is not None
     return {
-        "overrides": list(change.change.overrides),
-        "price": change.change.price.name.lower(),
+        "overrides": list(remedy.change.overrides),
+        "price": remedy.price.name.lower(),
         "step_seconds": answer.prediction.step_seconds,
         "tokens_per_second": answer.tokens_per_second,
         "device_bytes": answer.memory.device.total_bytes,
