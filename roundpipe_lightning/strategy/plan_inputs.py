@@ -40,7 +40,7 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardw
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
+from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 
 # The machine
 

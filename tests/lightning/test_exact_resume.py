@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from roundpipe_lightning.data.token_data import ResumableLoader, SeededOrder
 from roundpipe_lightning.strategy.resume.data_position import SlowResumeWarning
-from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
+from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.resumption import (

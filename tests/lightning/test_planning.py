@@ -26,7 +26,7 @@ from roundpipe_lightning.planning.search.fit import Improvement, improved_plan
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy import runtime as session
-from roundpipe_lightning.strategy.resume.random_state import random_state
+from roundpipe_lightning.strategy.resume.randomness import random_state
 from tests.kit.training import (
     QUIET,
     WIDTH,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import ConcatDataset, DataLoader
 
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.strategy.resume.random_state import random_state, set_random_state
+from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import (
     QUIET,

@@ -13,78 +13,18 @@ indices of the batches that were trained on, and goes on with the random states 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
-from roundpipe_lightning.strategy.resume.own_generators import OwnGenerators
-from roundpipe_lightning.strategy.resume.random_state import HostRandomness
-
-
-@dataclass(frozen=True, kw_only=True)
-class Randomness:
-    """Where everything stands that an order of batches may be drawn from.
-
-    Attributes:
-        host: The host's generators.
-        own: The generators of the loader's parts.
-        samplers: The state dicts of samplers that have one.
-    """
-
-    host: HostRandomness
-    own: Mapping[str, Any]
-    samplers: Mapping[str, Any]
-
-    def packed(self) -> dict[str, Any]:
-        """Tensors and numbers."""
-        return {"host": self.host.packed(), "own": dict(self.own), "samplers": dict(self.samplers)}
-
-    @classmethod
-    def unpacked(cls, state: Mapping[str, Any]) -> Randomness:
-        """The reverse of `packed`."""
-        host = HostRandomness.unpacked(state["host"])
-        return cls(host=host, own=state["own"], samplers=state["samplers"])
-
-
-class LoaderRandomness:
-    """Reads and sets the randomness of one loader.
-
-    Args:
-        loader: Any loader.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._own = OwnGenerators(loader)
-
-    def now(self) -> Randomness:
-        """Where everything stands."""
-        samplers = {name: part.state_dict() for name, part in self._stateful()}
-        return Randomness(host=HostRandomness.now(), own=self._own.now(), samplers=samplers)
-
-    def restore(self, randomness: Randomness) -> None:
-        """Put the generators back, but no sampler's state."""
-        randomness.host.restore()
-        self.restore_own(randomness.own)
-
-    def restore_own(self, states: Mapping[str, Any]) -> None:
-        """Put the generators of the loader's parts back."""
-        self._own.restore(states)
-
-    def restore_samplers(self, states: Mapping[str, Any]) -> None:
-        """Give the samplers their states."""
-        for name, part in self._stateful():
-            if name in states:
-                part.load_state_dict(states[name])
-
-    def _stateful(self) -> Iterator[tuple[str, Any]]:
-        for name in ("sampler", "batch_sampler"):
-            part = getattr(self._loader, name, None)
-            if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-                yield name, part
+from roundpipe_lightning.strategy.resume.randomness import (
+    HostRandomness,
+    LoaderRandomness,
+    Randomness,
+)
 
 
 @dataclass(kw_only=True)
@@ -95,14 +35,12 @@ class DrawnOrder:
         constructed: After the loader's iterator was made.
         iterated: Before its sampler was asked for an iterator.
         first: Before the first index was drawn.
-        workers: Where the worker processes stood after the last batch that each handed out.
         num_skipped: Batches that are not loaded.
     """
 
     constructed: Randomness | None = None
     iterated: Randomness | None = None
     first: Randomness | None = None
-    workers: dict[int, HostRandomness] = field(default_factory=dict)
     num_skipped: int = 0
 
 

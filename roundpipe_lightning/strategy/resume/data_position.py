@@ -6,7 +6,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -15,15 +14,17 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning.strategy.compat import set_sampler_epoch
 from roundpipe_lightning.strategy.resume.data_indices import (
     DrawnOrder,
-    LoaderRandomness,
-    Randomness,
     RecordedSampler,
     RestoringInit,
     StampingCollate,
     skips_indices,
     takes_marks,
 )
-from roundpipe_lightning.strategy.resume.random_state import HostRandomness
+from roundpipe_lightning.strategy.resume.randomness import (
+    HostRandomness,
+    LoaderRandomness,
+    Randomness,
+)
 
 _MOST_AHEAD = 2
 
@@ -84,23 +85,20 @@ class LoaderPosition:
     def __init__(self, loader: Any, *, waits: bool) -> None:
         self.loader = loader
         self.randomness = LoaderRandomness(loader)
-        self.sampler = self._recorded_sampler() if skips_indices(loader) else None
+        self.sampler = None
+        if skips_indices(loader):
+            self.sampler = RecordedSampler(
+                loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
+                randomness=self.randomness,
+                num_workers=loader.num_workers,
+                marks=takes_marks(loader),
+            )
         self.workers: dict[int, HostRandomness] = {}
         self._waits = waits
-        self._pending: _Place | None = None
+        self._pending: Mapping[str, Any] | None = None
         self._last: ReferenceType[_Iteration] | None = None
         self.siblings: Sequence[LoaderPosition] = (self,)
         """All loaders of a batch: those that wait begin together, in order, as they always do."""
-
-    def _recorded_sampler(self) -> RecordedSampler:
-        loader = self.loader
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        return RecordedSampler(
-            sampler,
-            randomness=self.randomness,
-            num_workers=loader.num_workers,
-            marks=takes_marks(loader),
-        )
 
     @property
     def keeps_workers(self) -> bool:
@@ -108,14 +106,11 @@ class LoaderPosition:
         return self.sampler is not None and bool(self.loader.persistent_workers)
 
     def iterate(self) -> Iterator[Any]:
-        """Begin a new iteration."""
         if not self.keeps_workers:
             self.workers = {}
         place, before = self._pending, self._iteration
         if place is None and before is not None and not before.is_open:
             place = before.place  # of an iteration that was never begun
-        if place is not None and not place.is_particular:
-            place = None
         iteration = _Iteration(self, place=place)
         self._last = ref(iteration)
         if place is None and not self._waits:
@@ -148,14 +143,12 @@ class LoaderPosition:
             is_over: Whether the epoch is done with its data, so that a new iteration comes next.
         """
         now, iteration = self.randomness.now(), self._iteration
-        state: dict[str, Any] = {"own": dict(now.own), "samplers": {}}
+        state: dict[str, Any] = {"own": dict(now.own), "samplers": dict(now.samplers)}
         if iteration is None or iteration.has_not_begun:
-            return {**state, "samplers": dict(now.samplers)}
-        if not is_over:
-            return {**state, **iteration.state(num_ahead)}
-        if self.keeps_workers:
-            return {**state, "samplers": dict(now.samplers), **iteration.processes(0)}
-        return {**state, "samplers": dict(now.samplers)}
+            return state
+        if not is_over:  # the samplers' states are part of the order that is drawn again
+            return {**state, "samplers": {}, **iteration.state(num_ahead)}
+        return {**state, **iteration.processes(0)} if self.keeps_workers else state
 
     def before_fetch(self, num_fetched: int) -> HostRandomness | None:
         """Where the host's generators stood before the last fetches; None if there were none."""
@@ -171,35 +164,19 @@ class LoaderPosition:
         """
         self.randomness.restore_own(state["own"])
         self.randomness.restore_samplers(state["samplers"])
-        place, iteration = _Place(state=state, epoch=epoch), self._iteration
+        iteration = self._iteration
+        # Without this entry it is the beginning of an epoch like any other.
+        place = {**state, "epoch": epoch} if "constructed" in state else None
         if iteration is not None and not iteration.is_open:
             iteration.place = place
         else:
             self._pending = place
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where an iteration begins.
-
-    Attributes:
-        state: What `LoaderPosition.state` returned.
-        epoch: Which epoch samplers with `set_epoch` are to draw.
-    """
-
-    state: Mapping[str, Any]
-    epoch: int
-
-    @property
-    def is_particular(self) -> bool:
-        """Whether it is another place than the beginning of an epoch like any other."""
-        return "constructed" in self.state
-
-
 class _Iteration(Iterator[Any]):
     """One pass over a loader."""
 
-    def __init__(self, position: LoaderPosition, *, place: _Place | None) -> None:
+    def __init__(self, position: LoaderPosition, *, place: Mapping[str, Any] | None) -> None:
         self._position = position
         self._loader = position.loader
         self._inner: Iterator[Any] | None = None
@@ -221,7 +198,6 @@ class _Iteration(Iterator[Any]):
         return self._inner is None and self.place is None
 
     def before_fetch(self, num_fetched: int) -> HostRandomness | None:
-        """See `LoaderPosition.before_fetch`."""
         return self._history[-num_fetched] if len(self._history) >= num_fetched else None
 
     def __next__(self) -> Any:
@@ -253,27 +229,27 @@ class _Iteration(Iterator[Any]):
         sampler = self._position.sampler
         if sampler is not None and getattr(self._loader, "_iterator", None) is None:
             sampler.drawn = DrawnOrder()
-        if place is None or not place.is_particular:
+        if place is None:
             if sampler is None:
                 self._constructed = self._position.randomness.now()
             self._inner = self._iterator()
             return
         kept = self._position.randomness.now()
-        set_sampler_epoch(self._loader, place.epoch)
-        self._constructed = Randomness.unpacked(place.state["constructed"])
+        set_sampler_epoch(self._loader, place["epoch"])
+        self._constructed = Randomness.unpacked(place["constructed"])
         self._position.randomness.restore(self._constructed)
-        packed = place.state["workers"]
+        packed = place["workers"]
         self._position.workers = {
             worker: HostRandomness.unpacked(state) for worker, state in packed.items()
         }
-        if "num_batches" in place.state:
-            self._open_inside(place.state)
+        if "num_batches" in place:
+            self._open_inside(place)
             self._position.randomness.restore(kept)
         else:
             self._start_processes(kept)
             self._inner = self._iterator()
-        if place.state.get("before_fetch") is not None:
-            HostRandomness.unpacked(place.state["before_fetch"]).restore()
+        if place.get("before_fetch") is not None:
+            HostRandomness.unpacked(place["before_fetch"]).restore()
 
     def _open_inside(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of an epoch."""
@@ -335,9 +311,8 @@ class _Iteration(Iterator[Any]):
     # In a checkpoint -----------------------------------------------------------------------------
 
     def state(self, num_ahead: int) -> dict[str, Any]:
-        """See `LoaderPosition.state`."""
         if self.place is not None:  # resumed, and not gone on yet
-            return dict(self.place.state)
+            return {key: value for key, value in self.place.items() if key != "epoch"}
         sampler = self._position.sampler
         drawn = DrawnOrder() if sampler is None else sampler.drawn
         before = self.before_fetch(num_ahead) if sampler is None and num_ahead else None

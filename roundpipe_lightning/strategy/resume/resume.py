@@ -22,28 +22,25 @@ from torch import Tensor
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.data_position import PositionedLoader, position_of
-from roundpipe_lightning.strategy.resume.log_state import (
+from roundpipe_lightning.strategy.resume.logged import (
     LogSnapshot,
     log_state,
     metrics_of,
     set_latest,
     set_log_state,
 )
-from roundpipe_lightning.strategy.resume.loop_end import (
+from roundpipe_lightning.strategy.resume.loops import (
     Limits,
-    finish_training,
-    restore_stop,
-    stop_state,
-)
-from roundpipe_lightning.strategy.resume.loop_place import (
     Place,
+    finish_training,
     go_on,
     is_epoch_over,
-    is_inside_window,
     place_of,
+    restore_stop,
     settle_progress,
+    stop_state,
 )
-from roundpipe_lightning.strategy.resume.random_state import (
+from roundpipe_lightning.strategy.resume.randomness import (
     HostRandomness,
     random_state,
     set_random_state,
@@ -123,17 +120,15 @@ class ResumePoint:
         """Return what `load` needs, as tensors, numbers and names."""
         place = place_of(trainer)
         combined = compat.combined_loader(trainer)
-        num_undone = self._num_undone(trainer, place)
-        positions = (
-            [position_of(loader) for loader in combined.flattened] if combined is not None else []
-        )
-        host = self._host_before(positions, place)
-        if trainer.sanity_checking:
-            host = self._before_validation
-        state: dict[str, Any] = random_state()
+        inside_batch = place is Place.INSIDE_BATCH
+        num_undone = len(getattr(compat.data_fetcher(trainer), "batches", ())) + inside_batch
+        loaders = [] if combined is None else combined.flattened
+        positions = [position_of(loader) for loader in loaders]
+        is_over = is_epoch_over(trainer) and not inside_batch
+        state = random_state()
+        host = self._host_before(positions, place, is_check=trainer.sanity_checking)
         if host is not None:
             state.update(host.packed())
-        is_over = is_epoch_over(trainer) and place is not Place.INSIDE_BATCH
         return {
             "place": place.value,
             "random_state": state,
@@ -145,34 +140,30 @@ class ResumePoint:
             "epoch": trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradients": self._gradients(trainer, place),
-            "is_exact": not (place is Place.INSIDE_BATCH and self._has_gradients),
-            "logged": self._logged(trainer, place),
+            "is_exact": not (inside_batch and self._has_gradients),
+            "logged": (
+                self._logged_before.state()
+                if inside_batch and self._logged_before is not None
+                else log_state(trainer, metrics_of(trainer.lightning_module))
+            ),
             "stop": stop_state(trainer),
         }
 
-    def _num_undone(self, trainer: Trainer, place: Place) -> int:
-        """Batches that were fetched and not trained on."""
-        ahead = len(getattr(compat.data_fetcher(trainer), "batches", ()))
-        return ahead + (place is Place.INSIDE_BATCH)
-
-    def _host_before(self, positions: list[Any], place: Place) -> HostRandomness | None:
+    def _host_before(
+        self, positions: list[Any], place: Place, *, is_check: bool
+    ) -> HostRandomness | None:
         """Where the host's generators stood before what will be done again; None if nothing is."""
-        if place is Place.VALIDATION:
+        if is_check or place is Place.VALIDATION:
             return self._before_validation
         if place is not Place.INSIDE_BATCH:
             return None
         found = (position.before_fetch(1) for position in positions if position is not None)
         return next((randomness for randomness in found if randomness is not None), None)
 
-    def _logged(self, trainer: Trainer, place: Place) -> dict[str, Any]:
-        before = self._logged_before if place is Place.INSIDE_BATCH else None
-        metrics = metrics_of(trainer.lightning_module)
-        return log_state(trainer, metrics) if before is None else before.state()
-
     def _gradients(self, trainer: Trainer, place: Place) -> dict[str, Tensor]:
         module = trainer.lightning_module
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        inside = is_inside_window(trainer)
+        inside = compat.is_accumulating(trainer)
         if place is Place.INSIDE_BATCH:  # those of the batches before it
             inside = progress.processed % trainer.accumulate_grad_batches != 0
         if module.automatic_optimization and (not inside or not progress.ready):

@@ -33,25 +33,10 @@ _PLAIN = (
 
 
 def log_state(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    """Return what training has logged so far.
-
-    Args:
-        trainer: A trainer that fits a module.
-        metrics: What `metrics_of` returned for the module.
-
-    Returns:
-        Tensors, numbers and names.
-    """
-    results = compat.epoch_results(trainer)
-    if trainer.training and results:
+    """Return what training has logged so far, as tensors, numbers and names."""
+    if trainer.training and compat.epoch_results(trainer):
         compat.merge_logged(trainer)
-    return {
-        "latest": _clone(compat.latest_metrics(trainer)),
-        "results": {
-            key: _result_state(result, _changing(result)) for key, result in results.items()
-        },
-        "metrics": _metric_states(trainer, metrics),
-    }
+    return LogSnapshot(trainer, metrics).state()
 
 
 class LogSnapshot:
@@ -74,7 +59,7 @@ class LogSnapshot:
         self._metrics = _metric_states(trainer, metrics)
 
     def state(self) -> dict[str, Any]:
-        """Return what `log_state` would have returned then."""
+        """Return what had been logged then, as tensors, numbers and names."""
         results = {key: _result_state(result, then) for key, result, then in self._results}
         return {"latest": _clone(self._latest), "results": results, "metrics": self._metrics}
 

@@ -1,0 +1,257 @@
+"""Where in Lightning's loops a checkpoint was written, and how they go on from there.
+
+```
+batch ──► on_train_batch_end ──► [validation ... on_validation_end] ──► next batch
+  INSIDE_BATCH    BATCH_END            VALIDATION  VALIDATION_END
+                                                   last batch ──► on_train_epoch_end ──► next epoch
+                                                                       EPOCH_END
+```
+
+Left to itself, Lightning takes what follows a checkpoint for done: a validation that was due, a
+scheduler that waits for its metric, the hooks at the end of the epoch. If the checkpoint was
+written after the last optimizer step, Lightning finds a limit reached before anything else and
+ends. So limits are put off until the loops stand, and what was due is then done by the loops' own
+methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+
+from roundpipe_lightning.strategy import compat
+
+
+class Place(str, Enum):
+    """What the training was doing when its checkpoint was written."""
+
+    INSIDE_BATCH = "inside_batch"
+    """A batch was fetched and is not trained on to the end: it will be trained on again."""
+    BATCH_END = "batch_end"
+    """In `on_train_batch_end`."""
+    VALIDATION = "validation"
+    """In a validation, which will be run again from its beginning."""
+    VALIDATION_END = "validation_end"
+    """In `on_validation_end`: all of the validation's metrics are known."""
+    EPOCH_END = "epoch_end"
+    """In `on_train_epoch_end`."""
+    BETWEEN = "between"
+    """Anywhere else: before the first batch, or after the last."""
+
+
+def place_of(trainer: Trainer) -> Place:
+    """Return where in the loops `trainer` is."""
+    hook = compat.current_hook(trainer)
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if trainer.validating:
+        return Place.VALIDATION_END if hook == "on_validation_end" else Place.VALIDATION
+    if hook == "on_train_batch_end" and progress.completed < progress.processed:
+        return Place.BATCH_END
+    if hook == "on_train_epoch_end":
+        return Place.EPOCH_END
+    return Place.INSIDE_BATCH if progress.ready != progress.processed else Place.BETWEEN
+
+
+def is_epoch_over(trainer: Trainer) -> bool:
+    """Whether the epoch has no more batches; before the first batch it has."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.ready) and compat.has_last_batch(trainer)
+
+
+def settle_progress(trainer: Trainer, place: Place) -> None:
+    """Bring the loops' counters, as loaded, to a state that Lightning's restart leaves alone."""
+    loop = trainer.fit_loop.epoch_loop
+    total: Any = loop.batch_progress.total
+    current: Any = loop.batch_progress.current
+    if place is Place.BATCH_END:
+        loop.batch_progress.increment_completed()
+    elif place is Place.INSIDE_BATCH:
+        undone = current.ready - current.completed
+        total.ready -= undone
+        for counters in (total, current):
+            counters.started = counters.processed = counters.ready = counters.completed
+        loop.batch_progress.is_last_batch = False
+    elif place is Place.VALIDATION:
+        # Its batches are taken out of the sums: it is run again.
+        progress: Any = loop.val_loop.batch_progress
+        for counter in ("ready", "started", "processed", "completed"):
+            num = getattr(progress.total, counter) - getattr(progress.current, counter)
+            setattr(progress.total, counter, num)
+        progress.reset_on_run()
+    elif place is Place.EPOCH_END:
+        trainer.fit_loop.restarting = False
+        compat.end_restart(trainer.fit_loop, loop, loop.val_loop)
+
+
+def go_on(trainer: Trainer, place: Place) -> bool:
+    """Finish what followed the checkpoint, or let Lightning's loop do it first.
+
+    Called when the loops stand before their first iteration, with the metrics restored.
+
+    Returns:
+        Whether a validation is due first, or what follows one.
+    """
+    if place is Place.EPOCH_END:
+        _finish_epoch(trainer)
+        return False
+    loop = trainer.fit_loop.epoch_loop
+    compat.skip_no_validation(trainer)
+    if place is Place.BETWEEN and not _is_inside_epoch(trainer):
+        return False
+    steps, due = not compat.is_accumulating(trainer), compat.is_validation_due(trainer)
+    compat.restart_after_batch(trainer)
+    validates = place is Place.VALIDATION or (place is Place.BATCH_END and due)
+    if validates:
+        compat.restart_in_validation(trainer)
+    elif place is Place.BATCH_END:
+        loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        compat.count_stepped_batches(trainer, int(steps))
+        if is_epoch_over(trainer):  # let the next batch be the end of the epoch
+            fetcher = compat.data_fetcher(trainer)
+            fetcher.iterator, fetcher.done = iter(()), True
+            if hasattr(fetcher, "batches"):
+                fetcher.batches = []
+    elif place in (Place.INSIDE_BATCH, Place.BETWEEN) and due:
+        # The loop asks before its next batch whether a validation was due, and would go on behind
+        # it: the answer is no, once.
+        compat.skip_due_validation(trainer)
+    return validates or place is Place.VALIDATION_END
+
+
+def _is_inside_epoch(trainer: Trainer) -> bool:
+    """Whether a batch of an epoch has been done, and there are more: a signal may end it there."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    inside = epochs.started > epochs.processed and 0 < batches.completed == batches.ready
+    return bool(inside and not is_epoch_over(trainer))
+
+
+def _finish_epoch(trainer: Trainer) -> None:
+    """Do what Lightning does after `on_train_epoch_end`."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    completed, progress.completed = progress.completed, progress.processed - 1  # `current_epoch`
+    compat.end_epoch_metrics(trainer)
+    if compat.has_last_batch(trainer):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    compat.count_stepped_batches(trainer, -1)
+    compat.log_epoch_metrics(trainer)
+    compat.count_stepped_batches(trainer, 1)
+    progress.completed = completed
+
+
+# The end of the training ------------------------------------------------------------------------
+
+_BEFORE_THE_END = (Place.BATCH_END, Place.VALIDATION, Place.VALIDATION_END, Place.EPOCH_END)
+
+
+def stop_state(trainer: Trainer) -> dict[str, Any]:
+    """Return whether the training has been asked to stop, and under which limits."""
+    fit_loop = trainer.fit_loop
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return {
+        "should_stop": trainer.should_stop,
+        "max_epochs": fit_loop.max_epochs,
+        "min_epochs": fit_loop.min_epochs,
+        "max_steps": fit_loop.max_steps,
+        "min_steps": fit_loop.min_steps,
+        "durations": [compat.timer_seconds(one) for one in callbacks if isinstance(one, Timer)],
+        "early": [one.state_key for one in callbacks if isinstance(one, EarlyStopping)],
+    }
+
+
+def restore_stop(trainer: Trainer, state: Mapping[str, Any]) -> bool:
+    """Ask the training to stop again, if it had been asked and its limits are still the same.
+
+    Returns:
+        Whether it has been asked.
+    """
+    asked = bool(state.get("should_stop")) and {**stop_state(trainer), "should_stop": True} == state
+    if asked:
+        trainer.should_stop = True
+    return asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where a training ends, put off while its loops are restored.
+
+    Attributes:
+        trainer: Whose they are.
+        max_epochs: The loop's own.
+        max_steps: The loop's own.
+        min_steps: The loop's own.
+        are_reached: Whether `max_epochs` or `max_steps` is reached.
+    """
+
+    trainer: Trainer
+    max_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    are_reached: bool
+
+    @classmethod
+    def put_off(cls, trainer: Trainer, place: Place, *, is_asked: bool) -> Limits | None:
+        """Put the limits off where Lightning would end at once; return them, or None.
+
+        Args:
+            trainer: The trainer, with its loops restored.
+            place: Where the checkpoint was written.
+            is_asked: Whether the training had been asked to stop.
+        """
+        fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        progress: Any = fit_loop.epoch_progress.current
+        max_epochs, next_step = fit_loop.max_epochs, loop.global_step + 1
+        no_steps = 0 < loop.max_steps < next_step
+        no_epochs = max_epochs is not None and 0 < max_epochs <= progress.processed
+        if place not in _BEFORE_THE_END or not (no_steps or no_epochs or is_asked):
+            return None
+        held = cls(
+            trainer=trainer,
+            max_epochs=max_epochs,
+            max_steps=loop.max_steps,
+            min_steps=loop.min_steps,
+            are_reached=no_steps or no_epochs,
+        )
+        if no_steps:
+            loop.max_steps = next_step
+        if no_epochs:
+            fit_loop.max_epochs = progress.processed + 1
+        if is_asked:
+            loop.min_steps = max(loop.min_steps or 0, next_step)
+        return held
+
+    def put_back(self) -> bool:
+        """Let the limits hold again; return whether the training ends with what is still due."""
+        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+        fit_loop.max_epochs = self.max_epochs
+        loop.max_steps, loop.min_steps = self.max_steps, self.min_steps
+        asked = self.trainer.should_stop and compat.can_stop_early(self.trainer)
+        return self.are_reached or asked
+
+
+def finish_training(trainer: Trainer, *, validates: bool) -> None:
+    """Do what is left of the last epoch, in Lightning's order.
+
+    Args:
+        trainer: Its loops stand where the checkpoint was written.
+        validates: Whether a validation is due, or what follows one.
+    """
+    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fetcher = compat.data_fetcher(trainer)
+    assert fetcher is not None
+    fit_loop.on_advance_start()
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    with profiler.profile("run_training_epoch"):
+        loop.reset()
+        loop.on_run_start(fetcher)
+        if validates:
+            loop.advance(fetcher)  # fetches nothing: it restarts at the validation
+            loop.on_advance_end(fetcher)
+        loop.on_iteration_done()
+    fit_loop.on_advance_end()
+    fit_loop.on_iteration_done()
