@@ -19,12 +19,10 @@ from lightning.pytorch.loggers.logger import Logger
 import roundpipe_lightning.checkpoint.io as checkpoint_module
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.checkpoint.snapshot import Snapshots
-from roundpipe_lightning.checkpoint.writer import WriteQueue
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.moments import ObservedCondition
 from tests.kit.resumption import RESUME_QUIET, MemoryLogger, plain
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 from tests.lightning.test_checkpoint import full_disk
@@ -94,28 +92,6 @@ def test_only_what_is_not_written_yet_is_copied(tmp_path: Path, held: threading.
     assert io.snapshots.peak_copied_bytes == 6 * 4000
 
 
-def test_without_room_the_change_waits_for_the_writer() -> None:
-    snapshots = Snapshots(max_copy_bytes=0)
-    tensor = torch.ones(5)
-    snapshot = snapshots.protect([tensor.untyped_storage()])
-    released = threading.Event()
-
-    def change() -> None:
-        snapshots.release()
-        released.set()
-
-    snapshots._changed = told = ObservedCondition()
-    thread = threading.Thread(target=change)
-    thread.start()
-    assert told.waits.acquire(timeout=60)
-    with snapshot.take(tensor.untyped_storage()) as memory:
-        assert memory.data_ptr() == tensor.data_ptr()
-        assert not released.is_set()
-    thread.join()
-    assert released.is_set()
-    assert snapshots.waited_seconds > 0
-
-
 def test_a_copy_that_nobody_needs_any_more_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = Snapshots(max_copy_bytes=1000)
     tensor, clone = torch.ones(5), torch.UntypedStorage.clone
@@ -157,54 +133,38 @@ def test_saves_and_removals_keep_their_order(tmp_path: Path, held: threading.Eve
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_error_is_raised_by_the_next_call_and_once(tmp_path: Path) -> None:
+def test_the_first_error_is_raised_by_the_next_call_and_once(tmp_path: Path) -> None:
     io = RoundPipeAsyncCheckpointIO()
     large = {"state_dict": {"a": torch.ones(50_000)}}
+    (tmp_path / "file").touch()
     with full_disk(after_bytes=50_000):
         io.save_checkpoint(large, tmp_path / "a.ckpt")
-        io._queue.drain()
-    with pytest.raises(CheckpointError, match=r"a\.ckpt could not be written: File too large"):
-        io.save_checkpoint(large, tmp_path / "b.ckpt")
+        io.remove_checkpoint(tmp_path / "file")  # what was asked for later is still done
+        with pytest.raises(CheckpointError, match=r"a\.ckpt could not be written: File too large"):
+            io.wait()
+    assert not (tmp_path / "file").exists()
     io.save_checkpoint(large, tmp_path / "c.ckpt")
     io.teardown()
     assert os.listdir(tmp_path) == ["c.ckpt"]  # noqa: PTH208 - hidden files count
 
 
-def test_queue_hands_out_the_first_error_of_several() -> None:
-    queue = WriteQueue()
-
-    def fail(name: str) -> Callable[[], None]:
-        def job() -> None:
-            raise CheckpointError(name)
-
-        return job
-
-    done: list[int] = []
-    for job in (fail("first"), fail("second"), lambda: done.append(1)):
-        queue.submit(job)
-    queue.drain()
-    with pytest.raises(CheckpointError, match="first"):
-        queue.raise_error()
-    queue.raise_error()
-    assert done == [1]
-
-
-def test_a_queue_without_a_thread_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_nothing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wait for a checkpoint that nobody writes would not end."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    queue, ran = WriteQueue(), list[int]()
+    io = RoundPipeAsyncCheckpointIO()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            queue.submit(lambda: ran.append(0))
-    assert not queue._jobs
-    queue.drain()
-    queue.submit(lambda: ran.append(1))
-    queue.drain()
-    assert ran == [1]
+            io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "a.ckpt")
+    io.wait()
+    io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "b.ckpt")
+    io.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
 
 
 def test_settings_that_cannot_work() -> None:

@@ -19,14 +19,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
-    parameter_error,
     regression_data,
-    same_bits,
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -162,42 +159,6 @@ def test_full_disk_while_training(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"]  # noqa: PTH208 - hidden files count
 
 
-def test_the_same_checkpoints_are_chosen_and_hold_the_same(tmp_path: Path) -> None:
-    saved = []
-    for name, strategy in (("one", "auto"), ("many", RoundPipeStrategy(num_microbatches=1))):
-        _, trainer = _fit(tmp_path / name, strategy)
-        assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
-        best = Path(trainer.checkpoint_callback.best_model_path)
-        saved.append((best.name, torch.load(best, weights_only=True)))
-    (expected_name, expected), (name, checkpoint) = saved
-    assert name == expected_name
-    assert list(checkpoint["state_dict"]) == list(expected["state_dict"])
-    assert set(checkpoint) - set(expected) == {"roundpipe"}
-    for key, value in expected["state_dict"].items():
-        assert torch.equal(checkpoint["state_dict"][key], value)
-    states, expected_states = checkpoint["optimizer_states"][0], expected["optimizer_states"][0]
-    assert states["param_groups"] == expected_states["param_groups"]
-    assert states["state"].keys() == expected_states["state"].keys()
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
-@pytest.mark.parametrize(("first", "then"), [("roundpipe", "auto"), ("auto", "roundpipe")])
-def test_another_strategy_goes_on_from_the_checkpoint(
-    tmp_path: Path, first: str, then: str
-) -> None:
-    expected, _ = _fit(tmp_path / "expected", "auto", max_epochs=4)
-    _fit(tmp_path / "run", first, devices=1 if first == "auto" else 2)
-    module = Regressor("adamw")
-    trainer = make_trainer(
-        tmp_path, strategy=then, devices=1 if then == "auto" else 2, max_epochs=4
-    )
-    trainer.fit(
-        module, regression_data(), regression_data(8), ckpt_path=tmp_path / "run" / "last.ckpt"
-    )
-    assert trainer.global_step == 16
-    assert parameter_error(module, expected) < 1e-3
-
-
 def test_loss_scale_moves_between_strategies(tmp_path: Path) -> None:
     def plugin(ours: bool, scale: float) -> Any:
         scaler = torch.amp.GradScaler(device="cpu", init_scale=scale)
@@ -225,18 +186,6 @@ def test_loss_scale_moves_between_strategies(tmp_path: Path) -> None:
         assert isinstance(restored, (RoundPipePrecision, MixedPrecision))
         assert restored.scaler is not None
         assert restored.scaler.get_scale() == 128.0
-
-
-def test_weights_only_checkpoint_has_no_random_state(tmp_path: Path) -> None:
-    _, trainer = _fit(tmp_path, "roundpipe")
-    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    assert "roundpipe" not in torch.load(tmp_path / "weights.ckpt")
-    module = Regressor()
-    make_trainer(tmp_path, strategy="roundpipe").validate(
-        module, regression_data(8), ckpt_path=tmp_path / "weights.ckpt"
-    )
-    assert trainer.model is not None
-    assert same_bits(module, trainer.model)
 
 
 def test_asynchronous_checkpoints_are_written_by_ours(tmp_path: Path) -> None:

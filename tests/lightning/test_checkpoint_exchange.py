@@ -63,12 +63,13 @@ def one_process() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("to_ddp", [True, False])
-def test_ddp_goes_on_from_ours_and_we_from_its(
-    tmp_path: Path, one_process: None, to_ddp: bool
+@pytest.mark.parametrize("other", [lambda: "auto", _ddp], ids=["one device", "ddp"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_strategy_goes_on_from_ours_and_we_from_its(
+    tmp_path: Path, one_process: None, other: Any, is_first: bool
 ) -> None:
     expected = _fit(tmp_path / "expected", "auto", num_epochs=3)
-    strategies: list[Any] = ["roundpipe", _ddp()] if to_ddp else [_ddp(), "roundpipe"]
+    strategies: list[Any] = [other(), "roundpipe"] if is_first else ["roundpipe", other()]
     _fit(tmp_path / "part", strategies[0], num_epochs=2)
     path = tmp_path / "part" / "x.ckpt"
     module = _fit(tmp_path / "rest", strategies[1], num_epochs=3, ckpt_path=path)
@@ -115,7 +116,11 @@ def test_nothing_of_ours_disturbs_lightnings_own_parts(tmp_path: Path) -> None:
         _fit(tmp_path / name, strategy, num_epochs=1)
     one, ours = (torch.load(tmp_path / name / "x.ckpt") for name in ("one", "ours"))
     assert set(ours) == {*one, "roundpipe"}
-    assert plain(ours["loops"]) == plain(one["loops"])
+    for key in ("loops", "state_dict"):
+        assert plain(ours[key]) == plain(one[key])
+    states, expected = ours["optimizer_states"][0], one["optimizer_states"][0]
+    assert states["param_groups"] == expected["param_groups"]
+    assert states["state"].keys() == expected["state"].keys()
 
 
 def test_checkpoint_of_the_first_version_is_read(tmp_path: Path) -> None:

@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
-from torchmetrics.aggregation import CatMetric, MeanMetric
-from torchmetrics.wrappers import MinMaxMetric
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy, assert_trains_as_one_device
 from tests.kit.training import (
     QUIET,
@@ -62,89 +57,6 @@ def test_logs_metrics_outputs_and_parameters(tmp_path: Path, precision: Any) -> 
         assert tag_of(output["prediction"]) is None
     for parameter in module.parameters():
         assert parameter.grad is None or tag_of(parameter.grad) is None
-
-
-class _Measures(nn.Module):
-    """Metrics of every kind."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.plain = nn.ModuleList([PearsonCorrCoef(), SpearmanCorrCoef(), MeanSquaredError()])
-        self.collection = MetricCollection([PearsonCorrCoef(), MeanSquaredError()])
-        self.wrapped = MinMaxMetric(MeanSquaredError())
-        self.everything = CatMetric()
-        self.number = MeanMetric()
-
-    def update(self, module: Any, prediction: Tensor, target: Tensor) -> None:
-        for metric in self.plain:
-            assert isinstance(metric, (PearsonCorrCoef, SpearmanCorrCoef, MeanSquaredError))
-            metric(prediction, target)
-            name = f"{self.name}_{type(metric).__name__}"
-            module.log(name, metric, on_step=False, on_epoch=True)
-        self.collection.update(prediction, target)
-        self.wrapped(prediction, target)
-        self.everything.update(prediction)
-        so_far = self.everything.compute().sum()
-        module.log(f"{self.name}_so_far", so_far, on_epoch=True, on_step=False)
-        self.number.update(len(target))
-        module.log(f"{self.name}_number", self.number, on_step=False, on_epoch=True)
-
-    def finish(self, module: Any) -> None:
-        module.log_dict({f"{self.name}_c_{k}": v for k, v in self.collection.compute().items()})
-        module.log_dict({f"{self.name}_w_{k}": v for k, v in self.wrapped.compute().items()})
-        module.log(f"{self.name}_everything", self.everything.compute().sum())
-        self.collection.reset()
-        self.everything.reset()
-        self.wrapped.reset()
-
-
-class _Measuring(Regressor):
-    """Uses metrics of every kind where nothing is split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.training_measures = _Measures("train")
-        self.validation_measures = _Measures("val")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        self.training_measures.update(self, self(x).flatten().detach(), y.flatten())
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self) -> None:
-        self.training_measures.finish(self)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.validation_measures.update(self, self(x).flatten(), y.flatten())
-
-    def on_validation_epoch_end(self) -> None:
-        self.validation_measures.finish(self)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The variance of predictions", "ignore:Metric `SpearmanCorrcoef`"
-)
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_metrics_of_every_kind_where_nothing_is_split(tmp_path: Path) -> None:
-    runs: list[list[dict[str, Any]]] = []
-    one_microbatch = [kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy)]
-    for strategy in ("auto", *one_microbatch):
-        torch.manual_seed(3)
-        seen = _Outputs()
-        devices = 1 if strategy == "auto" else 3
-        trainer = make_trainer(
-            tmp_path, strategy=strategy, devices=devices, callbacks=[seen], max_epochs=2
-        )
-        trainer.fit(_Measuring(), regression_data(), regression_data(27))
-        runs.append(seen.metrics)
-    for metrics in runs[1:]:
-        for expected, values in zip(runs[0], metrics, strict=True):
-            assert list(values) == list(expected)
-            for key, value in expected.items():
-                assert tag_of(values[key]) is None
-                torch.testing.assert_close(values[key], value, msg=key)
 
 
 def test_a_user_s_comparison_with_one_device() -> None:

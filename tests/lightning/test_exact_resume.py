@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from roundpipe_lightning.data.token_data import ResumableLoader, SeededOrder
+from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.resume.data_position import SlowResumeWarning
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning
@@ -38,7 +39,7 @@ from tests.kit.resumption import (
     resumed_everywhere,
     train,
 )
-from tests.kit.training import QUIET, Regressor, regression_data
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
@@ -114,50 +115,34 @@ class Counting(Shuffled):
         self.num_begun = state["num_begun"]
 
 
-def test_in_every_hook(tmp_path: Path) -> None:
-    hooks = ["on_train_batch_end", "on_validation_end", "on_validation_batch_end"]
-    count = resumed_everywhere(
-        tmp_path,
-        [*hooks, "on_train_epoch_end", "on_before_zero_grad"],
-        picked=[0, 1, 3, 4, 5, 8, 10, 11, 12, 13],
-        train_data=lambda: regression_data(24, shuffle=True),
-        validation_data=regression_data(8),
-        val_check_interval=2,
-        max_epochs=2,
-    )
-    assert count == 10
-
-
-def test_at_the_end_of_every_epoch_the_last_one_too(tmp_path: Path) -> None:
-    count = resumed_everywhere(
-        tmp_path,
-        ["on_train_epoch_end"],
-        train_data=lambda: regression_data(24, shuffle=True),
-        validation_data=regression_data(8),
-        max_epochs=2,
-    )
-    assert count == 2
-
-
-def test_in_an_accumulation_window_and_after_its_early_end(tmp_path: Path) -> None:
-    resumed_everywhere(
-        tmp_path,
-        BATCH_END,
-        train_data=lambda: regression_data(24, shuffle=True),
-        accumulate_grad_batches=2,
-        max_epochs=2,
-    )
-
-
-def test_with_a_limit_of_steps(tmp_path: Path) -> None:
-    resumed_everywhere(
-        tmp_path,
+HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "every hook": (
+        [
+            *BATCH_END,
+            *("on_validation_end", "on_validation_batch_end"),
+            *("on_train_epoch_end", "on_before_zero_grad"),
+        ],
+        {
+            "picked": [0, 1, 3, 4, 5, 8, 10, 11, 12, 13],
+            "validation_data": regression_data(8),
+            "val_check_interval": 2,
+        },
+    ),
+    "every epoch's end": (["on_train_epoch_end"], {"validation_data": regression_data(8)}),
+    "windows, one ends early": (BATCH_END, {"accumulate_grad_batches": 2}),
+    "a limit of steps": (
         [*BATCH_END, "on_train_epoch_end"],
-        picked=[1, 2, 3, 4],
-        train_data=lambda: regression_data(24, shuffle=True),
-        max_epochs=-1,
-        max_steps=7,
-    )
+        {"picked": [1, 2, 3, 4], "max_epochs": -1, "max_steps": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_in_hooks(tmp_path: Path, name: str) -> None:
+    hooks, given = HOOKS[name]
+    options = {"max_epochs": 2, "train_data": lambda: regression_data(24, shuffle=True), **given}
+    count = resumed_everywhere(tmp_path, hooks, **options)
+    assert count == len(given.get("picked", ())) or count >= 2
 
 
 def _combined() -> CombinedLoader:
@@ -292,8 +277,6 @@ def test_loaders_made_before_the_checkpoint_is_read(tmp_path: Path, loader: Any)
 
 
 def test_loss_scale_and_its_growth(tmp_path: Path) -> None:
-    from roundpipe_lightning.precision import RoundPipePrecision
-
     def plugin() -> RoundPipePrecision:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         return RoundPipePrecision("16-mixed", scaler=scaler)
@@ -417,3 +400,50 @@ def test_generators_of_devices_are_saved(monkeypatch: pytest.MonkeyPatch) -> Non
     set_random_state(random_state())
     assert list(restored) == [0]
     assert torch.equal(restored[0], states[0])
+
+
+def test_random_state_is_restored_for_training_only(tmp_path: Path) -> None:
+    saver = SaveEverywhere(tmp_path, ["on_train_end"])
+    train(tmp_path, seed=1, train_data=_loader, callbacks=[saver], max_epochs=1)
+    path = saver.moments[0].path
+    make_trainer(tmp_path, strategy="roundpipe").validate(
+        Restless(), regression_data(8), ckpt_path=path, verbose=False
+    )
+    saved = torch.load(path, weights_only=True)["roundpipe"]["random_state"]["torch"]
+    assert not torch.equal(torch.get_rng_state(), saved)
+
+
+def test_random_state_round_trips(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # leaves a second number behind
+    np.random.standard_normal()  # noqa: NPY002 - likewise
+    torch.save(random_state(), tmp_path / "state.pt")
+
+    def draw() -> list[float]:
+        return [
+            random.gauss(0, 1),
+            random.random(),
+            float(np.random.standard_normal()),  # noqa: NPY002
+            float(np.random.rand()),  # noqa: NPY002
+            float(torch.rand(())),
+        ]
+
+    expected = draw()
+    draw()
+    set_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draw() == expected
+
+
+def test_steps_leave_the_hosts_generator_to_the_data(tmp_path: Path) -> None:
+    """Dropout in the model changes nothing about the order in which the data is shuffled."""
+    orders = []
+    for dropout in (0.0, 0.5):
+        seen: list[Tensor] = []
+        torch.manual_seed(7)
+        module = Regressor(dropout=dropout, on_step=lambda m, b, i: seen.append(b[0].clone()))  # noqa: B023
+        torch.manual_seed(8)
+        trainer = make_trainer(
+            tmp_path, strategy=RoundPipeStrategy(num_microbatches=1), max_epochs=3
+        )
+        trainer.fit(module, regression_data(shuffle=True))
+        orders.append(torch.cat(seen))
+    assert torch.equal(orders[0], orders[1])

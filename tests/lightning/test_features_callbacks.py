@@ -27,7 +27,6 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
-    OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
     SpikeDetection,
@@ -43,13 +42,8 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    parameter_error,
-    regression_data,
-)
+from tests.kit.comparison import assert_close, compare, on_each
+from tests.kit.training import QUIET, Regressor, regression_data
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),
@@ -154,36 +148,28 @@ def test_none_is_missing() -> None:
 @pytest.mark.parametrize("name", [*CALLBACKS, "all that watch", "plain"])
 @pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`")
 def test_parameters_metrics_and_learning_rates(tmp_path: Path, name: str) -> None:
-    runs: list[Any] = []
-    strategies: list[Any] = ["auto", RoundPipeStrategy()]
-    if name == "BaseFinetuning":
-        strategies.append(EmulatedStrategy())
     watches = name == "all that watch"
     kinds = list(WATCHING.values()) if watches else [CALLBACKS[name]] if name in CALLBACKS else []
-    for strategy in strategies:
-        torch.manual_seed(3)
-        module, seen = Tunable(), Everything()
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            devices=1 if strategy == "auto" else 2,
-            max_epochs=3,
-            callbacks=[*(make() for make in kinds), seen],
-            logger=CSVLogger(tmp_path / str(len(runs)), version=0),
-            enable_progress_bar=watches or name == "plain",
-            enable_model_summary=watches or name == "plain",
-        )
+
+    def run(trainer: Trainer, module: Tunable) -> Any:
         trainer.fit(module)
-        runs.append((module, trainer, seen))
-    (expected, one, noted), *others = runs
-    for module, many, seen in others:
-        assert parameter_error(module, expected) < 1e-4
-        assert many.global_step == one.global_step
-        assert (module.lr, module.batch_size) == pytest.approx((expected.lr, expected.batch_size))
-        assert len(seen.seen) == len(noted.seen)
-        for values, wanted in zip(seen.seen, noted.seen, strict=True):
-            assert values.keys() == wanted.keys()
-            assert list(values.values()) == pytest.approx(list(wanted.values()), rel=1e-3, abs=1e-5)
+        (noted,) = (c for c in trainer.callbacks if isinstance(c, Everything))  # type: ignore[attr-defined]
+        return [float(module.lr), float(module.batch_size)], noted.seen
+
+    one, *others = compare(
+        tmp_path,
+        Tunable,
+        run,
+        kinds=[RoundPipeStrategy, *([EmulatedStrategy] if name == "BaseFinetuning" else [])],
+        tolerance=1e-4,
+        max_epochs=3,
+        callbacks=lambda: [*(make() for make in kinds), Everything()],
+        logger=lambda: CSVLogger(tmp_path),
+        enable_progress_bar=watches or name == "plain",
+        enable_model_summary=watches or name == "plain",
+    )
+    for other in others:
+        assert_close(other.result, one.result, tolerance=1e-3)
 
 
 class Uploads(DummyLogger):
@@ -201,115 +187,85 @@ class Uploads(DummyLogger):
 
 
 def test_loggers_find_the_checkpoints_that_were_chosen(tmp_path: Path) -> None:
-    runs: list[Any] = []
-    for strategy in ("auto", RoundPipeStrategy()):
-        torch.manual_seed(3)
-        logger = Uploads()
-        folder = tmp_path / str(len(runs))
-        chooser = ModelCheckpoint(
-            folder, monitor="val_loss", save_top_k=2, filename="{epoch}", every_n_epochs=1
-        )
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            callbacks=[chooser],
-            enable_checkpointing=True,
-            logger=logger,
-            max_epochs=4,
-        )
-        trainer.fit(Tunable())
-        kept = sorted(path.name for path in folder.iterdir())
-        runs.append((logger.uploaded, logger.sizes, kept, Path(chooser.best_model_path).name))
-    assert runs[1] == runs[0]
-    assert len(runs[0][0]) >= 4
-    assert len(runs[0][2]) == 2
+    def run(trainer: Trainer, module: Tunable) -> Any:
+        trainer.fit(module)
+        chooser: Any = trainer.checkpoint_callback
+        logger: Any = trainer.logger
+        kept = sorted(path.name for path in Path(chooser.dirpath).iterdir())
+        return logger.uploaded, logger.sizes, kept, Path(chooser.best_model_path).name
+
+    folders = (str(number) for number in range(2))
+    one, other = compare(
+        tmp_path,
+        Tunable,
+        run,
+        callbacks=lambda: [
+            ModelCheckpoint(
+                tmp_path / next(folders), monitor="val_loss", save_top_k=2, filename="{epoch}"
+            )
+        ],
+        enable_checkpointing=True,
+        logger=Uploads,
+        max_epochs=4,
+    )
+    assert other.result == one.result
+    assert len(one.result[0]) >= 4
+    assert len(one.result[2]) == 2
+
+
+class Writer(BasePredictionWriter):
+    """Keeps what it is to write."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.written: list[Any] = []
+
+    def write_on_batch_end(  # type: ignore[override]
+        self,
+        trainer: Any,
+        module: Any,
+        prediction: Any,
+        indices: Any,
+        batch: Any,
+        index: int,
+        _: int,
+    ) -> None:
+        self.written.append([index, list(indices), prediction])
+
+    def write_on_epoch_end(  # type: ignore[override]
+        self, trainer: Any, module: Any, predictions: Any, indices: Any
+    ) -> None:
+        self.written.append([indices, list(predictions)])
 
 
 def test_predictions_are_written_whole_and_in_order(tmp_path: Path) -> None:
-    class Writer(BasePredictionWriter):
-        def __init__(self, interval: Any) -> None:
-            super().__init__(interval)
-            self.written: list[Any] = []
-
-        def write_on_batch_end(
-            self,
-            trainer: Trainer,
-            pl_module: LightningModule,
-            prediction: Any,
-            batch_indices: Any,
-            batch: Any,
-            batch_idx: int,
-            dataloader_idx: int,
-        ) -> None:
-            self.written.append((batch_idx, batch_indices, prediction))
-
-        def write_on_epoch_end(
-            self,
-            trainer: Trainer,
-            pl_module: LightningModule,
-            predictions: Any,
-            batch_indices: Any,
-        ) -> None:
-            self.written.append((batch_indices, list(predictions)))
-
-    module = Regressor()
-    runs = []
-    strategies: list[Any] = ["auto", RoundPipeStrategy(), EmulatedStrategy()]
-    for strategy in strategies:
-        devices = 1 if strategy == "auto" else 3
-        writer = Writer("batch_and_epoch")
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, callbacks=[writer])
+    def run(trainer: Trainer, module: Any) -> Any:
         trainer.predict(module, regression_data(19), return_predictions=False)
-        runs.append(writer.written)
-    for written in runs[1:]:
-        torch.testing.assert_close(written, runs[0], rtol=0, atol=0)
-    assert [part[1] for part in runs[0][:-1]] == [
-        list(range(8)),
-        list(range(8, 16)),
-        list(range(16, 19)),
-    ]
+        (writer,) = (c for c in trainer.callbacks if isinstance(c, Writer))  # type: ignore[attr-defined]
+        return writer.written
+
+    kinds = (RoundPipeStrategy, EmulatedStrategy)
+    one, *others = compare(
+        tmp_path, Regressor, run, kinds=kinds, devices=3, callbacks=lambda: [Writer()]
+    )
+    for other in others:
+        assert_close(other.result, one.result, tolerance=0.0)
+    rows = [list(range(8)), list(range(8, 16)), list(range(16, 19))]
+    assert [part[1] for part in one.result[:-1]] == rows
 
 
 @pytest.mark.parametrize("where", ["head", "layers.1.inner"])
 def test_pruning(tmp_path: Path, where: str) -> None:
     """Pruning puts a mask before a parameter, which is another one then."""
-    modules = []
-    for strategy in ("auto", RoundPipeStrategy()):
-        torch.manual_seed(3)
-        module = Regressor()
-        pruned: Any = module.get_submodule(where)
-        pruning = ModelPruning(
-            "l1_unstructured", parameters_to_prune=[(pruned, "weight")], amount=0.5
-        )
-        trainer = make_trainer(tmp_path, strategy=strategy, callbacks=[pruning], max_epochs=2)
+
+    def run(trainer: Trainer, module: Any) -> float:
+        pruned = [(module.get_submodule(where), "weight")]
+        pruning = ModelPruning("l1_unstructured", parameters_to_prune=pruned, amount=0.5)
+        trainer.callbacks.append(pruning)  # type: ignore[attr-defined]
         trainer.fit(module, regression_data())
-        modules.append(module)
-    assert parameter_error(modules[1], modules[0]) < 1e-5
-    pruned = modules[1].get_submodule(where)
-    assert float((pruned.weight == 0).float().mean()) > 0.4
+        return float((module.get_submodule(where).weight == 0).float().mean())
 
-
-@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model")
-@pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last")
-def test_an_error_leaves_a_checkpoint_of_the_batch_before(tmp_path: Path) -> None:
-    class Failing(Regressor):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 2:
-                raise RuntimeError("mine")
-            return super().training_step(batch, batch_idx)
-
-    saved: list[Any] = []
-    for strategy in ("auto", RoundPipeStrategy(dry_run=False)):
-        torch.manual_seed(3)
-        callback = OnExceptionCheckpoint(tmp_path, filename=f"stopped_{len(saved)}")
-        trainer = make_trainer(
-            tmp_path, strategy=strategy, callbacks=[callback], enable_checkpointing=True
-        )
-        with pytest.raises(RuntimeError, match="mine"):
-            trainer.fit(Failing(), regression_data())
-        saved.append(torch.load(tmp_path / f"stopped_{len(saved)}.ckpt"))
-    assert saved[1]["global_step"] == saved[0]["global_step"] == 2
-    torch.testing.assert_close(saved[1]["state_dict"], saved[0]["state_dict"])
+    assert compare(tmp_path, Regressor, run, max_epochs=2)[1].result > 0.4
 
 
 def test_spikes_are_found(tmp_path: Path) -> None:
@@ -318,13 +274,16 @@ def test_spikes_are_found(tmp_path: Path) -> None:
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if batch_idx == 2 else loss
 
-    for strategy in ("auto", RoundPipeStrategy()):
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            callbacks=[SpikeDetection(window=2, warmup=1, exclude_batches_path=tmp_path / "x")],
-        )
-        logging.getLogger("lightning").setLevel("ERROR")
+    def run(trainer: Trainer, module: Any) -> int:
         with pytest.raises(TrainingSpikeException):
-            trainer.fit(Spiking(), regression_data())
-        assert trainer.global_step == 3
+            trainer.fit(module, regression_data())
+        return trainer.global_step
+
+    logging.getLogger("lightning").setLevel("ERROR")
+    found = on_each(
+        tmp_path,
+        Spiking,
+        run,
+        callbacks=lambda: [SpikeDetection(window=2, warmup=1, exclude_batches_path=tmp_path / "x")],
+    )
+    assert [outcome.result for outcome in found] == [3, 3]

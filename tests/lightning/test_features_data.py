@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    parameter_error,
-    regression_data,
-)
+from tests.kit.comparison import assert_close, compare
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -34,11 +29,11 @@ class Combined(Regressor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[Any] = []
+        self.seen: list[Any] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         parts = batch.values() if isinstance(batch, dict) else batch
-        self.given.append((batch_idx, [None if part is None else len(part[0]) for part in parts]))
+        self.seen.append((batch_idx, [None if part is None else len(part[0]) for part in parts]))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = batch.values() if isinstance(batch, dict) else batch
@@ -49,67 +44,29 @@ class Combined(Regressor):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.given.append(("val", batch_idx, dataloader_idx))
+        self.seen.append(("val", batch_idx, dataloader_idx))
         x, y = batch if not isinstance(batch, dict) else batch["a"] or batch["b"]
         self.log("val_loss", functional.mse_loss(self(x), y), batch_size=len(x))
         only = f"only_{dataloader_idx}"
         self.log(only, functional.l1_loss(self(x), y), batch_size=len(x), add_dataloader_idx=False)
 
 
-def both(
-    folder: Path,
-    make: Callable[[], LightningModule],
-    run: Callable[[Trainer, Any], Any],
-    *,
-    num_microbatches: Any = 2,
-    kind: type[RoundPipeStrategy] = RoundPipeStrategy,
-    **flags: Any,
-) -> tuple[Any, Any]:
-    """Do the same on one device and with the strategy; compare parameters and metrics."""
-    results = []
-    for strategy in ("auto", kind(num_microbatches=num_microbatches)):
-        torch.manual_seed(3)
-        module = make()
-        devices = 1 if strategy == "auto" else 2
-        made = {key: value() if callable(value) else value for key, value in flags.items()}
-        trainer = make_trainer(
-            folder, strategy=strategy, devices=devices, **{"max_epochs": 2, **made}
-        )
-        outcome = run(trainer, module)
-        metrics = {key: value.clone() for key, value in trainer.callback_metrics.items()}
-        results.append((module, metrics, outcome, trainer.global_step))
-    (expected, logged, outcome, steps), (module, metrics, ours, our_steps) = results
-    assert our_steps == steps
-    assert parameter_error(module, expected) < 1e-5
-    assert list(metrics) == list(logged)
-    for key, value in logged.items():
-        torch.testing.assert_close(metrics[key], value, rtol=1e-4, atol=1e-6, msg=key)
-    if hasattr(expected, "given"):
-        assert module.given == expected.given
-    return outcome, ours
+@pytest.mark.parametrize(
+    ("mode", "other", "num_microbatches"),
+    [
+        *((mode, 8, num) for mode in ("min_size", "max_size_cycle", "max_size") for num in (1, 2)),
+        *((mode, 6, num) for mode in ("max_size_cycle", "max_size") for num in (2, "auto")),
+    ],
+)
+def test_combined_loaders(tmp_path: Path, mode: Any, other: int, num_microbatches: Any) -> None:
+    """Of the same batch size, or of another one."""
 
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_combined_loaders(tmp_path: Path, mode: Any, num_microbatches: int) -> None:
     def fit(trainer: Trainer, module: Any) -> None:
-        loaders = {"a": regression_data(24), "b": regression_data(16)}
+        loaders = {"a": regression_data(24), "b": regression_data(2 * other, batch_size=other)}
         validation = {"a": regression_data(8), "b": regression_data(8, batch_size=2)}
         trainer.fit(module, CombinedLoader(loaders, mode), CombinedLoader(validation, mode))
 
-    both(tmp_path, Combined, fit, num_microbatches=num_microbatches)
-
-
-@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size"])
-@pytest.mark.parametrize("num_microbatches", [2, "auto"])
-def test_combined_loaders_of_different_batch_sizes(
-    tmp_path: Path, mode: Any, num_microbatches: Any
-) -> None:
-    def fit(trainer: Trainer, module: Any) -> None:
-        loaders = {"a": regression_data(24), "b": regression_data(12, batch_size=6)}
-        trainer.fit(module, CombinedLoader(loaders, mode))
-
-    both(tmp_path, Combined, fit, num_microbatches=num_microbatches)
+    compare(tmp_path, Combined, fit, num_microbatches=num_microbatches, max_epochs=2)
 
 
 def test_parts_that_cannot_be_divided_alike(tmp_path: Path) -> None:
@@ -132,7 +89,7 @@ def test_loaders_one_after_the_other(tmp_path: Path) -> None:
             trainer.fit(module, CombinedLoader(loaders, "sequential"))
         trainer.fit(module, [regression_data(8)], CombinedLoader(loaders, "sequential"))
 
-    both(tmp_path, Combined, run)
+    compare(tmp_path, Combined, run, num_microbatches=2)
 
 
 def test_several_validation_loaders_and_predictions_in_order(tmp_path: Path) -> None:
@@ -152,33 +109,30 @@ def test_several_validation_loaders_and_predictions_in_order(tmp_path: Path) -> 
         trainer.fit(module, regression_data(), [regression_data(8), regression_data(13)])
         return trainer.predict(module, [regression_data(9), regression_data(17, batch_size=3)])
 
-    for kind in (RoundPipeStrategy, EmulatedStrategy):
-        expected, predictions = both(tmp_path, Predicting, run, kind=kind)
-        assert [[p["place"] for p in part] for part in predictions] == [
-            [(0, 0), (0, 1)],
-            [(1, index) for index in range(6)],
-        ]
-        for part, other in zip(predictions, expected, strict=True):
-            joined, wanted = (torch.cat([p["y"] for p in x]) for x in (part, other))
-            torch.testing.assert_close(joined, wanted, rtol=1e-4, atol=1e-5)
-            assert joined.device.type == "cpu"
+    kinds = (RoundPipeStrategy, EmulatedStrategy)
+    one, *others = compare(tmp_path, Predicting, run, kinds=kinds, num_microbatches=2)
+    assert [[p["place"] for p in part] for part in one.result] == [
+        [(0, 0), (0, 1)],
+        [(1, index) for index in range(6)],
+    ]
+    for other in others:
+        assert_close(other.result, one.result, tolerance=1e-4)
+        assert all(p["y"].device.type == "cpu" for part in other.result for p in part)
 
 
 class _Stream(IterableDataset[Any]):
     """Samples without a known number."""
 
-    def __init__(self, num_samples: int) -> None:
-        self.data = regression_data(num_samples).dataset
-
     def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(len(self.data)))  # type: ignore[arg-type]
+        data: Any = regression_data(27).dataset
+        return (data[index] for index in range(len(data)))
 
 
 def test_data_without_a_length(tmp_path: Path) -> None:
     def fit(trainer: Trainer, module: Any) -> None:
-        trainer.fit(module, DataLoader(_Stream(27), batch_size=8), regression_data(8))
+        trainer.fit(module, DataLoader(_Stream(), batch_size=8), regression_data(8))
 
-    both(tmp_path, Regressor, fit, val_check_interval=2, max_steps=7, max_epochs=-1)
+    compare(tmp_path, Regressor, fit, val_check_interval=2, max_steps=7, max_epochs=-1)
 
 
 class _Module(LightningDataModule):
@@ -210,10 +164,9 @@ def test_loaders_that_are_made_anew(tmp_path: Path) -> None:
         trainer.validate(module, datamodule=data, verbose=False)
         return data.made, data.stages, data.trainer is trainer
 
-    expected, ours = both(
-        tmp_path, Regressor, run, reload_dataloaders_every_n_epochs=1, max_epochs=3
-    )
-    assert ours == expected == (3, ["fit", "validate"], True)
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
+    for outcome in compare(tmp_path, Regressor, run, num_microbatches=2, **options):
+        assert outcome.result == (3, ["fit", "validate"], True)
 
 
 class _Position(Callback):
@@ -276,6 +229,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "no epoch": {"max_epochs": 0},
     "windows that end early": {"accumulate_grad_batches": 3, "limit_train_batches": 4},
     "no distributed sampler": {"use_distributed_sampler": False},
+    "tests and predictions": {"limit_test_batches": 2, "limit_predict_batches": 3},
 }
 
 
@@ -285,27 +239,23 @@ def test_limits(tmp_path: Path, name: str) -> None:
     class Counting(Regressor):
         def __init__(self) -> None:
             super().__init__()
-            self.given: list[Any] = []
+            self.seen: list[Any] = []
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.given.append(("train", batch_idx, float(batch[0].sum())))
+            self.seen.append(("train", batch_idx, float(batch[0].sum())))
 
         def on_validation_batch_start(
             self, batch: Any, batch_idx: int, dataloader_idx: int = 0
         ) -> None:
-            self.given.append(("val", batch_idx))
+            self.seen.append(("val", batch_idx))
 
-    def fit(trainer: Trainer, module: Any) -> None:
+    def run(trainer: Trainer, module: Any) -> int:
         trainer.fit(module, regression_data(shuffle=True), regression_data(12))
-
-    both(tmp_path, Counting, fit, **LIMITS[name])
-
-
-def test_limits_of_tests_and_predictions(tmp_path: Path) -> None:
-    def run(trainer: Trainer, module: Any) -> Any:
+        if name != "tests and predictions":
+            return 3
         trainer.test(module, regression_data(), verbose=False)
-        predictions = trainer.predict(module, regression_data())
-        assert predictions is not None
-        return len(predictions)
+        return len(trainer.predict(module, regression_data()) or ())
 
-    assert both(tmp_path, Regressor, run, limit_test_batches=2, limit_predict_batches=3) == (3, 3)
+    options = {"max_epochs": 2, **LIMITS[name]}
+    for outcome in compare(tmp_path, Counting, run, num_microbatches=2, **options):
+        assert outcome.result == 3

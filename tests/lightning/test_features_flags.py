@@ -14,11 +14,11 @@ from lightning.pytorch.plugins import (
     TorchSyncBatchNorm,
 )
 from lightning.pytorch.tuner.tuning import Tuner
-from torch import Tensor
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.comparison import on_each
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -81,55 +81,6 @@ def test_devices_are_workers(tmp_path: Path, devices: Any, workers: int, per_dev
     assert trainer.strategy.root_device == torch.device("cpu")
 
 
-class _Limited(Regressor):
-    """Runs out of memory with more than four samples in a (micro)batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_size = 2
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if len(batch[0]) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        loss: Tensor = super().training_step(batch, batch_idx)
-        return loss
-
-    def train_dataloader(self) -> Any:
-        return regression_data(64, batch_size=self.batch_size)
-
-    def val_dataloader(self) -> Any:
-        return regression_data(2)
-
-
-def test_a_batch_size_is_found_where_memory_ends(tmp_path: Path) -> None:
-    """With M microbatches the batch may be M times as large as with one."""
-    sizes = []
-    strategies: list[Any] = [
-        "auto",
-        RoundPipeStrategy(num_microbatches=2, dry_run=False),
-        EmulatedStrategy(num_microbatches=1, dry_run=False),
-    ]
-    for strategy in strategies:
-        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
-        sizes.append(Tuner(trainer).scale_batch_size(_Limited(), steps_per_trial=1))
-        assert not list(tmp_path.glob(".scale_batch_size*"))
-    assert sizes == [4, 8, 4]
-
-
-def test_a_learning_rate_is_found_on_devices(tmp_path: Path) -> None:
-    suggestions = []
-    strategies: list[Any] = ["auto", RoundPipeStrategy(), EmulatedStrategy()]
-    for strategy in strategies:
-        torch.manual_seed(3)
-        module = _Rate()
-        trainer: Trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
-        finder = Tuner(trainer).lr_find(module, num_training=12, max_lr=0.5)
-        assert finder is not None
-        suggestions.append((finder.suggestion(skip_begin=2, skip_end=1), module.lr))
-    for found in suggestions[1:]:
-        assert found == pytest.approx(suggestions[0])
-
-
 class _Rate(Regressor):
     def __init__(self) -> None:
         super().__init__()
@@ -140,3 +91,14 @@ class _Rate(Regressor):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_a_learning_rate_is_found_on_devices(tmp_path: Path) -> None:
+    def find(trainer: Trainer, module: Any) -> list[float]:
+        finder = Tuner(trainer).lr_find(module, num_training=12, max_lr=0.5)
+        assert finder is not None
+        return [float(finder.suggestion(skip_begin=2, skip_end=1) or 0), module.lr]
+
+    one, *others = on_each(tmp_path, _Rate, find, kinds=(RoundPipeStrategy, EmulatedStrategy))
+    for other in others:
+        assert other.result == pytest.approx(one.result)

@@ -19,16 +19,15 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.comparison import Outcome, assert_close, compare, on_each
 from tests.kit.training import (
     QUIET,
     VOCABULARY,
     WIDTH,
     Block,
     PaddedSequences,
-    Regressor,
     make_trainer,
     regression_data,
-    same_bits,
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -214,13 +213,21 @@ MODULES: dict[str, Any] = {
 }
 
 
-def _run(folder: Path, strategy: Any, make: Any, **flags: Any) -> tuple[Any, dict[str, Tensor]]:
-    torch.manual_seed(3)
-    module = make()
-    devices = 1 if strategy == "auto" else 2
-    trainer = make_trainer(folder, strategy=strategy, devices=devices, max_epochs=2, **flags)
-    trainer.fit(module, regression_data(24))
-    return module, dict(trainer.callback_metrics)
+def _run(
+    folder: Path, kinds: Any, make: Any, *, tolerance: float = 0.0, **flags: Any
+) -> list[Outcome]:
+    """Train on one device and with each kind; all of the modules and metrics agree."""
+
+    def fit(trainer: Any, module: Any) -> None:
+        trainer.fit(module, regression_data(24))
+
+    expected, *others = found = on_each(folder, make, fit, kinds=kinds, max_epochs=2, **flags)
+    for outcome in others:
+        assert_close(outcome.metrics, expected.metrics, tolerance=tolerance)
+        wanted = dict(expected.module.state_dict())
+        assert_close(dict(outcome.module.state_dict()), wanted, tolerance=tolerance)
+        assert outcome.module.hooks == expected.module.hooks
+    return found
 
 
 @pytest.mark.parametrize(
@@ -238,19 +245,14 @@ def _run(folder: Path, strategy: Any, make: Any, **flags: Any) -> tuple[Any, dic
 def test_the_same_as_on_one_device(
     tmp_path: Path, name: str, precision: Any, tolerance: float
 ) -> None:
-    expected, logged = _run(tmp_path, "auto", MODULES[name], precision=precision)
-    for strategy in (RoundPipeStrategy(), EmulatedStrategy(num_microbatches=1)):
-        module, metrics = _run(tmp_path, strategy, MODULES[name], precision=precision)
+    kinds = (RoundPipeStrategy, lambda: EmulatedStrategy(num_microbatches=1))
+    make, flags = MODULES[name], {"tolerance": tolerance, "precision": precision}
+    expected, *others = _run(tmp_path, kinds, make, **flags)
+    for outcome in others:
+        strategy: Any = outcome.trainer.strategy
         assert strategy.num_microbatches == 1
-        for key, value in expected.state_dict().items():
-            found = module.state_dict()[key]
-            torch.testing.assert_close(found, value, rtol=tolerance, atol=tolerance, msg=key)
-        for layer, other in zip(module.modules(), expected.modules(), strict=True):
+        for layer, other in zip(outcome.module.modules(), expected.module.modules(), strict=True):
             assert getattr(layer, "num_calls", 0) == getattr(other, "num_calls", 0)
-        assert module.hooks == expected.hooks
-        assert metrics.keys() == logged.keys()
-        for key, value in logged.items():
-            torch.testing.assert_close(metrics[key], value, rtol=tolerance, atol=tolerance, msg=key)
 
 
 def test_blocks_are_on_the_device_only_while_they_run(
@@ -266,7 +268,8 @@ def test_blocks_are_on_the_device_only_while_they_run(
         return move(self, tensor)
 
     monkeypatch.setattr(EmulatedDevice, "move", note)
-    module, _ = _run(tmp_path, EmulatedStrategy(), Accumulating)
+    _, outcome = _run(tmp_path, [EmulatedStrategy], Accumulating)
+    module = outcome.module
     for layer in module.layers:
         for parameter in layer.parameters():
             assert sum(parameter is other for other in moved) == 2 * 6
@@ -289,13 +292,13 @@ def test_validation_between_manual_steps_sees_what_they_have_trained(tmp_path: P
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.head(batch[0]).square().mean())
 
-    values = []
-    for strategy in ("auto", RoundPipeStrategy(), EmulatedStrategy()):
-        torch.manual_seed(3)
-        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=2)
-        trainer.fit(Validated(), regression_data(24), regression_data(8))
-        values.append(trainer.callback_metrics["val"])
-    assert values[0] == values[1] == values[2]
+    def fit(trainer: Any, module: Any) -> Any:
+        trainer.fit(module, regression_data(24), regression_data(8))
+        return trainer.callback_metrics["val"]
+
+    kinds = (RoundPipeStrategy, EmulatedStrategy)
+    found = on_each(tmp_path, Validated, fit, kinds=kinds, devices=1, max_epochs=2)
+    assert found[0].result == found[1].result == found[2].result
 
 
 def test_an_error_in_a_manual_step_leaves_a_module_that_trains_again(tmp_path: Path) -> None:
@@ -314,14 +317,6 @@ def test_an_error_in_a_manual_step_leaves_a_module_that_trains_again(tmp_path: P
     trainer = make_trainer(tmp_path, strategy=EmulatedStrategy(), max_epochs=1)
     trainer.fit(module, regression_data())
     assert trainer.global_step == 2
-
-
-def test_a_regressor_that_is_automatic_still_has_its_microbatches(tmp_path: Path) -> None:
-    strategy = RoundPipeStrategy()
-    make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1).fit(
-        Regressor(), regression_data()
-    )
-    assert strategy.num_microbatches == 4
 
 
 class Ways(Accumulating):
@@ -364,10 +359,8 @@ class Ways(Accumulating):
 
 
 def test_parameters_are_the_hosts_own_wherever_they_are_reached(tmp_path: Path) -> None:
-    expected, _ = _run(tmp_path, "auto", Ways)
-    module, _ = _run(tmp_path, EmulatedStrategy(), Ways)
-    assert same_bits(module, expected)
-    assert module.count == expected.count == 6
+    _, outcome = _run(tmp_path, [EmulatedStrategy], Ways)
+    assert outcome.module.count == 6
 
 
 class Translation(Manual):
@@ -396,10 +389,7 @@ class Translation(Manual):
 
 
 def test_a_model_of_transformers_with_a_cache(tmp_path: Path) -> None:
-    modules: list[Any] = []
-    for strategy in ("auto", EmulatedStrategy()):
-        torch.manual_seed(3)
-        modules.append(Translation())
-        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
-        trainer.fit(modules[-1].train(), DataLoader(PaddedSequences(8), batch_size=4))
-    assert same_bits(modules[1], modules[0])
+    def fit(trainer: Any, module: Any) -> None:
+        trainer.fit(module.train(), DataLoader(PaddedSequences(8), batch_size=4))
+
+    compare(tmp_path, Translation, fit, kinds=[EmulatedStrategy], devices=1, tolerance=0.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
@@ -15,53 +16,40 @@ from torch import Tensor
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.comparison import assert_close, compare
 from tests.kit.resumption import MemoryLogger
 from tests.kit.training import (
     QUIET,
     Regressor,
-    make_trainer,
-    parameter_error,
     regression_data,
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
-STRATEGIES: list[Callable[[], Any]] = [
-    lambda: "auto",
-    lambda: RoundPipeStrategy(num_microbatches=3),
-    lambda: EmulatedStrategy(num_microbatches=3),
-]
 
+def _compare(folder: Path, make: Callable[[], Regressor], *, steps: int, **flags: Any) -> set[str]:
+    """Compare all that loggers are given, too; return the names of what is logged."""
 
-def _rows(
-    folder: Path, make: Callable[[], Regressor], data: Any, **flags: Any
-) -> list[tuple[Regressor, list[Any]]]:
-    """Train on one device and with the strategy; return modules and all that loggers were given."""
-    runs = []
-    for strategy in STRATEGIES:
-        torch.manual_seed(3)
-        module, logger, given = make(), MemoryLogger(), strategy()
-        made = {key: value() if callable(value) else value for key, value in flags.items()}
-        trainer = make_trainer(
-            folder,
-            strategy=given,
-            devices=1 if given == "auto" else 2,
-            logger=logger,
-            **{"max_epochs": 2, **made},
-        )
-        trainer.fit(module, data, regression_data(8))
-        runs.append((module, logger.rows))
-    return runs
+    def fit(trainer: Trainer, module: Regressor) -> Any:
+        trainer.fit(module, regression_data(30), regression_data(8))
+        assert isinstance(trainer.logger, MemoryLogger)
+        return trainer.logger.rows
 
-
-def _assert_same(runs: list[tuple[Regressor, list[Any]]], *, steps: int) -> None:
-    (expected, wanted), *others = runs
-    assert len({step for step, _ in wanted}) >= steps, "something was logged at every step"
-    for module, rows in others:
-        assert parameter_error(module, expected) < 1e-4
-        assert [(step, list(row)) for step, row in rows] == [(s, list(row)) for s, row in wanted]
-        for (_, row), (_, values) in zip(rows, wanted, strict=True):
-            assert row == pytest.approx(values, rel=1e-3, abs=1e-5)
+    one, *others = compare(
+        folder,
+        make,
+        fit,
+        kinds=(RoundPipeStrategy, EmulatedStrategy),
+        num_microbatches=3,
+        tolerance=1e-4,
+        logger=MemoryLogger,
+        max_epochs=2,
+        **flags,
+    )
+    assert len({step for step, _ in one.result}) >= steps, "something was logged at every step"
+    for other in others:
+        assert_close(other.result, one.result, tolerance=1e-3)
+    return {name for _, row in one.result for name in row}
 
 
 # Logged in hooks ---------------------------------------------------------------------------------
@@ -101,16 +89,14 @@ class _LogsInHooks(Regressor):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_hooks_log_reaches_loggers_at_every_step(tmp_path: Path, accumulate: int) -> None:
-    runs = _rows(
+    names = _compare(
         tmp_path,
         _LogsInHooks,
-        regression_data(30),
+        steps=8 // accumulate,
         callbacks=lambda: [LearningRateMonitor(log_momentum=True)],
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
     )
-    _assert_same(runs, steps=8 // accumulate)
-    names = {name for _, row in runs[0][1] for name in row}
     assert {"start_step", "weight_epoch", "gradient_epoch", "end_step", "lr-SGD"} <= names
     assert "grad_2.0_norm_total" in names
 
@@ -166,7 +152,7 @@ class _StepsItsScheduler(_LogsInHooks):
 )
 @pytest.mark.filterwarnings("ignore:You have overridden")
 def test_what_a_module_overrides(tmp_path: Path, kind: type[Regressor]) -> None:
-    _assert_same(_rows(tmp_path, kind, regression_data(30)), steps=4)
+    _compare(tmp_path, kind, steps=4)
 
 
 # Checkpoints by a metric of the training ---------------------------------------------------------
@@ -174,37 +160,38 @@ def test_what_a_module_overrides(tmp_path: Path, kind: type[Regressor]) -> None:
 
 def test_checkpoints_chosen_by_steps_and_read_by_name(tmp_path: Path) -> None:
     """Saves, removals, `last` and `best` within an epoch, written in the background, too."""
-    runs: list[Any] = []
-    strategies: list[Any] = [
-        "auto",
-        *(RoundPipeStrategy(checkpoint_io=io) for io in (None, RoundPipeAsyncCheckpointIO())),
-    ]
-    for strategy in strategies:
-        torch.manual_seed(3)
-        folder = tmp_path / str(len(runs))
-        chooser = ModelCheckpoint(
-            folder,
-            monitor="loss_step",
-            save_top_k=2,
-            save_last=True,
-            every_n_train_steps=2,
-            filename="{epoch}-{step}",
-        )
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            callbacks=[chooser],
-            enable_checkpointing=True,
-            max_epochs=3,
-        )
-        trainer.fit(Regressor(), regression_data(30))
-        kept = sorted(path.name for path in folder.iterdir())
+
+    def run(trainer: Trainer, module: Regressor) -> Any:
+        trainer.fit(module, regression_data(30))
+        chooser: Any = trainer.checkpoint_callback
+        kept = sorted(path.name for path in Path(chooser.dirpath).iterdir())
         best = {Path(path).name: float(value) for path, value in chooser.best_k_models.items()}
         loss = trainer.test(dataloaders=regression_data(8), ckpt_path="best", verbose=False)
         last = trainer.validate(dataloaders=regression_data(8), ckpt_path="last", verbose=False)
-        runs.append((kept, Path(chooser.best_model_path).name, best, {**loss[0], **last[0]}))
-    for kept, name, best, values in runs[1:]:
-        assert (kept, name) == runs[0][:2]
-        assert best == pytest.approx(runs[0][2], rel=1e-4)
-        assert values == pytest.approx(runs[0][3], rel=1e-4)
-    assert len(runs[0][0]) == 3
+        return kept, Path(chooser.best_model_path).name, best, dict(loss[0]), dict(last[0])
+
+    def in_background() -> RoundPipeStrategy:
+        return RoundPipeStrategy(checkpoint_io=RoundPipeAsyncCheckpointIO())
+
+    folders = (str(number) for number in range(3))
+    one, *others = compare(
+        tmp_path,
+        Regressor,
+        run,
+        kinds=(RoundPipeStrategy, in_background),
+        callbacks=lambda: [
+            ModelCheckpoint(
+                tmp_path / next(folders),
+                monitor="loss_step",
+                save_top_k=2,
+                save_last=True,
+                every_n_train_steps=2,
+                filename="{epoch}-{step}",
+            )
+        ],
+        enable_checkpointing=True,
+        max_epochs=3,
+    )
+    for other in others:
+        assert_close(other.result, one.result, tolerance=1e-4)
+    assert len(one.result[0]) == 3

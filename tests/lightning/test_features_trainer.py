@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +20,17 @@ from torch import nn
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.comparison import assert_close, compare, fit
 from tests.kit.training import (
     QUIET,
     WIDTH,
     Regressor,
     make_trainer,
-    parameter_error,
     regression_data,
     same_bits,
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-
-STRATEGIES: list[Callable[[], Any]] = [lambda: "auto", RoundPipeStrategy]
-
-
-def trained(
-    folder: Path, make: Callable[[], Any], run: Callable[[Trainer, Any], Any], **flags: Any
-) -> list[tuple[Any, Trainer, Any]]:
-    """Run the same on one device and with the strategy; return modules, Trainers and results."""
-    found = []
-    for strategy in STRATEGIES:
-        torch.manual_seed(3)
-        module = make()
-        given = strategy()
-        trainer = make_trainer(
-            folder,
-            strategy=given,
-            devices=1 if given == "auto" else 2,
-            **{"max_epochs": 1, **{k: v() if callable(v) else v for k, v in flags.items()}},
-        )
-        found.append((module, trainer, run(trainer, module)))
-    assert parameter_error(found[1][0], found[0][0]) < 1e-5
-    assert found[1][1].global_step == found[0][1].global_step
-    return found
-
 
 # Names and what belongs to whom ------------------------------------------------------------------
 
@@ -131,8 +106,7 @@ def test_layers_are_made_in_configure_model(tmp_path: Path) -> None:
         trainer.validate(module, regression_data(8), verbose=False)
         return int(module.made)
 
-    found = trained(tmp_path, Late, run)
-    assert found[0][2] == found[1][2] == 1
+    assert [outcome.result for outcome in compare(tmp_path, Late, run)] == [1, 1]
 
 
 # Ends --------------------------------------------------------------------------------------------
@@ -143,15 +117,8 @@ def test_training_ends_when_it_is_told_to(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             trainer.should_stop |= trainer.global_step == 5
 
-    found = trained(
-        tmp_path,
-        Regressor,
-        lambda trainer, module: trainer.fit(module, regression_data()),
-        callbacks=lambda: [Stop()],
-        max_epochs=3,
-        min_steps=2,
-    )
-    assert found[1][1].global_step == 5
+    options: dict[str, Any] = {"callbacks": lambda: [Stop()], "max_epochs": 5, "min_steps": 2}
+    assert compare(tmp_path, Regressor, tolerance=1e-4, **options)[1].trainer.global_step == 5
 
 
 def test_training_ends_when_its_time_is_over(tmp_path: Path) -> None:
@@ -174,11 +141,6 @@ class _Exceptions(Callback):
         self.seen.append((type(exception), trainer.global_step))
 
 
-def _exceptions_of(trainer: Any) -> _Exceptions:
-    found: _Exceptions = next(c for c in trainer.callbacks if isinstance(c, _Exceptions))
-    return found
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_exceptions_and_interrupts(tmp_path: Path, error: type[BaseException]) -> None:
     class Failing(Regressor):
@@ -190,11 +152,12 @@ def test_exceptions_and_interrupts(tmp_path: Path, error: type[BaseException]) -
         expected = SystemExit if error is KeyboardInterrupt else error
         with pytest.raises(expected):
             trainer.fit(module, regression_data())
-        return _exceptions_of(trainer).seen, str(trainer.state.status), trainer.interrupted
+        (noted,) = (c for c in trainer.callbacks if isinstance(c, _Exceptions))  # type: ignore[attr-defined]
+        return noted.seen, str(trainer.state.status), trainer.interrupted
 
-    found = trained(tmp_path, Failing, run, callbacks=lambda: [_Exceptions()])
-    assert found[1][2] == found[0][2]
-    assert found[0][2][0] == [(error, 2)]
+    one, other = compare(tmp_path, Failing, run, callbacks=lambda: [_Exceptions()])
+    assert other.result == one.result
+    assert one.result[0] == [(error, 2)]
 
 
 def test_slurm_signals_save_and_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +205,7 @@ def test_weights_alone_and_missing_ones(tmp_path: Path) -> None:
     trainer.fit(module, regression_data(16))
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     saved = torch.load(tmp_path / "weights.ckpt")
-    assert "optimizer_states" not in saved
+    assert not {"optimizer_states", "roundpipe"} & set(saved)
     assert saved["state_dict"].keys() == module.state_dict().keys()
 
     class More(Regressor):
@@ -251,8 +214,8 @@ def test_weights_alone_and_missing_ones(tmp_path: Path) -> None:
             self.more = nn.Linear(2, 2)
 
     strict = More()
-    for strategy in STRATEGIES:
-        trainer = make_trainer(tmp_path, strategy=strategy())
+    for strategy in ("auto", "roundpipe"):
+        trainer = make_trainer(tmp_path, strategy=strategy)
         with pytest.raises((RuntimeError, CheckpointError), match=r"(?s)[Mm]issing.*more\.weight"):
             trainer.validate(strict, regression_data(8), ckpt_path=tmp_path / "weights.ckpt")
     lenient = More()
@@ -272,17 +235,17 @@ class _Modes(Regressor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.modes: list[tuple[str, bool, bool, bool]] = []
+        self.seen: list[tuple[str, bool, bool, bool]] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inference, gradient = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        self.modes.append(("val", inference, gradient, self.training))
+        self.seen.append(("val", inference, gradient, self.training))
         super().validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.enable_grad():
             inference, gradient = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        self.modes.append(("predict", inference, gradient, self.training))
+        self.seen.append(("predict", inference, gradient, self.training))
         return super().predict_step(batch, batch_idx)
 
 
@@ -294,33 +257,20 @@ def test_modes_of_evaluation(tmp_path: Path, inference_mode: bool) -> None:
         trainer.predict(module, regression_data(8))
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module, regression_data(16), regression_data(8))
-        return module.modes
 
-    found = trained(tmp_path, _Modes, run, inference_mode=inference_mode)
-    assert found[1][2] == found[0][2]
-    assert found[0][2][0] == ("val", inference_mode, False, False)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
-@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
-def test_profilers(tmp_path: Path, profiler: str) -> None:
-    trained(
-        tmp_path,
-        Regressor,
-        lambda trainer, module: trainer.fit(module, regression_data(16)),
-        profiler=profiler,
-    )
+    one, _ = compare(tmp_path, _Modes, run, inference_mode=inference_mode)
+    assert one.module.seen[0] == ("val", inference_mode, False, False)
 
 
 def test_a_profiler_counts_a_step_once(tmp_path: Path) -> None:
-    counts = []
-    for strategy in STRATEGIES:
-        profiler = SimpleProfiler()
-        trainer = make_trainer(tmp_path, strategy=strategy(), profiler=profiler, max_epochs=1)
-        trainer.fit(Regressor(), regression_data(16))
+    def counts(trainer: Trainer, module: Any) -> int:
+        fit(trainer, module)
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         name = f"[Strategy]{type(trainer.strategy).__name__}.training_step"
-        counts.append(len(profiler.recorded_durations[name]))
-    assert counts == [2, 2]
+        return len(profiler.recorded_durations[name])
+
+    found = compare(tmp_path, Regressor, counts, profiler=SimpleProfiler)
+    assert [outcome.result for outcome in found] == [2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -329,8 +279,8 @@ def test_anomalies_are_found_where_they_arise(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return (self(batch[0]) * 0).sqrt().sum() * 0  # its gradient is no number
 
-    for strategy in STRATEGIES:
-        trainer = make_trainer(tmp_path, strategy=strategy(), detect_anomaly=True, max_epochs=1)
+    for strategy in ("auto", "roundpipe"):
+        trainer = make_trainer(tmp_path, strategy=strategy, detect_anomaly=True, max_epochs=1)
         with pytest.raises(RuntimeError, match=r"returned nan values in its 0th output"):
             trainer.fit(Bad(), regression_data(16))
         assert not torch.is_anomaly_enabled()
@@ -348,18 +298,15 @@ FLAGS: dict[str, dict[str, Any]] = {
     "benchmark": {"benchmark": True},
     "hyper-parameters": {"enable_autolog_hparams": False, "model_registry": "name"},
     "summary and bar": {"enable_progress_bar": True, "enable_model_summary": True},
+    **{f"{name} profiler": {"profiler": name} for name in ("simple", "advanced", "pytorch")},
 }
 
 
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
 def test_flags_that_change_nothing(tmp_path: Path, name: str) -> None:
-    trained(
-        tmp_path,
-        Regressor,
-        lambda trainer, module: trainer.fit(module, regression_data(16)),
-        **FLAGS[name],
-    )
+    compare(tmp_path, Regressor, **FLAGS[name])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -380,7 +327,7 @@ def test_compiled_parts_are_trained(
                     layer.compile(backend="eager")
 
     caplog.set_level("INFO", logger="lightning_utilities.core.rank_zero")
-    trained(tmp_path, Compiled, lambda trainer, module: trainer.fit(module, regression_data(16)))
+    compare(tmp_path, Compiled)
     assert "'layers.0' and others went through torch.compile" in caplog.text
     assert "without values" not in caplog.text  # the step was measured
 
@@ -427,31 +374,22 @@ class _Reader(Callback):
 
 
 def test_callbacks_read_the_values_of_the_moment(tmp_path: Path) -> None:
-    runs = []
-    strategies: list[Any] = ["auto", RoundPipeStrategy(), EmulatedStrategy()]
-    for strategy in strategies:
-        torch.manual_seed(3)
-        reader = _Reader()
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            devices=1 if strategy == "auto" else 2,
-            callbacks=[reader],
-            max_epochs=1,
-        )
-        trainer.fit(Regressor(), regression_data(24), regression_data(8))
-        runs.append(reader.read)
-    for read in runs[1:]:
-        assert [place for place, *_ in read] == [place for place, *_ in runs[0]]
-        for (_, *values), (_, *expected) in zip(read, runs[0], strict=True):
-            assert values == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    def read(trainer: Trainer, module: Any) -> Any:
+        reader = next(c for c in trainer.callbacks if isinstance(c, _Reader))  # type: ignore[attr-defined]
+        trainer.fit(module, regression_data(24), regression_data(8))
+        return reader.read
+
+    kinds = (RoundPipeStrategy, EmulatedStrategy)
+    one, *others = compare(tmp_path, Regressor, read, kinds=kinds, callbacks=lambda: [_Reader()])
+    for other in others:
+        assert_close(other.result, one.result, tolerance=1e-4)
 
 
 def test_functions_that_reduce_are_lightnings_four(tmp_path: Path) -> None:
     def log(module: Any, batch: Any, batch_idx: int) -> None:
         module.log("x", 1.0, on_epoch=True, reduce_fx=lambda values: values.median())
 
-    for strategy in STRATEGIES:
-        trainer = make_trainer(tmp_path, strategy=strategy(), max_epochs=1)
+    for strategy in ("auto", "roundpipe"):
+        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
         with pytest.raises(MisconfigurationException, match=r"reduce_fx=\{min,max,mean,sum\}"):
             trainer.fit(Regressor(on_step=log), regression_data(16))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import DeviceMemoryError, RoundPipeError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -40,22 +41,27 @@ class _Hungry(Regressor):
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("power", 8), ("binsearch", 7)],  # Lightning's search ends one below what fits
+    ("kind", "num_microbatches", "mode", "expected"),
+    [
+        (RoundPipeStrategy, 2, "power", 8),  # two microbatches of four
+        (RoundPipeStrategy, 2, "binsearch", 7),  # Lightning's search ends one below what fits
+        (EmulatedStrategy, 1, "power", 4),
+    ],
 )
 def test_batch_size_scaler_finds_the_largest_batch(
-    tmp_path: Path, mode: str, expected: int
+    tmp_path: Path, kind: Any, num_microbatches: int, mode: str, expected: int
 ) -> None:
     module = _Hungry()
-    strategy = RoundPipeStrategy(num_microbatches=2, dry_run=False)
+    strategy = kind(num_microbatches=num_microbatches, dry_run=False)
     trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
     found = Tuner(trainer).scale_batch_size(
         module, mode=mode, steps_per_trial=1, max_trials=5, init_val=2
     )
-    assert found == expected  # of two microbatches of four
-    module.batch_size = 8
+    assert found == expected
+    assert not list(tmp_path.glob(".scale_batch_size*"))
+    module.batch_size = 4 * num_microbatches
     trainer.fit(module)
-    assert trainer.global_step == 8
+    assert trainer.global_step == 16 // num_microbatches
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from torch import Tensor
 from torch.nn import functional
@@ -18,7 +18,8 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.engine.test_peft import EXPERTS, Q_V, SOFT, adapted, base
 from tests.kit.architectures import token_batches
-from tests.kit.training import QUIET, make_trainer, parameter_error
+from tests.kit.comparison import compare
+from tests.kit.training import QUIET
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),
@@ -74,30 +75,27 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-def compare(tmp_path: Path, make: Callable[[], Any], config: Any, **options: Any) -> None:
-    found = []
-    for strategy, devices in (
-        ("auto", 1),
-        (RoundPipeStrategy(num_microbatches=2), 2),
-        (EmulatedStrategy(num_microbatches=2), 2),
-    ):
-        module = Tuned(adapted(make(), config).model, **options)
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, max_epochs=1)
+def check(tmp_path: Path, make: Callable[[], Any], config: Any, **options: Any) -> None:
+    def fit(trainer: Trainer, module: Any) -> None:
         trainer.fit(module, data(), data() if options else None)
         states = trainer.optimizers[0].state
         assert set(states) == {p for p in module.parameters() if p.requires_grad}
-        found.append((module, trainer.callback_metrics))
-    for module, metrics in found[1:]:
-        assert parameter_error(module, found[0][0]) < 1e-4
-        for name, value in found[0][1].items():
-            torch.testing.assert_close(metrics[name], value, rtol=1e-4, atol=1e-5)
+
+    compare(
+        tmp_path,
+        lambda: Tuned(adapted(make(), config).model, **options),
+        fit,
+        kinds=(RoundPipeStrategy, EmulatedStrategy),
+        num_microbatches=2,
+        tolerance=1e-4,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_on_one_device(tmp_path: Path, kind: str) -> None:
     make, config = KINDS[kind]
-    compare(tmp_path, make, config)
+    check(tmp_path, make, config)
 
 
 def test_adapters_off_in_training_and_in_validation(tmp_path: Path) -> None:
-    compare(tmp_path, base, LoraConfig(**Q_V), prefers=True)
+    check(tmp_path, base, LoraConfig(**Q_V), prefers=True)

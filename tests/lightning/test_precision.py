@@ -15,6 +15,7 @@ from torch.nn import functional
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from tests.kit.comparison import Outcome, on_each
 from tests.kit.training import (
     QUIET,
     Regressor,
@@ -50,22 +51,26 @@ class _Dtypes(Regressor):
         return loss
 
 
+def _compare(folder: Path, precision: Any, **options: Any) -> list[Outcome]:
+    """The dtypes that the code met agree; the parameters are for the caller to compare."""
+
+    def fit(trainer: Trainer, module: Any) -> None:
+        trainer.fit(module, regression_data(), regression_data(8))
+
+    found = on_each(folder, _Dtypes, fit, precision=precision, max_epochs=2, **options)
+    assert found[1].module.met == found[0].module.met
+    return found
+
+
 @pytest.mark.parametrize("precision", FLAGS)
 def test_one_microbatch_is_one_device_to_the_bit(tmp_path: Path, precision: Any) -> None:
-    runs = []
-    for strategy in ("auto", RoundPipeStrategy(num_microbatches=1)):
-        torch.manual_seed(3)
-        module = _Dtypes()
-        trainer = make_trainer(
-            tmp_path, strategy=strategy, precision=precision, max_epochs=2, gradient_clip_val=0.5
-        )
-        trainer.fit(module, regression_data(), regression_data(8))
-        runs.append((module, trainer.callback_metrics))
-    (expected, metrics), (module, ours) = runs
-    assert same_bits(module, expected)
-    assert module.met == expected.met
-    assert {p.dtype for p in module.parameters()} == {MASTERS.get(precision, torch.float32)}
-    assert {k: float(v) for k, v in ours.items()} == {k: float(v) for k, v in metrics.items()}
+    options: dict[str, Any] = {"num_microbatches": 1, "devices": 1, "gradient_clip_val": 0.5}
+    expected, found = _compare(tmp_path, precision, **options)
+    assert same_bits(found.module, expected.module)
+    assert found.metrics == expected.metrics
+    assert isinstance(found.trainer.precision_plugin, RoundPipePrecision)
+    assert found.trainer.precision == precision
+    assert {p.dtype for p in found.module.parameters()} == {MASTERS.get(precision, torch.float32)}
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -82,19 +87,9 @@ def test_one_microbatch_is_one_device_to_the_bit(tmp_path: Path, precision: Any)
 def test_microbatches_change_only_rounding(
     tmp_path: Path, precision: Any, tolerance: float
 ) -> None:
-    modules = []
-    for strategy in ("auto", RoundPipeStrategy(num_microbatches=4)):
-        torch.manual_seed(3)
-        module = _Dtypes()
-        devices = 1 if strategy == "auto" else 2
-        trainer = make_trainer(
-            tmp_path, strategy=strategy, devices=devices, precision=precision, max_epochs=2
-        )
-        trainer.fit(module, regression_data())
-        modules.append(module)
-    assert modules[1].met == modules[0].met
-    weights = [module.get_parameter("layers.0.inner.weight").detach() for module in modules]
-    assert float((weights[1] - weights[0]).norm() / weights[0].norm()) < tolerance
+    found = _compare(tmp_path, precision, num_microbatches=4)
+    expected, weight = (one.module.layers[0].inner.weight.detach() for one in found)
+    assert float((weight - expected).norm() / expected.norm()) < tolerance
 
 
 class _Scales(Callback):
@@ -117,63 +112,12 @@ class _Overflowing(Regressor):
     """Its loss is too large for float16 gradients in the fourth batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = super().training_step(batch, batch_idx)
+        loss = functional.mse_loss(self(batch[0]), batch[1])
         return loss * 1e8 if batch_idx == 3 else loss
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_loss_scaling_skips_the_steps_that_lightnings_plugin_skips(
-    tmp_path: Path, accumulate: int
-) -> None:
-    runs: list[_Scales] = []
-    for ours in (False, True):
-        scaler = torch.amp.GradScaler(device="cpu", init_scale=2.0**10, growth_interval=3)
-        torch.manual_seed(3)
-        seen = _Scales()
-        plugin: Precision = MixedPrecision("16-mixed", "cpu", scaler)
-        strategy: Any = "auto"
-        if ours:
-            plugin = RoundPipePrecision("16-mixed", scaler=scaler)
-            strategy = RoundPipeStrategy(num_microbatches=4)
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            plugins=[plugin],
-            callbacks=[seen],
-            max_epochs=2,
-            accumulate_grad_batches=accumulate,
-            gradient_clip_val=0.5,
-        )
-        trainer.fit(_Overflowing(), regression_data(48))
-        runs.append(seen)
-    one, many = runs
-    assert many.scales == one.scales
-    assert len(set(one.scales)) > 1
-    for expected, parameters in zip(one.parameters, many.parameters, strict=True):
-        assert float((parameters - expected).norm() / expected.norm()) < 2e-3
-    skipped = [
-        [
-            index
-            for index in range(1, 12)
-            if torch.equal(run.parameters[index], run.parameters[index - 1])
-        ]
-        for run in runs
-    ]
-    assert skipped[1] == skipped[0]
-    assert 3 in skipped[0]
-
-
-class _ByHand(Regressor):
-    """Overflows in its third batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = functional.mse_loss(self(x), y)
-        return loss * 1e8 if batch_idx == 2 else loss
-
-
 def _plain_loop(
-    module: _ByHand, scaler: torch.amp.GradScaler, *, accumulate: int, num_epochs: int
+    module: _Overflowing, scaler: torch.amp.GradScaler, *, accumulate: int, num_epochs: int
 ) -> tuple[list[float], list[Tensor]]:
     """PyTorch's own recipe for float16, on the CPU."""
     scales, parameters = [], []
@@ -195,21 +139,24 @@ def _plain_loop(
     return scales, parameters
 
 
+@pytest.mark.parametrize(("num_microbatches", "tolerance"), [(1, 0.0), (4, 2e-3)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_loss_scaling_is_a_plain_loop_with_a_scaler_to_the_bit(
-    tmp_path: Path, accumulate: int
+def test_loss_scaling_is_that_of_a_plain_loop(
+    tmp_path: Path, accumulate: int, num_microbatches: int, tolerance: float
 ) -> None:
+    """The same steps are skipped, and the scale shrinks and grows at the same batches."""
+
     def scaler() -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device="cpu", init_scale=2.0**12, growth_interval=2)
 
     torch.manual_seed(3)
-    plain = _ByHand()
+    plain = _Overflowing()
     torch.manual_seed(3)
-    module, seen = _ByHand(), _Scales()
+    module, seen = _Overflowing(), _Scales()
     scales, parameters = _plain_loop(plain, scaler(), accumulate=accumulate, num_epochs=2)
     trainer = make_trainer(
         tmp_path,
-        strategy=RoundPipeStrategy(num_microbatches=1),
+        strategy=RoundPipeStrategy(num_microbatches=num_microbatches),
         plugins=[RoundPipePrecision("16-mixed", scaler=scaler())],
         callbacks=[seen],
         max_epochs=2,
@@ -220,7 +167,7 @@ def test_loss_scaling_is_a_plain_loop_with_a_scaler_to_the_bit(
     assert seen.scales == scales
     assert len(set(scales)) > 1
     for ours, expected in zip(seen.parameters, parameters, strict=True):
-        assert torch.equal(ours, expected)
+        assert float((ours - expected).norm() / expected.norm()) <= tolerance
 
 
 def test_lightning_says_that_it_replaces_float16_on_the_cpu(tmp_path: Path) -> None:
@@ -242,28 +189,14 @@ def test_scaler_given_with_lightnings_plugin_keeps_its_settings(tmp_path: Path) 
     assert plugin.scaler.get_growth_interval() == 7
 
 
-@pytest.mark.parametrize("precision", FLAGS)
-def test_the_flag_makes_our_plugin(tmp_path: Path, precision: Any) -> None:
-    trainer = make_trainer(tmp_path, strategy="roundpipe", precision=precision)
-    assert isinstance(trainer.precision_plugin, RoundPipePrecision)
-    assert trainer.precision == precision
-    assert trainer.strategy.precision_plugin is trainer.precision_plugin
-
-
-def test_unknown_precision_names_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"precision='8-true' .* 32-true, 64-true"):
-        RoundPipePrecision("8-true")
-
-
-def test_scaler_without_use_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"precision='bf16-mixed' needs no loss scaling"):
-        RoundPipePrecision("bf16-mixed", scaler=torch.amp.GradScaler(device="cpu"))
-
-
-def test_foreign_plugin_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     class Foreign(Precision):
         pass
 
+    with pytest.raises(ConfigurationError, match=r"precision='8-true' .* 32-true, 64-true"):
+        RoundPipePrecision("8-true")
+    with pytest.raises(ConfigurationError, match=r"precision='bf16-mixed' needs no loss scaling"):
+        RoundPipePrecision("bf16-mixed", scaler=torch.amp.GradScaler(device="cpu"))
     with pytest.raises(ConfigurationError, match="The precision plugin Foreign does not work"):
         make_trainer(tmp_path, strategy="roundpipe", plugins=[Foreign()])
 

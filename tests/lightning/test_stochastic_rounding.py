@@ -198,15 +198,13 @@ def test_an_optimizer_that_rounds_by_itself_is_left_to_it(tmp_path: Path) -> Non
     assert same_bits(*modules)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-true"])
-def test_other_precisions_are_refused(tmp_path: Path, precision: Any) -> None:
+def test_another_precision_is_refused(tmp_path: Path) -> None:
+    strategy = RoundPipeStrategy(stochastic_rounding=True)
     with pytest.raises(
         ConfigurationError,
-        match=rf"stochastic_rounding=True with precision='{precision}'.*precision='bf16-true'",
+        match=r"stochastic_rounding=True with precision='16-true'.*precision='bf16-true'",
     ):
-        make_trainer(
-            tmp_path, strategy=RoundPipeStrategy(stochastic_rounding=True), precision=precision
-        )
+        make_trainer(tmp_path, strategy=strategy, precision="16-true")
 
 
 def test_ways_to_ask_for_it(tmp_path: Path) -> None:
