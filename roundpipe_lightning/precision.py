@@ -106,8 +106,8 @@ class RoundPipePrecision(Precision):
         self.precision = precision  # type: ignore[assignment]  # a plain str in our signature
         self.scaler = scaler
         self.takes_clipping: Callable[[Callable[[], None]], bool] | None = None
-        """Told how to clip gradients; says whether it will do so when they are there. The strategy
-        sets it for the time of a training."""
+        """Called with how to clip gradients; returns whether it will do so when they are there. The
+        strategy sets it for the time of a training."""
         self.compute_device_type = "cpu"
         """Device type the workers compute on; the strategy sets it, autocast needs it."""
 
@@ -145,16 +145,12 @@ class RoundPipePrecision(Precision):
     @property
     def master_dtype(self) -> torch.dtype:
         """Dtype of the masters: what `*-true` names, float32 for `*-mixed`."""
-        return _TRUE_DTYPES.get(self._name, torch.float32)
+        return _TRUE_DTYPES.get(str(self.precision), torch.float32)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """What `*-mixed` computes in where autocast allows; None for the others."""
-        return _AUTOCAST_DTYPES.get(self._name)
-
-    @property
-    def _name(self) -> str:
-        return str(self.precision)
+        return _AUTOCAST_DTYPES.get(str(self.precision))
 
     @property
     def loss_scale(self) -> float:
@@ -163,20 +159,19 @@ class RoundPipePrecision(Precision):
 
     def thread_context(self) -> AbstractContextManager[Any]:
         """Thread-local state of one microbatch thread: autocast for `*-mixed`, else nothing."""
-        if self._name not in _AUTOCAST_DTYPES:
+        if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(
-            self.compute_device_type, dtype=_AUTOCAST_DTYPES[self._name], cache_enabled=False
+            self.compute_device_type, dtype=self.autocast_dtype, cache_enabled=False
         )
 
     # Process-wide state and conversions, for Lightning ------------------------------------------
 
     @property
     def _casts_masters(self) -> bool:
-        return self._name in _TRUE_DTYPES and self._name != "32-true"
+        return str(self.precision) in _TRUE_DTYPES and self.precision != "32-true"
 
     def convert_module(self, module: Module) -> Module:
-        """Cast the masters to the precision's dtype: for `bf16-true`, `16-true`, `64-true` only."""
         if not self._casts_masters:
             return module
         # `double` leaves the states of metrics alone, `to` casts them; so do Lightning's plugins.
@@ -184,17 +179,14 @@ class RoundPipePrecision(Precision):
         return module.double() if wide else module.to(dtype=self.master_dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """Cast the floating point tensors of a batch for the precisions that cast the masters."""
         if not self._casts_masters:
             return data
         return apply_to_collection(data, function=_cast, dtype=Tensor, dst_type=self.master_dtype)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Default dtype of tensors made in `configure_model`."""
         return _default_dtype(self.master_dtype) if self._casts_masters else nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Default dtype of modules made in `configure_model`."""
         return self.tensor_init_context()
 
     @contextmanager
@@ -206,7 +198,6 @@ class RoundPipePrecision(Precision):
     # Loss scaling -------------------------------------------------------------------------------
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Scale the loss, then let Lightning's hooks see it."""
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
@@ -236,7 +227,7 @@ class RoundPipePrecision(Precision):
         return step_output
 
     def steps_plainly(self, optimizer: Optimizer) -> bool:
-        """Say whether a step is the optimizer's own `step()`, on gradients that are there."""
+        """Return whether a step is the optimizer's own `step()`, on gradients that are there."""
         unscales = self.scaler is not None and _unscales_by_itself(optimizer)
         return not (unscales or self.widens(optimizer))
 
@@ -246,11 +237,7 @@ class RoundPipePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by norm or by value, on unscaled gradients; later where they are still to come.
-
-        Raises:
-            ConfigurationError: The optimizer unscales inside its own step, too late for clipping.
-        """
+        """Clip unscaled gradients, later where they are still to come."""
         if clip_val > 0 and self.scaler is not None and _unscales_by_itself(optimizer):
             raise ConfigurationError(
                 f"gradient_clip_val={clip_val} with precision='16-mixed': "
@@ -273,7 +260,7 @@ class RoundPipePrecision(Precision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def widens(self, optimizer: object) -> bool:
-        """Say whether the step is made in float32 here; not if the optimizer itself rounds."""
+        """Return whether the step is made in float32 here; not if the optimizer itself rounds."""
         return self.stochastic_rounding and not rounds_itself(optimizer)
 
     def next_rounding(self) -> Callable[[int], int]:
@@ -285,13 +272,11 @@ class RoundPipePrecision(Precision):
         return lambda number: mix(seed, step, number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the roundings of a resumed training follow from."""
         if not self.stochastic_rounding:
             return {}
         return {"rounding_seed": self._rounding_seed, "num_steps": self._num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what `state_dict` returned."""
         if self.stochastic_rounding and state_dict:
             self._rounding_seed = state_dict["rounding_seed"]
             self._num_steps = state_dict["num_steps"]
@@ -299,12 +284,10 @@ class RoundPipePrecision(Precision):
     # Checkpoints: the loss scale, under the name every Lightning strategy looks for -------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write the loss scaler's state where Lightning's own mixed precision plugin writes it."""
         if self.scaler is not None:
             checkpoint[_LIGHTNINGS_MIXED_KEY] = self.scaler.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the loss scaler's state, whichever strategy wrote it."""
         if self.scaler is not None and checkpoint.get(_LIGHTNINGS_MIXED_KEY):
             self.scaler.load_state_dict(checkpoint[_LIGHTNINGS_MIXED_KEY])
 

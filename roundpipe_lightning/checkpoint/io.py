@@ -176,16 +176,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Have `checkpoint` as it is now written to `path`.
-
-        Args:
-            checkpoint: What Lightning's `dump_checkpoint` made.
-            path: A local path; remote ones are written before this returns.
-            storage_options: Not supported, as in Lightning's own plugin.
-
-        Raises:
-            CheckpointError: An earlier checkpoint could not be written.
-        """
+        """Have `checkpoint` as it is now written to `path`; see `save_snapshot`."""
         self.save_snapshot(checkpoint, path, storage_options, steady=())
 
     def save_snapshot(
@@ -239,11 +230,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self._queue.submit(write)
 
     def release(self, *, unchanged: Collection[Storage] = ()) -> None:
-        """Return when memory that was given as steady may change.
-
-        Args:
-            unchanged: What will not change even now.
-        """
+        """Return when memory that was given as steady may change, but for what is `unchanged`."""
         self.snapshots.release(unchanged=unchanged)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -257,7 +244,6 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         map_location: Any | None = lambda storage, _: storage,
         weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
     ) -> dict[str, Any]:
-        """Read a checkpoint when all have been written; see `RoundPipeCheckpointIO`."""
         self.wait()
         return super().load_checkpoint(path, map_location, weights_only)
 
@@ -271,11 +257,6 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self._queue.raise_error()
 
     def teardown(self) -> None:
-        """Finish the work; the thread ends.
-
-        Raises:
-            CheckpointError: A checkpoint could not be written.
-        """
         self.wait()
 
 

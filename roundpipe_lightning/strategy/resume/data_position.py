@@ -131,7 +131,6 @@ class LoaderPosition:
 
     @property
     def is_open(self) -> bool:
-        """Whether the present iteration has begun."""
         iteration = self._iteration
         return iteration is not None and iteration.is_open
 
@@ -189,7 +188,6 @@ class _Iteration(Iterator[Any]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the loader's own iterator was made."""
         return self._inner is not None
 
     @property
@@ -245,8 +243,13 @@ class _Iteration(Iterator[Any]):
         if "num_batches" in place:
             self._open_inside(place)
             self._position.randomness.restore(kept)
-        else:
-            self._start_processes(kept)
+        else:  # processes that outlive an epoch start where they stood at its end
+            assert sampler is not None
+            sampler.is_empty = True
+            self._iterator()
+            sampler.is_empty = False
+            sampler.drawn = DrawnOrder(constructed=self._constructed)
+            self._position.randomness.restore(kept)
             self._inner = self._iterator()
         if place.get("before_fetch") is not None:
             HostRandomness.unpacked(place["before_fetch"]).restore()
@@ -270,16 +273,6 @@ class _Iteration(Iterator[Any]):
             num_skipped=self._num_asked,
         )
         self._inner = self._iterator()
-
-    def _start_processes(self, kept: Randomness) -> None:
-        """Start processes that outlive an epoch where they stood at its end."""
-        sampler = self._position.sampler
-        assert sampler is not None
-        sampler.is_empty = True
-        self._iterator()
-        sampler.is_empty = False
-        sampler.drawn = DrawnOrder(constructed=self._constructed)
-        self._position.randomness.restore(kept)
 
     def _skip(self, num_batches: int) -> None:
         if num_batches:

@@ -86,7 +86,7 @@ class ResumePoint:
             warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]  # a list in CPython
         self._quiet = None
 
-    # Told by the strategy ------------------------------------------------------------------------
+    # Called by the strategy ----------------------------------------------------------------------
 
     def train_loader(self, loader: Any) -> Any:
         """Return what stands in for a loader of training batches; itself if it has a state."""
