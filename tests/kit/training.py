@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-WIDTH = 8
+from tests.kit.engine import WIDTH as WIDTH  # noqa: PLC0414 - the same one here
+from tests.kit.engine import Block as Block  # noqa: PLC0414
+
 VOCABULARY = 20
 
 # What Lightning says about small tests; everything else is an error.
@@ -21,22 +23,6 @@ QUIET = [
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:Checkpoint directory .* exists and is not empty",
 ]
-
-
-class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = functional.gelu(self.inner(self.norm(x)))
-        out: Tensor = x + self.dropout(self.outer(hidden))
-        return out
 
 
 class Regressor(LightningModule):

@@ -13,11 +13,10 @@ indices of the batches that were trained on, and goes on with the random states 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from roundpipe_lightning.strategy.resume.randomness import (
@@ -126,24 +125,8 @@ def takes_marks(loader: DataLoader[Any]) -> bool:
 # In worker processes -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerStamp:
-    """Where a process's generators stand after it has loaded a batch.
-
-    Attributes:
-        worker: The process's number.
-        torch: Torch's state as a numpy array, which travels without shared memory.
-        rest: The others.
-    """
-
-    worker: int
-    torch: Any
-    rest: HostRandomness
-
-    def randomness(self) -> HostRandomness:
-        """The generators' states."""
-        state = torch.from_numpy(self.torch.copy())
-        return HostRandomness(torch=state, python=self.rest.python, numpy=self.rest.numpy)
+Stamp = tuple[int, HostRandomness]
+"""A process's number, and where its generators stand after it has loaded a batch."""
 
 
 class StampingCollate:
@@ -156,13 +139,13 @@ class StampingCollate:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, samples: Any) -> tuple[Any, WorkerStamp | None]:
+    def __call__(self, samples: Any) -> tuple[Any, Stamp | None]:
         if isinstance(samples, list) and not samples:
             return None, None  # the place of a batch that is skipped
         batch, worker, now = self._collate(samples), get_worker_info(), HostRandomness.now()
         assert worker is not None
-        rest = HostRandomness(torch=torch.empty(0), python=now.python, numpy=now.numpy)
-        return batch, WorkerStamp(worker=worker.id, torch=now.torch.numpy(), rest=rest)
+        # As a numpy array it travels without shared memory.
+        return batch, (worker.id, replace(now, torch=now.torch.numpy()))
 
 
 class RestoringInit:

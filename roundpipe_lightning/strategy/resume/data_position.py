@@ -6,9 +6,11 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning.strategy.compat import set_sampler_epoch
@@ -210,9 +212,10 @@ class _Iteration(Iterator[Any]):
         stamp = None
         while stamp is None:
             batch, stamp = next(self._inner)
+        worker, randomness = stamp
         workers = self._position.workers
-        self._stamps.append((stamp.worker, workers.get(stamp.worker)))
-        workers[stamp.worker] = stamp.randomness()
+        self._stamps.append((worker, workers.get(worker)))
+        workers[worker] = replace(randomness, torch=torch.from_numpy(randomness.torch.copy()))
         return batch
 
     @property

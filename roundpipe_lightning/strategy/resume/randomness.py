@@ -25,12 +25,12 @@ class HostRandomness:
     """Where the host's three generators stand; cheap to take, packed only for a checkpoint.
 
     Attributes:
-        torch: Torch's state, uint8.
+        torch: Torch's state, uint8; a numpy array on its way between processes.
         python: `random.getstate()`.
         numpy: `numpy.random.get_state()`, or None where numpy is not in use.
     """
 
-    torch: Tensor
+    torch: Any
     python: Any
     numpy: Any
 
