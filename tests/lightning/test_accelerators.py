@@ -1,4 +1,4 @@
-"""What the strategy makes of GPUs, as far as it can be seen without one."""
+"""What the strategy makes of devices, without having a GPU; and what it refuses around itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.plugins import (
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TorchSyncBatchNorm,
+)
 
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import make_trainer
@@ -60,13 +66,18 @@ def test_one_process_with_a_worker_per_gpu(
     assert plugin.compute_device_type == "cuda"
 
 
-def test_cpu_has_as_many_workers_as_devices_are_asked_for(tmp_path: Path) -> None:
-    strategy = RoundPipeStrategy()
-    make_trainer(tmp_path, strategy=strategy, accelerator="cpu", devices=3)
-    assert [device.name for device in strategy._devices()] == ["cpu:0", "cpu:1", "cpu:2"]
-    auto = RoundPipeStrategy()
-    make_trainer(tmp_path, strategy=auto, accelerator="cpu", devices="auto")
-    assert auto.num_workers == 1
+@pytest.mark.parametrize(("devices", "workers"), [(3, 3), ("2", 2), ("auto", 1)])
+@pytest.mark.parametrize("per_device", [1, 2])
+def test_cpu_has_as_many_workers_as_devices_are_asked_for(
+    tmp_path: Path, devices: Any, workers: int, per_device: int
+) -> None:
+    strategy = RoundPipeStrategy(workers_per_device=per_device)
+    trainer = make_trainer(tmp_path, strategy=strategy, accelerator="cpu", devices=devices)
+    assert strategy.num_workers == workers * per_device
+    assert trainer.world_size == trainer.num_nodes == 1
+    assert strategy.root_device == torch.device("cpu")
+    names = [f"cpu:{index}" for index in range(workers * per_device)]
+    assert [device.name for device in strategy._devices()] == names
 
 
 def test_figures_of_the_host_are_those_of_the_workers(
@@ -92,3 +103,51 @@ def test_figures_of_the_host_are_those_of_the_workers(
 def test_figures_on_cpu_workers_are_lightnings_own(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, strategy="roundpipe")
     assert type(trainer.accelerator) is CPUAccelerator
+
+
+# Surroundings that cannot work --------------------------------------------------------------------
+
+PLUGINS: dict[str, tuple[Any, str]] = {
+    "layer sync": (TorchSyncBatchNorm, r"sync_batchnorm=True: .*Set Trainer\(sync_batchnorm=False"),
+    "FSDP": (lambda: FSDPPrecision("bf16-mixed"), r"FSDPPrecision .*Set|FSDPPrecision .*set"),
+    "DeepSpeed": (lambda: DeepSpeedPrecision("bf16-mixed"), r"DeepSpeedPrecision .*precision="),
+}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_plugins_of_other_strategies(tmp_path: Path, name: str) -> None:
+    make, message = PLUGINS[name]
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(tmp_path, strategy="roundpipe", plugins=[make()])
+
+
+LAUNCHERS: dict[str, dict[str, str]] = {
+    "torchrun": {
+        "TORCHELASTIC_RUN_ID": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "WORLD_SIZE": "4",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "0",
+    },
+    "slurm": {
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_several_processes_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"4 processes were launched.*without torchrun"):
+        make_trainer(tmp_path, strategy="roundpipe")

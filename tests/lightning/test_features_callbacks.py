@@ -133,6 +133,7 @@ WATCHING: dict[str, Callable[[], Callback]] = {
     "ThroughputMonitor": lambda: ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
     "Timer": lambda: Timer(timedelta(hours=1)),
 }
+ON_DEVICES = ("BaseFinetuning", "LearningRateFinder")
 OTHERS = {
     *("Callback", "Checkpoint", "ProgressBar"),  # base classes
     *("ModelSummary", "TQDMProgressBar"),  # of which a Trainer has one, as of those with colours
@@ -160,7 +161,7 @@ def test_parameters_metrics_and_learning_rates(tmp_path: Path, name: str) -> Non
         tmp_path,
         Tunable,
         run,
-        kinds=[RoundPipeStrategy, *([EmulatedStrategy] if name == "BaseFinetuning" else [])],
+        kinds=[RoundPipeStrategy, *([EmulatedStrategy] if name in ON_DEVICES else [])],
         tolerance=1e-4,
         max_epochs=3,
         callbacks=lambda: [*(make() for make in kinds), Everything()],
@@ -220,21 +221,11 @@ class Writer(BasePredictionWriter):
         super().__init__("batch_and_epoch")
         self.written: list[Any] = []
 
-    def write_on_batch_end(  # type: ignore[override]
-        self,
-        trainer: Any,
-        module: Any,
-        prediction: Any,
-        indices: Any,
-        batch: Any,
-        index: int,
-        _: int,
-    ) -> None:
-        self.written.append([index, list(indices), prediction])
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *rest: Any) -> None:
+        indices, _, number, _ = rest
+        self.written.append([number, list(indices), prediction])
 
-    def write_on_epoch_end(  # type: ignore[override]
-        self, trainer: Any, module: Any, predictions: Any, indices: Any
-    ) -> None:
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
         self.written.append([indices, list(predictions)])
 
 

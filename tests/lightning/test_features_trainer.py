@@ -14,7 +14,6 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from roundpipe_lightning.errors import CheckpointError
@@ -33,13 +32,6 @@ from tests.kit.training import (
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 # Names and what belongs to whom ------------------------------------------------------------------
-
-
-def test_the_name_is_registered_as_lightnings_own_are() -> None:
-    assert StrategyRegistry["roundpipe"]["strategy"] is RoundPipeStrategy
-    assert StrategyRegistry["roundpipe"]["init_params"] == {}
-    assert isinstance(StrategyRegistry.get("roundpipe"), RoundPipeStrategy)
-    assert RoundPipeStrategy.strategy_name in StrategyRegistry.available_strategies()
 
 
 @pytest.mark.parametrize("strategy", ["roundpipe", RoundPipeStrategy(num_microbatches=2)])
