@@ -16,8 +16,7 @@ methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -176,62 +175,38 @@ def restore_stop(trainer: Trainer, state: Mapping[str, Any]) -> bool:
     return asked
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Where a training ends, put off while its loops are restored.
+def put_off_limits(trainer: Trainer, place: Place, *, is_asked: bool) -> Callable[[], bool] | None:
+    """Put off where a training ends, while its loops are restored.
 
-    Attributes:
-        trainer: Whose they are.
-        max_epochs: The loop's own.
-        max_steps: The loop's own.
-        min_steps: The loop's own.
-        are_reached: Whether `max_epochs` or `max_steps` is reached.
+    Args:
+        trainer: The trainer, with its loops restored.
+        place: Where the checkpoint was written.
+        is_asked: Whether the training had been asked to stop.
+
+    Returns:
+        Lets the limits hold again, and returns whether the training ends with what is still due.
+        None where Lightning would not end at once.
     """
+    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    progress: Any = fit_loop.epoch_progress.current
+    held = max_epochs, max_steps, min_steps = fit_loop.max_epochs, loop.max_steps, loop.min_steps
+    next_step = loop.global_step + 1
+    no_steps = 0 < max_steps < next_step
+    no_epochs = max_epochs is not None and 0 < max_epochs <= progress.processed
+    if place not in _BEFORE_THE_END or not (no_steps or no_epochs or is_asked):
+        return None
+    if no_steps:
+        loop.max_steps = next_step
+    if no_epochs:
+        fit_loop.max_epochs = progress.processed + 1
+    if is_asked:
+        loop.min_steps = max(min_steps or 0, next_step)
 
-    trainer: Trainer
-    max_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    are_reached: bool
+    def put_back() -> bool:
+        fit_loop.max_epochs, loop.max_steps, loop.min_steps = held
+        return no_steps or no_epochs or (trainer.should_stop and compat.can_stop_early(trainer))
 
-    @classmethod
-    def put_off(cls, trainer: Trainer, place: Place, *, is_asked: bool) -> Limits | None:
-        """Put the limits off where Lightning would end at once; return them, or None.
-
-        Args:
-            trainer: The trainer, with its loops restored.
-            place: Where the checkpoint was written.
-            is_asked: Whether the training had been asked to stop.
-        """
-        fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        progress: Any = fit_loop.epoch_progress.current
-        max_epochs, next_step = fit_loop.max_epochs, loop.global_step + 1
-        no_steps = 0 < loop.max_steps < next_step
-        no_epochs = max_epochs is not None and 0 < max_epochs <= progress.processed
-        if place not in _BEFORE_THE_END or not (no_steps or no_epochs or is_asked):
-            return None
-        held = cls(
-            trainer=trainer,
-            max_epochs=max_epochs,
-            max_steps=loop.max_steps,
-            min_steps=loop.min_steps,
-            are_reached=no_steps or no_epochs,
-        )
-        if no_steps:
-            loop.max_steps = next_step
-        if no_epochs:
-            fit_loop.max_epochs = progress.processed + 1
-        if is_asked:
-            loop.min_steps = max(loop.min_steps or 0, next_step)
-        return held
-
-    def put_back(self) -> bool:
-        """Let the limits hold again; return whether the training ends with what is still due."""
-        fit_loop, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
-        fit_loop.max_epochs = self.max_epochs
-        loop.max_steps, loop.min_steps = self.max_steps, self.min_steps
-        asked = self.trainer.should_stop and compat.can_stop_early(self.trainer)
-        return self.are_reached or asked
+    return put_back
 
 
 def finish_training(trainer: Trainer, *, validates: bool) -> None:

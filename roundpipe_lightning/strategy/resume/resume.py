@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -30,12 +30,12 @@ from roundpipe_lightning.strategy.resume.logged import (
     set_log_state,
 )
 from roundpipe_lightning.strategy.resume.loops import (
-    Limits,
     Place,
     finish_training,
     go_on,
     is_epoch_over,
     place_of,
+    put_off_limits,
     restore_stop,
     settle_progress,
     stop_state,
@@ -68,7 +68,7 @@ class ResumePoint:
         self._before_validation: HostRandomness | None = None
         self._at_validation: HostRandomness | None = None
         self._quiet: Any = None
-        self._limits: Limits | None = None
+        self._put_back: Callable[[], bool] | None = None
         self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
 
     def begin(self) -> None:
@@ -187,7 +187,7 @@ class ResumePoint:
         self._stateful = list(fit_loop.get("combined_loader", ()))
         settle_progress(trainer, Place(state["place"]))
         is_asked = restore_stop(trainer, state.get("stop", {}))
-        self._limits = Limits.put_off(trainer, Place(state["place"]), is_asked=is_asked)
+        self._put_back = put_off_limits(trainer, Place(state["place"]), is_asked=is_asked)
         if not state["is_exact"]:
             warnings.warn(
                 "The checkpoint was written inside a batch, after its gradients had been added: "
@@ -224,8 +224,8 @@ class ResumePoint:
 
     def _put_limits_back(self) -> bool:
         """Return whether the training ends with what is still due."""
-        limits, self._limits = self._limits, None
-        return limits is not None and limits.put_back()
+        put_back, self._put_back = self._put_back, None
+        return put_back is not None and put_back()
 
     def _place_data(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         combined = compat.combined_loader(trainer)
