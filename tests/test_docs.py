@@ -6,7 +6,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.programs import run_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def test_the_quick_start_s_commands_compose() -> None:
     lines = "".join(_blocks("quickstart.md", "bash")).splitlines()
     commands = [line.partition("#")[0] for line in lines if line.startswith("python train.py")]
     assert len(commands) >= 5
-    with hydra.initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
         for command in commands:
             overrides = [word for word in command.split()[2:] if "=" in word and "," not in word]
             hydra.compose("train", overrides=overrides)

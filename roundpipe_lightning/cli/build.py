@@ -1,9 +1,12 @@
 """From a composed configuration to the objects of a run; nothing is written on the way."""
 
-from collections.abc import Mapping
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra.errors import InstantiationException
@@ -15,8 +18,8 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roundpipe_lightning.cli.interrupt import GracefulInterrupt
-from roundpipe_lightning.cli.statistics import RunStatistics
+from roundpipe_commands import EXIT_ERROR
+from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics
 from roundpipe_lightning.errors import (
     BatchError,
     CheckpointError,
@@ -26,11 +29,31 @@ from roundpipe_lightning.errors import (
 from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.modules.adapters import peft_config
 
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
 SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
 """Errors that say themselves which setting is to be changed."""
 
 USER_ERRORS = (*SETTING_ERRORS, InstantiationException)
 """Errors that a person mends by changing a setting: their message is all there is to show."""
+
+
+def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Result | int:
+    """Run a job of a command: an error that a user can mend is one message and an exit status.
+
+    With HYDRA_FULL_ERROR=1 it is a traceback.
+    """
+    try:
+        return job(config)
+    except USER_ERRORS as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        log.error("%s", error)
+        notes = getattr(error, "__notes__", [])
+        sys.stderr.write("\n".join([f"\nError: {error}", *notes]) + "\n")
+        return EXIT_ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +151,8 @@ def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
     Raises:
         ConfigurationError: The method or a setting is unknown, or out of its range.
     """
-    found: Any = (
-        OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-    )
-    settings = dict(found)
+    found = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+    settings: dict[str, Any] = dict(found)  # type: ignore[arg-type]
     if "method" in settings:
         raise ConfigurationError(
             "peft.method is called peft._target_ now, and names a configuration class of peft, "

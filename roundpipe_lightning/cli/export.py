@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.checkpoint.frozen_base import leaves_base_out, load_checkpoint_state
 from roundpipe_lightning.cli.build import (
-    USER_ERRORS,
     build,
     find_checkpoint,
     read_adapters,
+    run_explained,
 )
-from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import export_pretrained, find_pretrained
 from roundpipe_lightning.models.export_folder import check_replaceable
 from roundpipe_lightning.models.export_options import ExportOptions
 from roundpipe_lightning.models.quantized import quantize_linear
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 
-log = logging.getLogger(__name__)
 
-EXIT_ERROR = 1
-"""Exit status after an error that names its cause."""
-
-
-def main() -> None:
-    """Run the command line. `--help` lists the groups, `--cfg job` prints the configuration."""
-    failed: list[bool] = []
-
-    def job(config: DictConfig) -> None:
-        try:
-            sys.stdout.write(f"{export(config)}\n")
-        except USER_ERRORS as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
-            failed.append(True)
-            _explain(error)
-
-    try:
-        folder = find_config_folder()
-        hydra.main(version_base="1.3", config_path=str(folder), config_name="export")(job)()
-    except RoundPipeError as error:
-        failed.append(True)
-        _explain(error)
-    if failed:
-        sys.exit(EXIT_ERROR)
-
-
-def _explain(error: Exception) -> None:
-    log.error("%s", error)
-    sys.stderr.write(f"\nError: {error}\n")
+def run(config: DictConfig) -> int:
+    """Write the folder of a configuration, print its path, and return the exit status."""
+    result = run_explained(export, config)
+    if isinstance(result, int):
+        return result
+    sys.stdout.write(f"{result}\n")
+    return 0
 
 
 def export(config: DictConfig) -> Path:
@@ -145,7 +117,3 @@ def _build_module(config: DictConfig, checkpoint: Path | None) -> LightningModul
 
 def _no_optimizer(parameters: Any) -> Any:
     raise ConfigurationError(f"An export steps no optimizer over {parameters}.")
-
-
-if __name__ == "__main__":
-    main()

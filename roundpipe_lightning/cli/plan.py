@@ -6,74 +6,39 @@ No device is touched and no weights are read.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
-from roundpipe_lightning.cli.build import USER_ERRORS
-from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.cli.build import run_explained
 from roundpipe_lightning.cli.plan_answer import answer, cheapest_changes, gains, longest_seq_len
 from roundpipe_lightning.cli.plan_output import PlanOutput
 from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
-from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.report.render import render_svg, render_trace
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch
 
-log = logging.getLogger(__name__)
-
 EXIT_FITS = 0
 """Exit status where the job fits."""
-
-EXIT_ERROR = 1
-"""Exit status after an error that names its cause."""
 
 EXIT_DOES_NOT_FIT = 3
 """Exit status where the job does not fit; what is missing has been printed."""
 
 
-def main() -> None:
-    """Run the command line. `--help` lists the groups, `--cfg job` prints the configuration."""
-    statuses = [EXIT_FITS]
-
-    def job(config: DictConfig) -> None:
-        statuses.append(run(config))
-
-    try:
-        folder = find_config_folder()
-        hydra.main(version_base="1.3", config_path=str(folder), config_name="plan")(job)()
-    except RoundPipeError as error:
-        statuses.append(_explain(error))
-    if EXIT_ERROR in statuses:
-        sys.exit(EXIT_ERROR)
-    sys.exit(max(statuses))
-
-
 def run(config: DictConfig) -> int:
     """Print the answer to a configuration, or the error, and return the exit status."""
-    try:
-        report = plan(config)
-    except USER_ERRORS as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        return _explain(error)
+    report = run_explained(plan, config)
+    if isinstance(report, int):
+        return report
     if config.output == "json":
         sys.stdout.write(json.dumps(report.to_dict()) + "\n")
     else:
         sys.stdout.write(report.to_text())
     return EXIT_FITS if report.answer.fits else EXIT_DOES_NOT_FIT
-
-
-def _explain(error: Exception) -> int:
-    log.error("%s", error)
-    sys.stderr.write(f"\nError: {error}\n")
-    return EXIT_ERROR
 
 
 def plan(config: DictConfig) -> PlanOutput:
@@ -126,7 +91,3 @@ def _write(found: FitAnswer, folder: Path) -> dict[str, Path]:
     for name, text in texts.items():
         write_text(folder / name, text)
     return {name: folder / name for name in texts}
-
-
-if __name__ == "__main__":
-    main()

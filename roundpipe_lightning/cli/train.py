@@ -1,62 +1,29 @@
 """`python train.py` and `roundpipe-train`: the Hydra application that trains."""
 
 import logging
-import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-import hydra
 import lightning
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.cli.build import USER_ERRORS, Run, build_run
-from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.last_checkpoint import LastCheckpoint
+from roundpipe_lightning.cli.build import Run, build_run, run_explained
+from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.pipeline import monitored_rows, save_plan, uncrowded_threads
 from roundpipe_lightning.cli.summary import summarize, trained_row
-from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 
 log = logging.getLogger(__name__)
 
-EXIT_ERROR = 1
-"""Exit status after an error that names its cause."""
 
-EXIT_INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 plus the number of SIGINT."""
-
-
-def main() -> None:
-    """Run the command line. `--help` lists the groups, `--cfg job` prints the configuration."""
+def run(config: DictConfig) -> float | int | None:
+    """One run on the command line: the metric for a sweeper, or an exit status."""
     try:
-        folder = find_config_folder()
-        hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(_job)()
-    except RoundPipeError as error:
-        _exit_with(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("Stopped.\n")
-        sys.exit(EXIT_INTERRUPTED)
-
-
-def _job(config: DictConfig) -> float | None:
-    """One run on the command line: an error a user can mend is one message, not a traceback."""
-    try:
-        return train(config)
-    except USER_ERRORS as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        _exit_with(error)
+        return run_explained(train, config)
     except Exception:
         log.exception("The run failed.")
         raise
-
-
-def _exit_with(error: Exception) -> NoReturn:
-    log.error("%s", error)
-    notes = getattr(error, "__notes__", [])
-    sys.stderr.write("\n".join([f"\nError: {error}", *notes]) + "\n")
-    sys.exit(EXIT_ERROR)
 
 
 def train(config: DictConfig) -> float | None:
@@ -136,7 +103,3 @@ def _report_interrupt(run: Run) -> None:
     for callback in run.callbacks:
         if isinstance(callback, LastCheckpoint) and callback.path.exists():
             sys.stderr.write(f"Go on with: ckpt_path={callback.path}\n")
-
-
-if __name__ == "__main__":
-    main()

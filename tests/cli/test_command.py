@@ -4,6 +4,7 @@ import csv
 import json
 import signal
 import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 
 from roundpipe_lightning import Plan
 from tests.kit.runs import (
+    REPOSITORY,
     RUN_FILES,
     SUMMARY_KEYS,
     command,
@@ -57,6 +59,33 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
     done = run_here(tmp_path, "experiment=long_windows", options=("--cfg", "job"))
     assert OmegaConf.create(done.stdout).tags == ["long_windows"]
     assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("peft.rank=3", "peft.rank is called peft.r now"), ("scheduler.final_share=0", "min_lr_rate")],
+)
+def test_renamed_keys_are_refused_with_the_new_name(
+    tmp_path: Path, override: str, named: str
+) -> None:
+    done = run_here(tmp_path, "peft=lora", override, status=1)
+    assert named in done.stderr
+
+
+def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
+    code = "import sys, roundpipe_commands as c; sys.argv[1:] = ['--help']; c.train()"
+    checked = f"{code}; assert not {{'torch', 'lightning', 'peft'}} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", checked],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trainer" in done.stdout
 
 
 def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.export import export, main
+import roundpipe_commands
+from roundpipe_lightning.cli.export import export
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.export_folder import MARKER
 from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.programs import run_program
 from tests.kit.runs import train_small
 from tests.models.test_load import EXPERTS, save
@@ -40,7 +41,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def run_export(*overrides: str) -> Path:
-    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return export(compose("export", overrides=list(overrides)))
 
 
@@ -80,7 +81,7 @@ def test_a_run_is_exported_from_its_checkpoint_alone(run: Path) -> None:
 
 @pytest.mark.parametrize("frozen_weights", ["memory", "mmap"])
 def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
-    tiny: Any = OmegaConf.load(find_config_folder() / "model" / "tiny.yaml")
+    tiny: Any = OmegaConf.load(config_folder() / "model" / "tiny.yaml")
     base = ModelSource(architecture=plain(tiny.architecture)).build()
     base.save_pretrained(tmp_path / "base")
     run = tmp_path / "run"
@@ -176,10 +177,10 @@ def test_refuses_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
-    done = run_program(main, tmp_path, f"ckpt_path={checkpoint_of(run)}")
+    done = run_program(roundpipe_commands.export, tmp_path, f"ckpt_path={checkpoint_of(run)}")
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / MARKER).is_file()
-    done = run_program(main, tmp_path, "ckpt_path=none.ckpt")
+    done = run_program(roundpipe_commands.export, tmp_path, "ckpt_path=none.ckpt")
     assert done.returncode == 1, done.stderr
     assert "Error: ckpt_path='none.ckpt' does not exist" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,10 +9,10 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from roundpipe_lightning.cli.build import build_run
-from roundpipe_lightning.cli.configs import find_config_folder
 from roundpipe_lightning.cli.export import export
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.runs import REPOSITORY, summary
 
 SMALL = (
@@ -35,7 +35,7 @@ TEXTS = "data.files=[docs/quickstart.md,docs/index.md,README.md]"
 
 def compose_experiment(name: str, folder: Path, *overrides: str) -> Any:
     everything = [f"experiment={name}", *SMALL, f"paths.output_dir={folder}", *overrides]
-    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("train", overrides=everything)
 
 
@@ -78,7 +78,7 @@ def test_what_was_trained_can_be_exported(
     monkeypatch.chdir(REPOSITORY)
     short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "validate=false")
     train(compose_experiment(name, tmp_path, *short, "optimized_metric=null"))
-    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("export", overrides=[f"ckpt_path={tmp_path}/checkpoints/last.ckpt"])
     folder = export(config)
     tensors = load_file(folder / file)

@@ -13,17 +13,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from peft import BOFTConfig
 
+from roundpipe_commands import EXIT_ERROR
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli import plan_settings
 from roundpipe_lightning.cli.build import build_run
-from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_ERROR, EXIT_FITS, run
+from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_FITS, run
 from roundpipe_lightning.cli.plan_answer import answer
 from roundpipe_lightning.cli.plan_output import PlanOutput
 from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings, read_settings
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters
-from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, config_folder, load_hardware
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.runs import SMALL, compose_small, train_small
 
@@ -36,7 +36,7 @@ MIB = 2**20
 
 def configure(folder: Path, *overrides: str) -> DictConfig:
     everything = [f"paths.output_dir={folder}", *overrides]
-    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("plan", overrides=everything)
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from roundpipe_lightning.cli.plan import main
+from roundpipe_commands import plan
 from tests.kit.programs import run_program
 from tests.kit.runs import environment, files
 
@@ -15,7 +15,7 @@ from tests.kit.runs import environment, files
 def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "roundpipe_lightning.cli.plan"),
+            *(sys.executable, "-c", "import roundpipe_commands; roundpipe_commands.plan()"),
             *("hardware=rtx4090x2", "output=json", "peft=lora"),
         ],
         cwd=tmp_path,
@@ -36,7 +36,7 @@ def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
     done = run_program(
-        main,
+        plan,
         tmp_path,
         "hardware=rtx4090x1",
         "hardware.device.device_bytes=400000000",
@@ -49,7 +49,7 @@ def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
 
 
 def test_unknown_machines_end_with_1(tmp_path: Path) -> None:
-    done = run_program(main, tmp_path, "hardware=rtx4090x9")
+    done = run_program(plan, tmp_path, "hardware=rtx4090x9")
     assert done.returncode == 1
     assert "rtx4090x8" in done.stderr
     assert "Traceback" not in done.stderr

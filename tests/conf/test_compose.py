@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.planning.model.hardware import config_folder
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -85,7 +85,7 @@ def test_the_seed_reaches_weights_and_data(tmp_path: Path) -> None:
 
 
 def test_the_configuration_is_found() -> None:
-    assert find_config_folder().samefile(CONF)
+    assert config_folder().samefile(CONF)
 
 
 def test_the_composed_configuration_is_plain() -> None:

@@ -6,10 +6,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from roundpipe_lightning.cli.configs import find_config_folder
+from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.conf.test_models import PUBLISHED
 
-CONF = find_config_folder()
+CONF = config_folder()
 DOCS = CONF.parent / "docs"
 TEXT = (DOCS / "configuration.md").read_text(encoding="utf-8")
 PARTS = {

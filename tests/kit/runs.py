@@ -10,8 +10,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from roundpipe_lightning.cli.configs import find_config_folder
-from roundpipe_lightning.cli.train import main, train
+import roundpipe_commands
+from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.programs import Ended, run_program
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ RUN_FILES = {
 def compose_small(folder: Path, *overrides: str) -> DictConfig:
     """The configuration of a small run in `folder`, for `train` in this process."""
     everything = [*SMALL, f"paths.output_dir={folder}", *overrides]
-    with initialize_config_dir(str(find_config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("train", overrides=everything)
 
 
@@ -113,7 +114,7 @@ def run_here(
     folder: Path, *overrides: str, options: tuple[str, ...] = (), status: int = 0
 ) -> Ended:
     """Run the command in this process, with `folder` as working directory."""
-    done = run_program(main, folder, *options, *SMALL, *overrides)
+    done = run_program(roundpipe_commands.train, folder, *options, *SMALL, *overrides)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

@@ -1,0 +1,190 @@
+"""The callbacks of the command: figures of the run, Ctrl-C between steps, the last checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import Self, override
+
+
+class RunStatistics(Callback):
+    """Collects losses, speed and the number of steps.
+
+    Attributes:
+        loss_first: Loss of the first training step, nats per token; None before it.
+        loss_last: Loss of the latest training step, nats per token; None before the first.
+        num_steps: Optimizer steps of this run, those before a resume not counted.
+        validated_step: Optimizer step at which val_loss was measured last; None: never.
+    """
+
+    def __init__(self) -> None:
+        self.loss_first: float | None = None
+        self.loss_last: float | None = None
+        self.num_steps = 0
+        self.validated_step: int | None = None
+        self._first_step = 0
+        self._started_seconds = 0.0
+        self._batches: list[tuple[int, float]] = []
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens trained on per second of training step, the first step left out if it can be.
+
+        Validation, checkpoints and loading data between the steps are not counted.
+        """
+        batches = self._batches[1:] if len(self._batches) > 1 else self._batches
+        seconds = sum(duration for _, duration in batches)
+        return sum(tokens for tokens, _ in batches) / seconds if seconds > 0 else None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._started_seconds = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        seconds = time.perf_counter() - self._started_seconds
+        self._batches.append((int(batch["input_ids"].numel()), seconds))
+        loss = float(trainer.callback_metrics["train_loss"])
+        self.loss_first = loss if self.loss_first is None else self.loss_first
+        self.loss_last = loss
+        self.num_steps = trainer.global_step - self._first_step
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.validated_step = trainer.global_step
+
+
+class GracefulInterrupt(Callback):
+    """Turns Ctrl-C within a training step into a KeyboardInterrupt right after that step.
+
+    Used as a context manager around the Trainer, and as the last of its callbacks. A second Ctrl-C,
+    or one outside a training step, interrupts at once. The handler of before is put back at the
+    end. Only the main thread can take over SIGINT; elsewhere nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self._in_step = False
+        self._requested = False
+        self._previous: Any = None
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._installed = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, self._previous)
+            self._installed = False
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._in_step = True
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._in_step = False
+        if self._requested:
+            raise KeyboardInterrupt
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._in_step or self._requested:
+            raise KeyboardInterrupt
+        self._requested = True
+        sys.stderr.write("\nStopping after this step; Ctrl-C again stops at once.\n")
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps one file, `last.ckpt`: the state after the latest step that was worth saving.
+
+    It is written every `every_n_steps` optimizer steps, after the last step, and when the run is
+    interrupted between two steps. Inside a step nothing is saved, because weights may be half
+    updated there; the file of before then stays. Lightning's `ModelCheckpoint` saves neither the
+    last step nor, with `save_on_exception`, between two steps alone.
+
+    Args:
+        dirpath: Folder of the file.
+        every_n_steps: Optimizer steps between two saves.
+    """
+
+    def __init__(self, dirpath: str, *, every_n_steps: int) -> None:
+        super().__init__()
+        self.path = Path(dirpath) / "last.ckpt"
+        self.every_n_steps = every_n_steps
+        self._saved_step = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saved_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if step - self._saved_step >= self.every_n_steps or step == trainer.max_steps:
+            self._save(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)  # of a run that was not ended by its number of steps
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        between_steps = progress.ready == progress.processed  # type: ignore[attr-defined]
+        if isinstance(exception, KeyboardInterrupt) and between_steps:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        fast = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if fast or trainer.global_step == self._saved_step:
+            return
+        trainer.save_checkpoint(self.path, weights_only=False)
+        self._saved_step = trainer.global_step
