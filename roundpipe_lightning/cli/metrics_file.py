@@ -16,13 +16,16 @@ from roundpipe_lightning.files import write_text
 class MetricsFile(Logger):
     """Writes `metrics.csv`: one line per step, one column per metric.
 
-    Lightning's `CSVLogger` puts its file into numbered subfolders and deletes an older one. This
-    one writes straight into the run's folder and goes on after the lines that are there.
+    Lightning's `CSVLogger` deletes the file of a run that goes on in its folder, and writes the
+    metrics of a step into several lines. This one goes on after the lines that are there.
 
     Args:
         folder: Folder of the run.
         flush_every_n_steps: Steps between two writes; the rest is written at the end.
     """
+
+    name = "csv"
+    version = ""  # runs are told apart by their folders
 
     def __init__(self, folder: str, *, flush_every_n_steps: int = 20) -> None:
         super().__init__()
@@ -33,20 +36,7 @@ class MetricsFile(Logger):
 
     @property
     @override
-    def name(self) -> str:
-        """Name of the logger."""
-        return "csv"
-
-    @property
-    @override
-    def version(self) -> str:
-        """Runs are told apart by their folders, so there is no version."""
-        return ""
-
-    @property
-    @override
     def save_dir(self) -> str:
-        """Folder of the run."""
         return str(self.path.parent)
 
     @override
@@ -73,44 +63,33 @@ class MetricsFile(Logger):
 
     @override
     def save(self) -> None:
-        """Write the lines collected so far."""
+        """Write the lines collected so far; where there is a new column, the whole file anew."""
         if not self._rows:
             return
-        if not self._columns:
-            self._columns = self._read_columns()
-        new = [name for row in self._rows for name in row]
-        columns = list(dict.fromkeys([*self._columns, *new]))
-        if columns == self._columns:
-            with self.path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, fieldnames=columns).writerows(self._rows)
+        earlier: list[dict[str, Any]] = []
+        new = dict.fromkeys(name for row in self._rows for name in row)
+        if not set(new) <= set(self._columns):
+            if self.path.is_file():
+                with self.path.open(newline="", encoding="utf-8") as file:
+                    reader = csv.DictReader(file)
+                    earlier, names = list(reader), list(reader.fieldnames or [])
+                new = dict.fromkeys([*names, *new])
+            self._columns = list(new)
+            write_text(self.path, _lines(self._columns, [*earlier, *self._rows], header=True))
         else:
-            rows = [*self._read_rows(), *self._rows]
-            write_text(self.path, _to_csv(columns, rows))
-        self._columns = columns
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                file.write(_lines(self._columns, self._rows, header=False))
         self._rows = []
 
     @override
     def finalize(self, status: str) -> None:
-        """Write what is left, however the run ended."""
         self.save()
 
-    def _read_columns(self) -> list[str]:
-        """Columns of a file that an earlier part of the run left; none without one."""
-        if not self.path.is_file():
-            return []
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file).fieldnames or [])
 
-    def _read_rows(self) -> list[dict[str, Any]]:
-        if not self.path.is_file():
-            return []
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-
-
-def _to_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
+def _lines(columns: list[str], rows: list[dict[str, Any]], *, header: bool) -> str:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=columns)
-    writer.writeheader()
+    if header:
+        writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -26,67 +26,39 @@ Batch = dict[str, Tensor]
 State = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamOrder:
-    """In which order a stream is read.
+@dataclass(kw_only=True, eq=False)
+class WindowStream(IterableDataset[tuple[int, State, Batch]]):
+    """Batches of windows of a stream of texts, each with the place where the next one begins.
 
     The parts (files) are taken in an order drawn from the seed and the epoch. Records are read in
     runs of neighbours, and each run is shuffled as a whole, by a permutation that depends on the
     seed, the epoch and the run's number alone: so a place in the stream is a few whole numbers.
-
-    Attributes:
-        run_records: Records of a run: how far a record may move, and how many are held in memory.
-        seed: Seed of all permutations.
-    """
-
-    run_records: int
-    seed: int
-
-    def permutation(self, length: int, *key: int) -> list[int]:
-        """A permutation that is the same for the same key."""
-        seed = self.seed
-        for number in key:
-            seed = seed * 1_000_003 + number + 1
-        generator = torch.Generator().manual_seed(seed % (1 << 62))
-        return torch.randperm(length, generator=generator).tolist()
-
-
-class WindowStream(IterableDataset[tuple[int, State, Batch]]):
-    """Batches of windows of a stream of texts, each with the place where the next one begins.
-
     Processes that prepare batches share the stream by runs: of N processes the first takes runs 0,
     N, 2 N, ... Each has windows of its own.
 
-    Args:
+    Attributes:
         source: The texts.
         tokenizer: Loads the tokenizer; every process loads its own.
         field: Field of a record that has the text.
         seq_len: Tokens of a window.
         batch_size: Windows of a batch.
         keep_apart: Whether texts in a window do not see each other.
-        order: In which order the texts are read.
+        run_records: Records of a run: how far a record may move, and how many are held in memory.
+        seed: Seed of all permutations.
+        epoch: Which pass over the texts comes next.
+        starts: Where each process begins; empty: at its first run.
     """
 
-    def __init__(
-        self,
-        *,
-        source: RecordSource,
-        tokenizer: TokenizerMaker,
-        field: str,
-        seq_len: int,
-        batch_size: int,
-        keep_apart: bool,
-        order: StreamOrder,
-    ) -> None:
-        self.source = source
-        self.tokenizer = tokenizer
-        self.field = field
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.keep_apart = keep_apart
-        self.order = order
-        self.starts: Sequence[State] = ()
-        self.epoch = 0
+    source: RecordSource
+    tokenizer: TokenizerMaker
+    field: str
+    seq_len: int
+    batch_size: int
+    keep_apart: bool
+    run_records: int
+    seed: int
+    epoch: int = 0
+    starts: Sequence[State] = ()
 
     def __iter__(self) -> Iterator[tuple[int, State, Batch]]:
         worker = get_worker_info()
@@ -116,16 +88,24 @@ class WindowStream(IterableDataset[tuple[int, State, Batch]]):
             used: Records of the first run that are left out.
         """
         parts = self.source.parts()
-        order = self.order.permutation(len(parts), self.epoch)
+        order = self._permutation(len(parts), self.epoch)
         records = (record for part in order for record in self.source.read(parts[part]))
         run = 0
-        while held := list(islice(records, self.order.run_records)):
+        while held := list(islice(records, self.run_records)):
             if run >= first and (run - first) % step == 0:
-                places = self.order.permutation(len(held), self.epoch, run)
+                places = self._permutation(len(held), self.epoch, run)
                 for place in range(used, len(held)):
                     yield run, place + 1, held[places[place]]
                 used = 0
             run += 1
+
+    def _permutation(self, length: int, *key: int) -> list[int]:
+        """A permutation that is the same for the same key."""
+        seed = self.seed
+        for number in key:
+            seed = seed * 1_000_003 + number + 1
+        generator = torch.Generator().manual_seed(seed % (1 << 62))
+        return torch.randperm(length, generator=generator).tolist()
 
 
 def _beginning(number: int) -> State:
@@ -245,6 +225,7 @@ class TextStreamDataModule(TextDataModule):
             seq_len=self.seq_len,
             batch_size=self.batch_size,
             keep_apart=self.keep_apart,
-            order=StreamOrder(run_records=self.run_records, seed=self.options.seed),
+            run_records=self.run_records,
+            seed=self.options.seed,
         )
         return StreamLoader(stream, num_workers=self.options.num_workers)

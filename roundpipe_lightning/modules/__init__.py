@@ -5,7 +5,7 @@ from roundpipe_lightning.modules.base import TransformersModule
 from roundpipe_lightning.modules.causal_lm import CausalLanguageModule, TokenBatch
 from roundpipe_lightning.modules.classification import ClassBatch, SequenceClassificationModule
 from roundpipe_lightning.modules.preference import DirectPreferenceModule, PreferenceBatch
-from roundpipe_lightning.modules.source import ModelSource, Weights
+from roundpipe_lightning.modules.source import ModelSource
 from roundpipe_lightning.modules.tokenizer import TokenizerSource, byte_level_tokenizer
 
 __all__ = [
@@ -19,6 +19,5 @@ __all__ = [
     "TokenBatch",
     "TokenizerSource",
     "TransformersModule",
-    "Weights",
     "byte_level_tokenizer",
 ]

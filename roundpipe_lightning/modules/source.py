@@ -26,24 +26,8 @@ from roundpipe_lightning.models.weight_files import check_can_map
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-class Weights(str, enum.Enum):
-    """Where the numbers in the parameters come from."""
-
-    RANDOM = "random"
-    """Drawn from the architecture's own initialisation: no hub and no file is needed."""
-
-    PRETRAINED = "pretrained"
-    """Read from the Hugging Face hub, its cache, or a local folder that `save_pretrained` wrote."""
-
-
-class FrozenWeights(str, enum.Enum):
-    """Where published weights are kept while adapters are trained beside them."""
-
-    MEMORY = "memory"
-    """In host memory, like weights that are trained."""
-
-    MMAP = "mmap"
-    """In their safetensors files: the model may be larger than host memory."""
+_WEIGHTS = ("random", "pretrained")
+_FROZEN_WEIGHTS = ("memory", "mmap")
 
 
 class Head(str, enum.Enum):
@@ -76,7 +60,8 @@ class ModelSource:
             when `weights` is `"random"`; published weights bring their own.
         hub_name: Name on the Hugging Face hub (`"Qwen/Qwen3-0.6B"`) or a local folder written by
             `save_pretrained`. Used when `weights` is `"pretrained"`.
-        weights: `"random"` or `"pretrained"`.
+        weights: `"random"`: drawn from the architecture's own initialisation, which needs no hub
+            and no file; `"pretrained"`: read from the hub, its cache, or a local folder.
         seed: Seed of the random weights. The global generator of the CPU is left as it was.
         attention: Name of transformers' attention implementation (`"sdpa"`, `"eager"`, ...);
             None takes the best one the architecture supports.
@@ -86,8 +71,9 @@ class ModelSource:
         trust_remote_code: Whether Python code that comes with the weights may run.
         unmatched_tensors: Regular expressions of tensors that may be missing from the weights (they
             are drawn anew) or that the weights may have besides (they are left out).
-        frozen_weights: `"memory"` or `"mmap"`, where published weights are kept. With `"mmap"`
-            the whole model is frozen: it is for training adapters.
+        frozen_weights: Where published weights are kept: in `"memory"`, or with `"mmap"` in their
+            safetensors files, so that the model may be larger than host memory. The whole model is
+            frozen then: it is for training adapters.
         frozen_bits: 16, or 8 or 4 to quantise the linear layers of the model, which is then frozen
             whole: for training adapters. Not done on the meta device.
         pretrained_options: Further keyword arguments for `from_pretrained`.
@@ -101,34 +87,33 @@ class ModelSource:
 
     architecture: Mapping[str, Any]
     hub_name: str | None = None
-    weights: str = Weights.RANDOM.value
+    weights: str = "random"
     seed: int = 0
     attention: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
     unmatched_tensors: Sequence[str] = ()
-    frozen_weights: str = FrozenWeights.MEMORY.value
+    frozen_weights: str = "memory"
     frozen_bits: int = 16
     pretrained_options: Mapping[str, Any] = field(default_factory=dict)
     head: Head = Head.CAUSAL_LM
     config_changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = [weights.value for weights in Weights]
-        if self.weights not in known:
+        if self.weights not in _WEIGHTS:
             raise ConfigurationError(
-                f"model.weights={self.weights!r} is not one of {', '.join(known)}. 'random' draws "
-                "new weights, 'pretrained' loads those of model.hub_name."
+                f"model.weights={self.weights!r} is not one of {', '.join(_WEIGHTS)}. 'random' "
+                "draws new weights, 'pretrained' loads those of model.hub_name."
             )
-        if self.weights == Weights.PRETRAINED.value and self.hub_name is None:
+        if self.is_pretrained and self.hub_name is None:
             raise ConfigurationError(
                 "model.weights=pretrained needs model.hub_name: a name on the Hugging Face hub or "
                 "a local folder. This model has neither; use model.weights=random."
             )
-        places = [place.value for place in FrozenWeights]
-        if self.frozen_weights not in places:
+        if self.frozen_weights not in _FROZEN_WEIGHTS:
             raise ConfigurationError(
-                f"model.frozen_weights={self.frozen_weights!r} is not one of {', '.join(places)}."
+                f"model.frozen_weights={self.frozen_weights!r} is not one of "
+                f"{', '.join(_FROZEN_WEIGHTS)}."
             )
         check_bits(self.frozen_bits)
         if self.dtype not in (None, "auto", *_DTYPES):
@@ -139,7 +124,7 @@ class ModelSource:
     @property
     def is_pretrained(self) -> bool:
         """Whether the weights are loaded rather than drawn."""
-        return self.weights == Weights.PRETRAINED.value
+        return self.weights == "pretrained"
 
     def load_config(self) -> PreTrainedConfig:
         """The transformers configuration of the model.
@@ -180,41 +165,34 @@ class ModelSource:
             ConfigurationError: The architecture's fields are not those of its `model_type`.
             ModelSourceError: Published weights were asked for and cannot be loaded.
         """
-        if self.is_pretrained:
-            model = self._load_pretrained() if _on_host() else self._without_weights()
+        on_host = torch.empty(0).device.type != "meta"
+        if self.is_pretrained and on_host:
+            model = self._load_pretrained()
         else:
-            model = self._draw_random()
-            if self.quantizes and _on_host():
+            model = self._from_config()
+            if self.quantizes and on_host:
                 quantize_frozen(model, self.frozen_bits)
         model.train()
         return model
 
-    def _draw_random(self) -> PreTrainedModel:
-        options = {} if self.attention is None else {"attn_implementation": self.attention}
-        if self.frozen_weights == FrozenWeights.MMAP.value and _on_host():
+    def _from_config(self) -> PreTrainedModel:
+        """The model with random weights, or on the meta device, where there are none to read."""
+        if not self.is_pretrained and self._is_mapped and torch.empty(0).device.type != "meta":
             raise ConfigurationError(
                 "model.frozen_weights=mmap keeps published weights in their files, and "
                 "model.weights=random has none. Set model.weights=pretrained."
             )
+        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        if self.attention is not None:
+            options["attn_implementation"] = self.attention
         config = self.load_config()
+        dtype = self._dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
-            dtype = self._dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
-            return from_config(config, dtype=dtype, **options)
-
-    def _without_weights(self) -> PreTrainedModel:
-        """The model on the device that is torch's default, where nothing is to be read."""
-        options = {} if self.attention is None else {"attn_implementation": self.attention}
-        config = self.load_config()
-        from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
-        model = from_config(
-            config,
-            dtype=self._dtype or getattr(config, "dtype", None) or torch.get_default_dtype(),
-            trust_remote_code=self.trust_remote_code,
-            **options,
-        )
-        model.config.name_or_path = model.name_or_path = cast(str, self.hub_name)
+            model = from_config(config, dtype=dtype, **options)
+        if self.is_pretrained:
+            model.config.name_or_path = model.name_or_path = cast(str, self.hub_name)
         return model
 
     @property
@@ -225,7 +203,11 @@ class ModelSource:
     @property
     def keeps_weights_in_files(self) -> bool:
         """Whether the weights stay in the files they are published in."""
-        return self.is_pretrained and self.frozen_weights == FrozenWeights.MMAP.value
+        return self.is_pretrained and self._is_mapped
+
+    @property
+    def _is_mapped(self) -> bool:
+        return self.frozen_weights == "mmap"
 
     @property
     def _dtype(self) -> torch.dtype | None:
@@ -242,7 +224,7 @@ class ModelSource:
             attention=self.attention,
             unmatched=tuple(self.unmatched_tensors),
             new_head=self.head is not Head.CAUSAL_LM,
-            mapped=self.frozen_weights == FrozenWeights.MMAP.value,
+            mapped=self._is_mapped,
             frozen_bits=self.frozen_bits,
             trust_remote_code=self.trust_remote_code,
             others=self.pretrained_options,
@@ -270,20 +252,12 @@ class ModelSource:
         files = fields.get("auto_map")
         known = fields.get("model_type") in CONFIG_MAPPING
         if files and not known and not self.trust_remote_code:
+            named = ", ".join(sorted(map(str, files.values())))
             raise ConfigurationError(
-                f"{self.hub_name!r} wants to run code of its own ({', '.join(_flat(files))})"
-                ", for the installed transformers has no architecture "
-                f"{fields.get('model_type')!r}. It is refused unless model.trust_remote_code=true; "
-                "read the code first."
+                f"{self.hub_name!r} wants to run code of its own ({named}), for the installed "
+                f"transformers has no architecture {fields.get('model_type')!r}. It is refused "
+                "unless model.trust_remote_code=true; read the code first."
             )
-
-
-def _flat(auto_map: Mapping[str, Any]) -> list[Any]:
-    return sorted({str(value) for value in auto_map.values()})
-
-
-def _on_host() -> bool:
-    return torch.empty(0).device.type != "meta"
 
 
 @contextlib.contextmanager
