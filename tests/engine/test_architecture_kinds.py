@@ -20,6 +20,7 @@ from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
+    engine_for,
     engine_of,
     layers_of,
     mean_step,
@@ -133,47 +134,94 @@ class Pair(Linear):
         return self.mix(x) + other, torch.sin(self.side(other))
 
 
-def test_two_tensors_flow() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        other = None
-        for layer in layers:
-            hidden, other = layer(hidden, other=other)
-        assert other is not None
-        return hidden * other
+def _two_flow(layers: Any, hidden: Tensor) -> Any:
+    other = hidden
+    for layer in layers:
+        hidden, other = layer(hidden, other=other)
+    return hidden * other
 
+
+def _one_is_used(layers: Any, hidden: Tensor) -> Any:
+    for layer in layers:
+        _, hidden = layer(hidden)
+    return hidden
+
+
+def _residual_skips_blocks(layers: Any, hidden: Tensor) -> Any:
+    first, _ = layers[0](hidden, other=hidden)
+    second, _ = layers[1](first)
+    third, _ = layers[2](second, other=first)
+    fourth, _ = layers[3](third, other=hidden)
+    return fourth
+
+
+def _sides_reach_the_loss(layers: Any, hidden: Tensor) -> Any:
+    sides, states = [], [hidden]
+    for layer in layers:
+        hidden, side = layer(hidden)
+        sides.append(side)
+        states.append(hidden)
+    return hidden + torch.stack(sides).mean(0) + states[2] * states[1] + sides[0].abs()
+
+
+def _trained_argument_by_keyword(layers: Any, hidden: Tensor) -> Any:
+    bias = torch.sigmoid(hidden)
+    for layer in layers:
+        hidden, _ = layer(x=hidden, other=bias)
+    return hidden + bias
+
+
+def _used_between_blocks(layers: Any, hidden: Tensor) -> Any:
+    total: Any = 0
+    for layer in layers:
+        hidden, side = layer(hidden)
+        total = total + side.mean()
+    return hidden + total
+
+
+def _detached_between_blocks(layers: Any, hidden: Tensor) -> Any:
+    norms = []
+    for layer in layers:
+        hidden, _ = layer(hidden)
+        norms.append(hidden.detach().norm().item())
+        with torch.no_grad():
+            norms.append(hidden.mean().item())
+    assert len(norms) == 8
+    hidden.mul_(2)
+    return hidden
+
+
+def _under_autocast(layers: Any, hidden: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in layers:
+            hidden, _ = layer(hidden)
+    return hidden.float()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _two_flow,
+        _one_is_used,
+        _residual_skips_blocks,
+        _sides_reach_the_loss,
+        _trained_argument_by_keyword,
+        _used_between_blocks,
+        _detached_between_blocks,
+        _under_autocast,
+    ],
+)
+def test_what_user_code_does_with_two_outputs(run: Callable[[Any, Tensor], Any]) -> None:
     check(Pair, run)
 
 
-def test_only_one_of_two_outputs_is_used() -> None:
+def test_a_stack_that_is_called_twice() -> None:
     def run(layers: Any, hidden: Tensor) -> Any:
-        for layer in layers:
-            _, hidden = layer(hidden)
+        for layer in (*layers, *layers):
+            hidden, _ = layer(hidden)
         return hidden
 
-    check(Pair, run)
-
-
-def test_a_residual_skips_blocks() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        first, _ = layers[0](hidden, other=hidden)
-        second, _ = layers[1](first)
-        third, _ = layers[2](second, other=first)
-        fourth, _ = layers[3](third, other=hidden)
-        return fourth
-
-    check(Pair, run)
-
-
-def test_side_outputs_reach_the_loss() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        sides, states = [], [hidden]
-        for layer in layers:
-            hidden, side = layer(hidden)
-            sides.append(side)
-            states.append(hidden)
-        return hidden + torch.stack(sides).mean(0) + states[2] * states[1] + sides[0].abs()
-
-    check(Pair, run)
+    check(Pair, run, emulated=False)  # there a round's gradients are summed on the device first
 
 
 def test_side_outputs_of_a_frozen_stack_with_one_trained_block() -> None:
@@ -215,16 +263,6 @@ def test_a_dict_that_blocks_write_into() -> None:
     check(Sharing, run)
 
 
-def test_a_trained_tensor_given_to_all_blocks_by_keyword() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        bias = torch.sigmoid(hidden)
-        for layer in layers:
-            hidden, _ = layer(x=hidden, other=bias)
-        return hidden + bias
-
-    check(Pair, run)
-
-
 class Passing(Linear):
     """Returns something it was given."""
 
@@ -242,80 +280,6 @@ def test_a_block_that_hands_an_argument_back() -> None:
         return output
 
     check(Passing, run)
-
-
-class Cache:
-    """What a key-value cache is to a block: an object that keeps tensors."""
-
-    def __init__(self) -> None:
-        self.states: list[Tensor] = []
-
-
-class Caching(Linear):
-    def forward(self, x: Tensor, cache: Cache, *, read: bool = False) -> Tensor:
-        cache.states.append(self.side(x))
-        return self.mix(x) + cache.states[-1] + (cache.states[0] if read else 0)
-
-
-def test_a_cache_that_every_block_adds_to() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        cache = Cache()
-        for layer in layers:
-            hidden = layer(hidden, cache)
-        assert len(cache.states) == 4
-        return hidden
-
-    check(Caching, run)
-
-
-def _refused(
-    make_block: Callable[[], nn.Module], call: Callable[[Any, Any, int], Any], *, match: str
-) -> None:
-    module = Regressor(4, make_block=make_block)
-    stack = layers_of(module)
-    for partition in PARTITIONS[:3]:
-        plan = plan_of(stack, num_workers=2, num_microbatches=2, partition=partition)
-        with (
-            engine_of(module, stack, plan) as engine,
-            pytest.raises(CaptureError, match=match),
-        ):
-            mean_step(engine, regression_batches(2), call=call)
-
-
-def test_a_cache_that_carries_gradients_between_blocks() -> None:
-    def call(view: Any, batch: Any, index: int) -> Any:
-        cache, hidden = Cache(), view.head(batch[0])
-        for layer in view.layers:
-            hidden = layer(hidden, cache, read=True)
-        return hidden.mean()
-
-    _refused(Caching, call, match=r"'layers\.0' has put into an object")
-
-
-def test_a_cache_whose_tensors_reach_the_loss() -> None:
-    def call(view: Any, batch: Any, index: int) -> Any:
-        cache, hidden = Cache(), view.head(batch[0])
-        for layer in view.layers:
-            hidden = layer(hidden, cache)
-        return (hidden + cache.states[0]).mean()
-
-    _refused(Caching, call, match=r"'layers\.0' has put into an object")
-
-
-class Writing(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1
-        return self.mix(x)
-
-
-def test_a_block_that_writes_into_its_input() -> None:
-    def call(view: Any, batch: Any, index: int) -> Any:
-        hidden = view.head(batch[0]).clone()
-        for layer in view.layers:
-            hidden = layer(hidden)
-        return hidden.mean()
-
-    _refused(Writing, call, match=r"'layers\.0' writes into a tensor that it was given")
 
 
 class Rectifying(nn.Module):
@@ -337,85 +301,119 @@ def test_modules_that_say_they_work_in_place() -> None:
     check(Rectifying, run)
 
 
+class Cache:
+    """What a key-value cache is to a block: an object that keeps tensors."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+
+class Caching(Linear):
+    def forward(self, x: Tensor, cache: Cache, *, read: bool = False) -> Tensor:
+        cache.states.append(self.side(x))
+        return self.mix(x) + cache.states[-1] + (cache.states[0] if read else 0)
+
+
+def _with_cache(layers: Any, hidden: Tensor, *, read: bool = False) -> tuple[Tensor, Cache]:
+    cache = Cache()
+    for layer in layers:
+        hidden = layer(hidden, cache, read=read)
+    return hidden, cache
+
+
+def test_a_cache_that_every_block_adds_to() -> None:
+    def run(layers: Any, hidden: Tensor) -> Any:
+        hidden, cache = _with_cache(layers, hidden)
+        assert len(cache.states) == 4
+        return hidden
+
+    check(Caching, run)
+
+
+# ------------------------------------------------------------------------------------ what is refused
+
+
+class Writing(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.mix(x)
+
+
 class Forgetful(Linear):
     def forward(self, x: Tensor, calls: list[int]) -> Any:
         calls.pop()
         return self.mix(x)
 
 
-def test_a_block_that_takes_something_out_of_a_container() -> None:
-    def call(view: Any, batch: Any, index: int) -> Any:
-        calls, hidden = [1, 2, 3, 4], view.head(batch[0])
-        for layer in view.layers:
-            hidden = layer(hidden, calls)
-        return hidden.mean()
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
 
-    _refused(Forgetful, call, match=r"'layers\.0' took .* out of a container")
-
-
-def test_an_output_used_between_blocks() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        total: Any = 0
-        for layer in layers:
-            hidden, side = layer(hidden)
-            total = total + side.mean()
-        return hidden + total
-
-    check(Pair, run)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
 
 
-def test_an_output_given_to_a_custom_function() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient * 2
-
-    def call(view: Any, batch: Any, index: int) -> Any:
-        hidden, states = view.head(batch[0]), []
-        for layer in view.layers:
-            hidden, _ = layer(hidden)
-            states.append(hidden)
-        return (hidden + Double.apply(states[0])).mean()  # type: ignore[no-untyped-call]
-
-    _refused(Pair, call, match="past PyTorch's functions")
+def _through_a_custom_function(layers: Any, hidden: Tensor) -> Any:
+    states = []
+    for layer in layers:
+        hidden, _ = layer(hidden)
+        states.append(hidden)
+    return hidden + Double.apply(states[0])  # type: ignore[no-untyped-call]
 
 
-def test_detached_between_blocks() -> None:
-    norms: list[float] = []
-
-    def run(layers: Any, hidden: Tensor) -> Any:
-        norms.clear()
-        for layer in layers:
-            hidden, _ = layer(hidden)
-            norms.append(hidden.detach().norm().item())
-            with torch.no_grad():
-                norms.append(hidden.mean().item())
-        hidden.mul_(2)
-        return hidden
-
-    check(Pair, run)
-    assert len(norms) == 8
+def _cached_states_in_the_loss(layers: Any, hidden: Tensor) -> Any:
+    hidden, cache = _with_cache(layers, hidden)
+    return hidden + cache.states[0]
 
 
-def test_a_block_under_autocast_is_recomputed_under_it() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for layer in layers:
-                hidden, _ = layer(hidden)
-        return hidden.float()
-
-    check(Pair, run)
+def _each(layers: Any, hidden: Tensor, *args: Any) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden, *args)
+    return hidden
 
 
-def test_a_stack_that_is_called_twice() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        for _ in range(2):
-            for layer in layers:
-                hidden, _ = layer(hidden)
-        return hidden
+REFUSED: dict[str, tuple[type[nn.Module], Callable[[Any, Tensor], Any], str]] = {
+    "a cache that carries gradients between blocks": (
+        Caching,
+        lambda layers, hidden: _with_cache(layers, hidden, read=True)[0],
+        r"'layers\.0' has put into an object",
+    ),
+    "a cache whose tensors reach the loss": (
+        Caching,
+        _cached_states_in_the_loss,
+        r"'layers\.0' has put into an object",
+    ),
+    "a block that writes into its input": (
+        Writing,
+        lambda layers, hidden: _each(layers, hidden.clone()),
+        r"'layers\.0' writes into a tensor that it was given",
+    ),
+    "a block that takes something out of a container": (
+        Forgetful,
+        lambda layers, hidden: _each(layers, hidden, [1, 2, 3, 4]),
+        r"'layers\.0' took .* out of a container",
+    ),
+    "an output given to a custom function": (
+        Pair,
+        _through_a_custom_function,
+        "past PyTorch's functions",
+    ),
+}
 
-    check(Pair, run, emulated=False)  # there a round's gradients are summed before they go home
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind: str) -> None:
+    make_block, run, match = REFUSED[kind]
+    module = Regressor(4, make_block=make_block)
+    for partition in PARTITIONS[:3]:
+        with (
+            engine_for(module, num_microbatches=2, partition=partition) as engine,
+            pytest.raises(CaptureError, match=match),
+        ):
+            mean_step(
+                engine,
+                regression_batches(2),
+                call=lambda view, batch, index: run(view.layers, view.head(batch[0])).mean(),
+            )

@@ -26,6 +26,7 @@ from tests.kit.engine import (
     check_parity,
     differences,
     emulated_workers,
+    engine_for,
     engine_of,
     engine_step,
     layers_of,
@@ -137,12 +138,12 @@ def test_an_exception_of_the_third_microbatch_in_the_second_step(
     where: str, server: str, make_error: Callable[[], BaseException]
 ) -> None:
     module = Failing()
-    stack = layers_of(module)
     batches = regression_batches(NUM_MICROBATCHES)
     plain = plain_step(module, batches, call=_run)
-    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES)
     devices = emulated_workers(2) if server == "emulated" else None
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    with engine_for(
+        module, num_workers=2, num_microbatches=NUM_MICROBATCHES, devices=devices
+    ) as engine:
         assert not differences(module, mean_step(engine, batches, call=_run), plain)
         planned = make_error()
         module.traps[where].error = planned
@@ -170,10 +171,8 @@ def test_the_traceback_reaches_into_user_code() -> None:
 
 def test_an_exception_in_an_evaluation() -> None:
     module = Failing()
-    stack = layers_of(module)
     (batch,) = regression_batches(1)
-    plan = plan_of(stack, num_workers=2, num_microbatches=1)
-    with engine_of(module, stack, plan) as engine, torch.no_grad():
+    with engine_for(module, num_workers=2, num_microbatches=1) as engine, torch.no_grad():
         for where in ("step", "forward", "tail"):
             module.traps[where].error = PlannedError("planned")
             with pytest.raises(PlannedError):
@@ -184,15 +183,13 @@ def test_an_exception_in_an_evaluation() -> None:
 
 def test_several_microbatches_fail_and_one_error_comes() -> None:
     module = Regressor()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=4, num_microbatches=4, team_size=4)
     barrier = threading.Barrier(4, timeout=60)
 
     def call(view: Any, batch: Any, index: int) -> Any:
         barrier.wait()
         raise PlannedError(str(index))
 
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=4, num_microbatches=4, team_size=4) as engine:
         with pytest.raises(PlannedError):
             mean_step(engine, regression_batches(4), call=call)
         mean_step(engine, regression_batches(4))
@@ -200,8 +197,6 @@ def test_several_microbatches_fail_and_one_error_comes() -> None:
 
 def test_user_code_that_swallows_exceptions_does_not_stop_an_abort() -> None:
     module = Regressor()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
 
     def call(view: Any, batch: Any, index: int) -> Any:
         if index == 1:
@@ -211,7 +206,7 @@ def test_user_code_that_swallows_exceptions_does_not_stop_an_abort() -> None:
         except Exception:  # noqa: BLE001 - what careless user code does
             return torch.zeros((), requires_grad=True)
 
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         with pytest.raises(PlannedError):
             mean_step(engine, regression_batches(3), call=call)
         mean_step(engine, regression_batches(3))
@@ -225,15 +220,13 @@ def _refused(
 ) -> None:
     """Run a step that calls its blocks in `step(layers, hidden)` and is refused."""
     module = Regressor(4, **parts)
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
 
     def call(view: Any, batch: Any, index: int) -> Any:
         hidden = step(view.layers, view.head(batch[0]))
         return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
 
     batches = regression_batches(2)
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=2) as engine:
         with pytest.raises(error, match=match) as caught:
             mean_step(engine, batches, call=call)
         assert "microbatch" in "".join(getattr(caught.value, "__notes__", ["microbatch"]))
@@ -346,11 +339,10 @@ def test_a_constant_that_blocks_share_past_their_arguments() -> None:
     kept: dict[str, Tensor] = {}
     module = Regressor(make_block=lambda: Smuggling(kept, constant=True))
     module.head.weight.data.mul_(2)
-    stack, batches = layers_of(module), regression_batches(3)
+    batches = regression_batches(3)
     plain_step(module, batches)  # the first call of the first block does without
     plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         assert not differences(module, mean_step(engine, batches), plain)
         kept.clear()
         mean_step(engine, batches)
@@ -399,10 +391,9 @@ def test_a_gradient_that_user_code_asks_for_after_the_blocks() -> None:
 
 def test_parameters_replaced_while_the_engine_is_open() -> None:
     module = Regressor()
-    stack, batches = layers_of(module), regression_batches(3)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
+    batches = regression_batches(3)
     values = {name: value.clone() for name, value in module.state_dict().items()}
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         module.load_state_dict(values)
         mean_step(engine, batches)
         module.load_state_dict(values, assign=True)
@@ -419,9 +410,7 @@ def test_parameters_replaced_while_the_engine_is_open() -> None:
 
 def _outputs(call: Callable[[Any, Any, int], Any], scales: list[float] | None = None) -> Any:
     module = Regressor()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         result = engine.step(regression_batches(3), call, loss_scales=scales or [1.0] * 3)
         return module, result
 
@@ -482,9 +471,7 @@ def test_a_loss_that_misses_the_stack() -> None:
 
 def test_as_many_microbatches_and_scales_as_planned() -> None:
     module = Regressor()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         for num, scales in ((2, [1.0] * 3), (3, [1.0] * 2), (4, [1.0] * 4)):
             with pytest.raises(BatchError, match="plan of 3 microbatches"):
                 engine.step(regression_batches(num), training_step, loss_scales=scales)
@@ -509,7 +496,7 @@ def test_plans_for_other_numbers() -> None:
 def test_another_plan_of_the_same_engine() -> None:
     module = Regressor()
     stack = layers_of(module)
-    with engine_of(module, stack, plan_of(stack, num_microbatches=3)) as engine:
+    with engine_for(module, num_microbatches=3) as engine:
         for num in (3, 5, 1, 5, 3):
             batches = regression_batches(num)
             plan = plan_of(stack, num_microbatches=num)
@@ -540,10 +527,9 @@ def test_an_engine_that_fails_to_open_gives_page_locked_memory_back(
         raise PlannedError("no thread can be started")
 
     monkeypatch.setattr("roundpipe_lightning.engine.engine.Logistics.__init__", fail)
-    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=2)
     with (
         pytest.raises(PlannedError),
-        engine_of(module, layers_of(module), plan, devices=devices),
+        engine_for(module, num_workers=2, num_microbatches=2, devices=devices),
     ):
         pass
     assert not locked

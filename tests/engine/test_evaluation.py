@@ -32,6 +32,7 @@ from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
+    engine_for,
     engine_of,
     layers_of,
     mean_step,
@@ -63,13 +64,14 @@ def _validate(view: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_values_are_those_of_one_device(server: str, mode: Mode, num_workers: int) -> None:
     module = Regressor().eval()
-    stack = layers_of(module)
     (batch,) = regression_batches(1, samples_each=5)
-    plan = plan_of(stack, num_workers=num_workers, num_microbatches=2)
     with mode():
         want = _validate(module, batch)
     devices = SERVERS[server](num_workers)
-    with engine_of(module, stack, plan, devices=devices) as engine, mode():
+    with (
+        engine_for(module, num_workers=num_workers, num_microbatches=2, devices=devices) as engine,
+        mode(),
+    ):
         for _ in range(2):
             got = engine.evaluate(_validate, batch)
             assert torch.equal(got["loss"], want["loss"])
@@ -110,11 +112,11 @@ def test_blocks_that_write_into_their_arguments(server: str, mode: Mode) -> None
 @without_gradients
 def test_training_goes_on_after_an_evaluation(server: str, mode: Mode) -> None:
     module = Regressor()
-    stack = layers_of(module)
     batches = regression_batches(3)
     plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine:
+    with engine_for(
+        module, num_workers=2, num_microbatches=3, devices=SERVERS[server](2)
+    ) as engine:
         for _ in range(2):
             assert not differences(module, mean_step(engine, batches), plain)
             with mode():
@@ -147,7 +149,6 @@ def test_it_runs_in_the_callers_thread_and_blocks_may_be_called_again() -> None:
 def test_gradients_in_an_evaluation(server: str) -> None:
     """Lightning's validation_step may enable them, for gradient penalties and the like."""
     module = Regressor().eval()
-    stack = layers_of(module)
     (batch,) = regression_batches(1)
 
     def call(view: Any, batch: Any) -> Tensor:
@@ -160,8 +161,10 @@ def test_gradients_in_an_evaluation(server: str) -> None:
 
     want = call(module, batch)
     module.zero_grad()
-    plan = plan_of(stack, num_workers=2, num_microbatches=1)
-    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine, torch.no_grad():
+    with (
+        engine_for(module, num_workers=2, num_microbatches=1, devices=SERVERS[server](2)) as engine,
+        torch.no_grad(),
+    ):
         assert torch.equal(engine.evaluate(call, batch), want)
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -182,10 +185,11 @@ def test_buffers_that_an_evaluation_writes(server: str, mode: Mode) -> None:
         return output
 
     ours, theirs = make(), make()
-    stack = layers_of(ours)
     (batch,) = regression_batches(1)
-    plan = plan_of(stack, num_workers=2, num_microbatches=1)
-    with engine_of(ours, stack, plan, devices=SERVERS[server](2)) as engine, mode():
+    with (
+        engine_for(ours, num_workers=2, num_microbatches=1, devices=SERVERS[server](2)) as engine,
+        mode(),
+    ):
         for _ in range(2):
             assert torch.equal(engine.evaluate(call, batch), call(theirs, batch))
     for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):

@@ -20,11 +20,9 @@ from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
-    engine_of,
-    layers_of,
+    engine_for,
     mean_step,
     plain_step,
-    plan_of,
     regression_batches,
 )
 from tests.kit.moments import PATIENCE_SECONDS, GivenUp, WatchClock
@@ -35,10 +33,8 @@ from tests.kit.moments import PATIENCE_SECONDS, GivenUp, WatchClock
 @pytest.mark.parametrize("where", ["head", "stack", "tail"])
 def test_ctrl_c_while_the_engine_waits(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Regressor()
-    stack = layers_of(module)
     batches = regression_batches(3)
     plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
     given_up, interrupted = GivenUp(monkeypatch), threading.Event()
 
     def interrupt(index: int) -> None:
@@ -57,7 +53,7 @@ def test_ctrl_c_while_the_engine_waits(where: str, monkeypatch: pytest.MonkeyPat
 
     if where == "stack":
         module.layers[2].register_forward_pre_hook(lambda *_: interrupt(1))
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         with pytest.raises(KeyboardInterrupt):
             mean_step(engine, batches, call=call)
         assert not differences(module, mean_step(engine, batches, call=call), plain)
@@ -67,9 +63,7 @@ def test_ctrl_c_with_user_code_that_does_not_end(monkeypatch: pytest.MonkeyPatch
     """The engine waits a while, then goes on without the stuck thread, which ends by itself."""
     monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.5)
     module = Regressor()
-    stack = layers_of(module)
     batches = regression_batches(2)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
     release = threading.Event()
 
     def stuck(view: Any, batch: Any, index: int) -> Any:
@@ -79,7 +73,7 @@ def test_ctrl_c_with_user_code_that_does_not_end(monkeypatch: pytest.MonkeyPatch
         return view.training_step(batch, 0)
 
     plain = plain_step(module, batches)
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=2) as engine:
         with pytest.raises(KeyboardInterrupt):
             mean_step(engine, batches, call=stuck)
         assert not differences(module, mean_step(engine, batches), plain)
@@ -95,9 +89,7 @@ def test_a_thread_that_was_given_up_leaves_the_next_step_alone(
     module = Regressor()
     module.register_buffer("seen", torch.zeros(()))
     (counter,) = module.buffers()
-    stack = layers_of(module)
     batches = regression_batches(2)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
     release, held = threading.Event(), list[threading.Thread]()
 
     def hold() -> None:
@@ -125,7 +117,7 @@ def test_a_thread_that_was_given_up_leaves_the_next_step_alone(
     plain = plain_step(module, batches)
     if where == "block":
         module.layers[1].register_forward_pre_hook(lambda *_: hold())
-    with engine_of(module, stack, plan, devices=workers(2)) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=2, devices=workers(2)) as engine:
         with pytest.raises(KeyboardInterrupt):
             mean_step(engine, batches, call=stuck)
         seen = counter.clone()
@@ -141,9 +133,7 @@ def test_watchdog_shows_the_schedule_and_where_everyone_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = Regressor()
-    stack = layers_of(module)
     batches = regression_batches(3)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
     plain = plain_step(module, batches)
     clock, given_up = WatchClock(monkeypatch), GivenUp(monkeypatch)
 
@@ -153,7 +143,7 @@ def test_watchdog_shows_the_schedule_and_where_everyone_stands(
             given_up.wait()
         return view.training_step(batch, 0)
 
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         with pytest.raises(WatchdogError, match=f"for {TIMEOUT_SECONDS:g} s") as caught:
             mean_step(engine, batches, call=stuck)
         text = str(caught.value)
@@ -168,8 +158,6 @@ def test_watchdog_shows_the_schedule_and_where_everyone_stands(
 
 def test_watchdog_lets_a_step_be_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Regressor()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=1, num_microbatches=4)
     clock = WatchClock(monkeypatch)
 
     def slow(view: Any, batch: Any, index: int) -> Any:
@@ -178,14 +166,13 @@ def test_watchdog_lets_a_step_be_longer_than_its_timeout(monkeypatch: pytest.Mon
         clock.await_looks(1)
         return view.training_step(batch, 0)
 
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=1, num_microbatches=4) as engine:
         mean_step(engine, regression_batches(4), call=slow)
 
 
 def test_an_error_wins_over_the_wait_for_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.1)
     module = Regressor()
-    stack = layers_of(module)
     clock, release = WatchClock(monkeypatch), threading.Event()
 
     def step(view: Any, batch: Any, index: int) -> Any:
@@ -197,9 +184,8 @@ def test_an_error_wins_over_the_wait_for_another_thread(monkeypatch: pytest.Monk
         return view.training_step(batch, 0)
 
     devices = emulated_workers(2)
-    plan = plan_of(stack, team_size=2, num_microbatches=2)
     with (
-        engine_of(module, stack, plan, devices=devices) as engine,
+        engine_for(module, team_size=2, num_microbatches=2, devices=devices) as engine,
         pytest.raises(OverflowError, match="the cause"),
     ):
         mean_step(engine, regression_batches(2), call=step)

@@ -20,6 +20,7 @@ from tests.kit.engine import (
     Regressor,
     cpu_workers,
     emulated_workers,
+    engine_for,
     engine_of,
     layers_of,
     mean_step,
@@ -105,10 +106,10 @@ class Watched(Regressor):
 @servers
 def test_a_step_leaves_nothing(server: str) -> None:
     module = Watched()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
     batches = regression_batches(3)
-    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine:
+    with engine_for(
+        module, num_workers=2, num_microbatches=3, devices=SERVERS[server](2)
+    ) as engine:
         mean_step(engine, batches)  # whatever is made once
         module.notes.clear()
         with _no_collection():
@@ -130,11 +131,12 @@ def test_a_step_leaves_nothing(server: str) -> None:
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_does_not_grow(server: str, backward: bool) -> None:
     module = Watched()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=3, num_microbatches=3)
     batches = regression_batches(3)
     counts = []
-    with engine_of(module, stack, plan, devices=SERVERS[server](3)) as engine, _no_collection():
+    with (
+        engine_for(module, num_workers=3, num_microbatches=3, devices=SERVERS[server](3)) as engine,
+        _no_collection(),
+    ):
         for _ in range(4):
             engine.step(
                 batches,
@@ -153,10 +155,11 @@ def test_memory_does_not_grow(server: str, backward: bool) -> None:
 @servers
 def test_an_evaluation_leaves_nothing(server: str) -> None:
     module = Watched()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=1)
     (batch,) = regression_batches(1)
-    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine, torch.no_grad():
+    with (
+        engine_for(module, num_workers=2, num_microbatches=1, devices=SERVERS[server](2)) as engine,
+        torch.no_grad(),
+    ):
         for _ in range(2):
             module.notes.clear()
             with _no_collection():
@@ -172,8 +175,6 @@ class _PlannedError(Exception):
 @servers
 def test_a_failed_step_leaves_nothing_once_its_error_is_gone(server: str) -> None:
     module = Watched()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
     batches = regression_batches(3)
 
     def call(view: Any, batch: Any, index: int) -> Any:
@@ -182,7 +183,9 @@ def test_a_failed_step_leaves_nothing_once_its_error_is_gone(server: str) -> Non
             raise _PlannedError
         return loss
 
-    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine:
+    with engine_for(
+        module, num_workers=2, num_microbatches=3, devices=SERVERS[server](2)
+    ) as engine:
         mean_step(engine, batches)
         module.notes.clear()
         with _no_collection():

@@ -15,10 +15,8 @@ from roundpipe_lightning.engine.capture.torch_functions import ModeStack
 from tests.kit.engine import (
     Regressor,
     emulated_workers,
-    engine_of,
-    layers_of,
+    engine_for,
     plain_step,
-    plan_of,
     regression_batches,
     training_step,
 )
@@ -93,9 +91,9 @@ def test_a_mode_sees_the_functions_of_the_blocks_and_few_of_the_engine() -> None
         modes.append(Counts())
         return modes[-1]
 
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
-    with engine_of(module, stack, plan, devices=emulated_workers(2)) as engine:
+    with engine_for(
+        module, num_workers=2, num_microbatches=2, devices=emulated_workers(2)
+    ) as engine:
         engine.step(batches, training_step, loss_scales=[0.5, 0.5], thread_context=context)
     seen = sum((mode.seen for mode in modes), Counter[str]())
     assert seen["linear"] == plain.seen["linear"] + 4 * 2 * 2, "the blocks once more: recomputed"

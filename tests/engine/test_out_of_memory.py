@@ -30,11 +30,9 @@ from tests.kit.engine import (
     Regressor,
     differences,
     emulated_workers,
-    engine_of,
-    layers_of,
+    engine_for,
     mean_step,
     plain_step,
-    plan_of,
     regression_batches,
 )
 
@@ -64,11 +62,11 @@ def test_in_any_part_of_a_step(
     where: str, server: str, make_error: Callable[[], BaseException]
 ) -> None:
     module = Failing()
-    stack = layers_of(module)
     batches = regression_batches(NUM_MICROBATCHES)
     plain = plain_step(module, batches, call=_run)
-    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES)
-    with engine_of(module, stack, plan, devices=SERVERS[server]()) as engine:
+    with engine_for(
+        module, num_workers=2, num_microbatches=NUM_MICROBATCHES, devices=SERVERS[server]()
+    ) as engine:
         planned = make_error()
         module.traps[where].error = planned
         with pytest.raises(DeviceMemoryError) as caught:
@@ -84,10 +82,8 @@ def test_in_any_part_of_a_step(
 
 def test_in_an_evaluation() -> None:
     module = Failing()
-    stack = layers_of(module)
     (batch,) = regression_batches(1)
-    plan = plan_of(stack, num_workers=2, num_microbatches=1)
-    with engine_of(module, stack, plan) as engine, torch.no_grad():
+    with engine_for(module, num_workers=2, num_microbatches=1) as engine, torch.no_grad():
         module.traps["tail"].error = torch.OutOfMemoryError(CUDA_SAYS)
         with pytest.raises(DeviceMemoryError, match="FUSED stage 0 of an evaluation, worker"):
             engine.evaluate(lambda view, b: view.run(b, 2), batch)
@@ -118,13 +114,11 @@ class SmallDevice(EmulatedDevice):
 def test_devices_of_every_size() -> None:
     """From one that cannot hold a stage's weights to one that can hold the step."""
     module = Regressor()
-    stack = layers_of(module)
     batches = regression_batches(2)
     plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
     devices = [SmallDevice(index, num_bytes=0) for index in range(2)]
     errors, steps = [], []
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=2, devices=devices) as engine:
         for num_bytes in range(500, 20_000, 500):
             for device in devices:
                 device.num_bytes = num_bytes

@@ -16,6 +16,7 @@ from tests.kit.engine import (
     Regressor,
     cpu_workers,
     emulated_workers,
+    engine_for,
     engine_of,
     layers_of,
     plan_of,
@@ -65,9 +66,8 @@ def test_asked_in_training_outside_the_blocks_only(server: str) -> None:
 
 def test_asked_in_evaluation() -> None:
     module = Regressor(num_blocks=3)
-    stack, outside = layers_of(module), Linears()
-    plan = plan_of(stack, num_microbatches=1)
-    with torch.no_grad(), engine_of(module, stack, plan) as engine:
+    outside = Linears()
+    with torch.no_grad(), engine_for(module, num_microbatches=1) as engine:
         prediction = engine.evaluate(
             lambda view, batch: view(batch[0]), regression_batches(1)[0], outside=outside
         )

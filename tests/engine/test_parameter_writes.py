@@ -18,7 +18,7 @@ from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
-    engine_of,
+    engine_for,
     engine_step,
     layers_of,
     mean_step,
@@ -80,7 +80,6 @@ class _Averaging(Regressor):
 def test_a_write_into_a_block_is_refused(write: Callable[[Any], None], plans_blocks: bool) -> None:
     module, batches = _Averaging(), regression_batches(3)
     wanted = plain_step(module, batches)
-    stack = layers_of(module)
     written: Any = module.layers[1]
     written.write = write
 
@@ -89,7 +88,7 @@ def test_a_write_into_a_block_is_refused(write: Callable[[Any], None], plans_blo
             view.layers[1](view.head(batch[0]))
         return view.training_step(batch, 0)
 
-    with engine_of(module, stack, plan_of(stack), devices=emulated_workers(2)) as engine:
+    with engine_for(module, devices=emulated_workers(2)) as engine:
         name = re.escape(REFUSED.format("layers.1.outer.weight"))
         with pytest.raises(ConfigurationError, match=name):
             mean_step(engine, batches, call=call)
@@ -103,8 +102,7 @@ def test_a_write_into_a_parameter_outside_the_blocks_is_refused(
 ) -> None:
     module, batches = _Averaging(), regression_batches(3)
     wanted = plain_step(module, batches)
-    stack = layers_of(module)
-    with engine_of(module, stack, plan_of(stack), devices=emulated_workers(2)) as engine:
+    with engine_for(module, devices=emulated_workers(2)) as engine:
         module.write = write
         with pytest.raises(ConfigurationError, match=re.escape(REFUSED.format("teacher.weight"))):
             mean_step(engine, batches)

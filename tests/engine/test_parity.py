@@ -25,7 +25,7 @@ from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
-    engine_of,
+    engine_for,
     engine_step,
     layers_of,
     mean_step,
@@ -172,10 +172,8 @@ def test_a_cache_that_the_configuration_turns_on(name: str, masked: bool) -> Non
 def test_one_engine_serves_many_steps_and_sees_updated_parameters(num_workers: int) -> None:
     """Two copies, one trained by each: their parameters stay equal to the bit."""
     ours, theirs = Regressor(), Regressor()
-    stack = layers_of(ours)
-    plan = plan_of(stack, num_workers=num_workers, num_microbatches=4)
     batches = regression_batches(4)
-    with engine_of(ours, stack, plan) as engine:
+    with engine_for(ours, num_workers=num_workers, num_microbatches=4) as engine:
         for _ in range(5):
             plain = plain_step(theirs, batches)
             result = mean_step(engine, batches)
@@ -365,11 +363,9 @@ def test_outputs_come_back_detached_and_whole() -> None:
 
 def test_without_backward_no_gradients_and_the_same_losses() -> None:
     module = Regressor()
-    stack = layers_of(module)
     batches = regression_batches(3)
     plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         result = engine.step(
             batches, lambda v, b, i: v.training_step(b, 0), loss_scales=[1.0] * 3, backward=False
         )

@@ -34,6 +34,7 @@ from tests.kit.engine import (
     auto_plan,
     check_parity,
     differences,
+    engine_for,
     engine_of,
     engine_step,
     layers_of,
@@ -218,13 +219,11 @@ def test_global_generator_is_left_after_one_draw() -> None:
 
 def test_evaluation_draws_as_plain_pytorch_does() -> None:
     module = Noisy()
-    stack = layers_of(module)
     (batch,) = regression_batches(1)
     torch.manual_seed(2)
     with torch.no_grad():
         want, state = module.training_step(batch, 0), torch.get_rng_state()
-    plan = plan_of(stack, num_workers=3, num_microbatches=1)
-    with engine_of(module, stack, plan) as engine, torch.no_grad():
+    with engine_for(module, num_workers=3, num_microbatches=1) as engine, torch.no_grad():
         torch.manual_seed(2)
         got = engine.evaluate(lambda view, b: view.training_step(b, 0), batch)
     assert torch.equal(got, want)

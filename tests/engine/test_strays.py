@@ -20,7 +20,7 @@ from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
-    engine_of,
+    engine_for,
     engine_step,
     layers_of,
     mean_step,
@@ -133,9 +133,9 @@ def test_statistics_need_one_round_without_teams(
 
 def test_a_stack_that_is_not_run_is_mentioned_once() -> None:
     module = Skipping()
-    stack, batches = layers_of(module), regression_batches(3)
+    batches = regression_batches(3)
     plain = plain_step(module, batches)
-    with engine_of(module, stack, plan_of(stack)) as engine:
+    with engine_for(module) as engine:
         with pytest.warns(UnusedStackWarning, match=r"'layers' as one chain.*blocks="):
             result = mean_step(engine, batches)
         mean_step(engine, batches)  # a second warning would be an error

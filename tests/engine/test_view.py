@@ -17,6 +17,7 @@ from roundpipe_lightning.engine.capture.view import LazyTable, View, ViewClasses
 from tests.kit.engine import (
     Regressor,
     differences,
+    engine_for,
     engine_of,
     layers_of,
     mean_step,
@@ -432,9 +433,7 @@ def test_user_code_in_steps_reads_and_writes_its_module() -> None:
         view.total = loss.item()
         return loss
 
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=3, num_microbatches=3)
-    with engine_of(module, stack, plan) as engine:
+    with engine_for(module, num_workers=3, num_microbatches=3) as engine:
         result = mean_step(engine, regression_batches(3), call=call)
     assert module.seen == dict.fromkeys(range(3), "Regressor")
     assert module.mine in range(3)

@@ -206,6 +206,12 @@ def engine_of(
     )
 
 
+def engine_for(module: Any, *, devices: Sequence[Device] | None = None, **plan: Any) -> Engine:
+    """Return an engine for the `layers` of a module, with a plan made by `plan_of`."""
+    stack = layers_of(module)
+    return engine_of(module, stack, plan_of(stack, **plan), devices=devices)
+
+
 def mean_step(engine: Engine, batches: Sequence[Any], *, call: Step = training_step) -> StepResult:
     """Run a step whose loss is the mean of the microbatches' losses."""
     scales = [1 / len(batches)] * len(batches)
