@@ -9,7 +9,8 @@ uploaded for its call to the worker of the stage before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.capture.placeholder import RUN_HERE
 from roundpipe_lightning.engine.capture.trees import map_tensors
 from roundpipe_lightning.engine.capture.view import ViewClasses, put
-from roundpipe_lightning.engine.chain.block_outcome import run_block, works_in_place
+from roundpipe_lightning.engine.chain.block_outcome import Given, run_block, works_in_place
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
@@ -30,81 +31,59 @@ from roundpipe_lightning.planning.schedule.schedule import ActionKey
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
+@dataclass(kw_only=True, eq=False)
 class Evaluation:
-    """One call of user code, forward only.
+    """One call of user code, forward only; the plan says which calls of the chain run where."""
 
-    Args:
-        module: The user's module.
-        stacks: Its blocks.
-        chain: The calls of blocks that are planned.
-        plan: Says which of them run where.
-        workers: The workers.
-        classes: The classes of views.
-        outside: Asked before every torch function outside the blocks, or None.
-    """
+    module: nn.Module
+    stacks: Sequence[BlockStack]
+    chain: Chain
+    plan: Plan
+    workers: Sequence[Worker]
+    classes: ViewClasses
+    outside: Outside | None = None
 
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        stacks: Sequence[BlockStack],
-        chain: Chain,
-        plan: Plan,
-        workers: Sequence[Worker],
-        classes: ViewClasses,
-        outside: Outside | None = None,
-    ) -> None:
-        self._stacks = stacks
-        self._chain = chain
-        self._plan = plan
-        self._workers = workers
-        self._classes = classes
-        self._stages = [s for s in plan.partition.stages() if s.kind is not StageKind.BACKWARD]
+    def __post_init__(self) -> None:
+        stages = self.plan.partition.stages()
+        self._stages = [s for s in stages if s.kind is not StageKind.BACKWARD]
         self._position = 0
         self._block: str | None = None  # the one that runs
-        self._activation: AbstractContextManager[Any] | None = None
+        self._activation = ExitStack()
         self._user = UserCode(
-            module=module,
+            module=self.module,
             worker=lambda: self.worker,
-            workers=workers,
+            workers=self.workers,
             stream=None,
-            classes=classes,
-            outside=outside,
+            classes=self.classes,
+            outside=self.outside,
         )
-        self._names = {b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)}
+        self._names = {b: n for s in self.stacks for b, n in zip(s.blocks, s.names, strict=True)}
         self._here: dict[Tensor, Tensor] = {}  # what the present stage has taken from elsewhere
 
     @property
     def stage(self) -> Stage:
-        """The stage that runs at present."""
         return self._stages[self._position]
 
     @property
     def worker(self) -> Worker:
-        """The worker that runs it."""
         key = ActionKey(self.stage.kind, self.stage.index, 0)
-        return self._workers[self._plan.schedule.worker_of(key)]
+        return self.workers[self.plan.schedule.worker_of(key)]
 
     @property
     def place(self) -> str:
-        """Where it stands, for messages."""
-        code = "code outside the blocks" if self._block is None else f"block {self._block}"
-        stage = self.stage
-        return f"{code}, {stage.kind.name} stage {stage.index} of an evaluation, {self.worker}"
+        """Stage and worker, for messages."""
+        return f"{self.stage.kind.name} stage {self.stage.index} of an evaluation, {self.worker}"
 
     def _go_to(self, position: int) -> None:
-        self._deactivate()
-        self.worker.end_forward(self.stage)
-        self._user.write_buffers_back()
+        self._activation.close()
+        self._end_forward()
         self._here.clear()
         self._position = position
-        self._activation = self.worker.device.activate()
-        self._activation.__enter__()
+        self._activation.enter_context(self.worker.device.activate())
 
-    def _deactivate(self) -> None:
-        if self._activation is not None:
-            self._activation.__exit__(None, None, None)
-            self._activation = None
+    def _end_forward(self) -> None:
+        self.worker.end_forward(self.stage)
+        self._user.write_buffers_back()
 
     def evaluate(
         self,
@@ -128,62 +107,53 @@ class Evaluation:
                 here = map_tensors(self.worker.device.upload, batch)
                 with user.active():
                     output = call(view, here)
-                self.worker.end_forward(self.stage)
-                user.write_buffers_back()
-                return map_tensors(self._to_host, output)
+                self._end_forward()
+                return map_tensors(lambda x: user.owner_of(x).download(x), output)
         except Exception as error:
-            add_note(error, f"This happened in {self.place}.")
+            code = "code outside the blocks" if self._block is None else f"block {self._block}"
+            add_note(error, f"This happened in {code}, {self.place}.")
             raise
         finally:
-            self._deactivate()
+            self._activation.close()
             self._here.clear()
             user.writes.tell()
             user.close()
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.clear()
 
     def _shortage(self) -> Shortage:
-        kind, worker = self.stage.kind.name, self.worker
         return Shortage(
-            worker,
-            workers=self._workers,
-            place=f"{kind} stage {self.stage.index} of an evaluation, {worker}",
+            self.worker,
+            workers=self.workers,
+            place=self.place,
             stage=self.stage,
-            plan=self._plan,
+            plan=self.plan,
             boundaries=sum(tensor.nbytes for tensor in self._here.values()),
         )
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        return self._user.owner_of(tensor).download(tensor)
 
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a proxy."""
         if torch.is_grad_enabled():
             return RUN_HERE
         with self._user.suspended():
-            position = self._chain.find(block, gradient=None, start=0)
-            if position is not None and position not in self.stage.blocks:
-                self._go_to(next(i for i, s in enumerate(self._stages) if position in s.blocks))
-            with self._blocks_of(block, position) as resident:
-                result = self._run(block, resident, (args, kwargs))
-                if position is None:
+            position = self.chain.find(block, gradient=None, start=0)
+            if position is None:
+                with self.worker.streamed(block, StageKind.FORWARD) as resident:
+                    result = self._run_block(block, resident, (args, kwargs))
                     resident.end_forward()
-            if position is not None and self._chain.ends_pass(position):
+                return result
+            if position not in self.stage.blocks:
+                self._go_to(next(i for i, s in enumerate(self._stages) if position in s.blocks))
+            links = self.chain.links[self.stage.blocks.start : self.stage.blocks.stop]
+            resident = self.worker.resident(self.stage, [link.block for link in links])
+            result = self._run_block(block, resident, (args, kwargs))
+            if self.chain.ends_pass(position):
                 self.worker.end_forward(self.stage)
-                if position + 1 == len(self._chain) and self._position + 1 < len(self._stages):
+                if position + 1 == len(self.chain) and self._position + 1 < len(self._stages):
                     self._go_to(len(self._stages) - 1)
             return result
 
-    def _blocks_of(
-        self, block: nn.Module, position: int | None
-    ) -> AbstractContextManager[ResidentBlocks]:
-        if position is None:
-            return self.worker.streamed(block, StageKind.FORWARD)
-        stage = self.stage
-        links = self._chain.links[stage.blocks.start : stage.blocks.stop]
-        return nullcontext(self.worker.resident(stage, [link.block for link in links]))
-
-    def _run(self, block: nn.Module, resident: ResidentBlocks, given: tuple[Any, Any]) -> Any:
+    def _run_block(self, block: nn.Module, resident: ResidentBlocks, given: Given) -> Any:
         self._block = self._names[block]
         with (
             # Tensors that it keeps in a cache are where it ran the last time.

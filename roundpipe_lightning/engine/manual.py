@@ -12,7 +12,7 @@ be divided among workers. It runs as it is, in the calling thread, on a view in 
 
 ```
 forward     upload 0, run 0, drop    upload 1, run 1, drop    loss
-backward    upload 1, run 1 again, gradients home, drop    upload 0, run 0 again, ...
+backward    upload 1, run 1 again, gradients down, drop    upload 0, run 0 again, ...
 ```
 """
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -36,10 +35,10 @@ from roundpipe_lightning.engine.capture.view import ViewClasses, ViewMaker, writ
 from roundpipe_lightning.engine.chain.block_outcome import Given
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
-from roundpipe_lightning.engine.worker.user_code import RootView
+from roundpipe_lightning.engine.worker.user_code import root_view
 
 Write: TypeAlias = Callable[[nn.Module, str, Any], None]
-"""Told of an attribute that was written on a view: the original, the name and the value."""
+"""Called when an attribute was written on a view: with the original, the name and the value."""
 
 
 class ManualStep:
@@ -54,19 +53,19 @@ class ManualStep:
     def __init__(self, module: nn.Module, *, blocks: Sequence[nn.Module], device: Device) -> None:
         self._module = module
         self._blocks = blocks
-        self._device = device
-        self._meeting = _MeetingPlace(module, device)
-        self._buffers = PlacedBuffers(device, keep_writes=True)
+        self.device = device
+        self.meeting = _MeetingPlace(module, device)
+        self.buffers = PlacedBuffers(device, keep_writes=True)
+        self.proxies: dict[nn.Module, Any] = {}
         self._classes = ViewClasses()
-        self._maker = self._new_maker(self._buffers.place, write=write_through)
-        self._proxies: dict[nn.Module, Any] = {}
+        self._maker = self.new_maker(self.buffers.place, write=write_through)
 
-    def _new_maker(self, buffer: Callable[[Tensor], Tensor], *, write: Write) -> ViewMaker:
+    def new_maker(self, buffer: Callable[[Tensor], Tensor], *, write: Write) -> ViewMaker:
         return ViewMaker(
-            parameter=self._meeting.placed, buffer=buffer, classes=self._classes, write=write
+            parameter=self.meeting.placed, buffer=buffer, classes=self._classes, write=write
         )
 
-    def run(
+    def run_step(
         self,
         call: Callable[[Any, Any], Any],
         batch: Any,
@@ -79,62 +78,40 @@ class ManualStep:
         Returns:
             What `call` returned, on the host.
         """
-        device = self._device
+        device, maker = self.device, self._maker
         try:
             with device.activate(), device.thread_context():
-                view = self._open_view(overrides, stand_ins)
+                maker.add_stand_ins(stand_ins)
+                self.proxies = {
+                    block: make_proxy(
+                        block, maker=maker, classes=self._classes, called=self._block_called
+                    )
+                    for block in self._blocks
+                }
+                maker.add_stand_ins(self.proxies)
+                view = root_view(self._module, maker, lambda: device.torch_device)
+                view.__dict__.update(overrides)
                 here = map_tensors(device.upload, batch)
-                with self._meeting:
+                with self.meeting:
                     output = call(view, here)
-                self._buffers.write_back(self._maker.made, owner_of=self._owner_of)
-                return map_tensors(self._to_host, output)
+                self.buffers.write_back(maker.made, owner_of=self._owner_of)
+                return map_tensors(lambda x: self._owner_of(x).download(x), output)
         finally:
             device.synchronize()
-            self._maker.close()
-
-    def _open_view(
-        self, overrides: Mapping[str, Any], stand_ins: Mapping[nn.Module, nn.Module]
-    ) -> nn.Module:
-        self._maker.add_stand_ins(stand_ins)
-        self._proxies = {
-            block: make_proxy(
-                block, maker=self._maker, classes=self._classes, called=self._block_called
-            )
-            for block in self._blocks
-        }
-        self._maker.add_stand_ins(self._proxies)
-        has_device = isinstance(getattr(type(self._module), "device", None), property)
-        view = self._maker.view_of(self._module, *((RootView,) if has_device else ()))
-        view.__dict__.update(overrides, _present_device=lambda: self._device.torch_device)
-        return view
+            maker.close()
 
     def _owner_of(self, tensor: Tensor) -> Device:
-        return self._device if self._meeting.is_here(tensor) else CpuDevice()
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        return self._owner_of(tensor).download(tensor)
+        return self.device if self.meeting.is_here(tensor) else CpuDevice()
 
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a proxy: run the block, so that nothing but its inputs is kept."""
-        if self._meeting.runs_a_block:
+        if self.meeting.runs_a_block:
             return RUN_HERE
         if not torch.is_grad_enabled():
-            with self._meeting.in_block():
-                return self._proxies[block](*args, **kwargs)
-        run = _BlockRun(
-            block,
-            proxy=self._proxies[block],
-            given=(args, kwargs),
-            meeting=self._meeting,
-            buffers=self._buffers,
-            new_maker=partial(self._new_maker, write=_forget),
-            device=self._device,
-        )
+            with self.meeting.in_block():
+                return self.proxies[block](*args, **kwargs)
+        run = _BlockRun(self, block, (args, kwargs))
         return checkpoint(run, *run.take_tensors(), use_reentrant=False)
-
-
-def _forget(module: nn.Module, name: str, value: Any) -> None:
-    """Keep what a recompute writes from the original: the forward pass has written it."""
 
 
 class _Numbered(Reference):
@@ -151,35 +128,18 @@ class _BlockRun:
     objects among it, as they were at the time of the call, and the buffers of that time.
 
     Args:
+        step: The step that it is part of.
         block: The block.
-        proxy: Runs it forward.
         given: Positional and keyword arguments.
-        meeting: Says what stands for parameters.
-        buffers: The step's buffers.
-        new_maker: Makes views of a recompute, from what stands for its buffers.
-        device: Where it computes.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        *,
-        proxy: Any,
-        given: Given,
-        meeting: _MeetingPlace,
-        buffers: PlacedBuffers,
-        new_maker: Callable[[Callable[[Tensor], Tensor]], ViewMaker],
-        device: Device,
-    ) -> None:
+    def __init__(self, step: ManualStep, block: nn.Module, given: Given) -> None:
+        self._step = step
         self._block = block
         self._tensors: list[Tensor] = []
         self._given: Given = Copies(self._number).copied(given)
-        self._forward: tuple[Any, Given] | None = (proxy, given)
-        self._meeting = meeting
-        self._buffers = buffers
+        self._forward: Given | None = given
         self._earlier: dict[Tensor, Tensor] = {}
-        self._new_maker = new_maker
-        self._device = device
 
     def _number(self, tensor: Any, in_object: bool) -> _Numbered:  # noqa: ARG002, FBT001 - a `Swap`
         self._tensors.append(tensor)
@@ -191,23 +151,22 @@ class _BlockRun:
         return tensors
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the block.
-
-        Args:
-            *tensors: Those of `take_tensors`.
-        """
+        """Run the block on the tensors of `take_tensors`."""
+        step = self._step
         if self._forward is not None:
-            (proxy, (args, kwargs)), self._forward = self._forward, None
-            with self._buffers_kept(), self._meeting.in_block():
-                return proxy(*args, **kwargs)
-        args, kwargs = Copies(lambda numbered, in_object: tensors[numbered.number]).copied(
-            self._given
-        )
+            (args, kwargs), self._forward = self._forward, None
+            with self._buffers_kept(), step.meeting.in_block():
+                return step.proxies[self._block](*args, **kwargs)
+        given = Copies(lambda numbered, in_object: tensors[numbered.number])
+        args, kwargs = given.copied(self._given)
         clones = {buffer: earlier.clone() for buffer, earlier in self._earlier.items()}
-        maker = self._new_maker(lambda b: clones[b] if b in clones else self._buffers.place(b))
+        maker = step.new_maker(
+            lambda b: clones[b] if b in clones else step.buffers.place(b),
+            write=lambda module, name, value: None,  # the forward pass has written it
+        )
         try:
             # Neither mode is on in the thread, or the function, that runs a backward pass.
-            with self._device.thread_context(), self._meeting, self._meeting.in_block():
+            with step.device.thread_context(), step.meeting, step.meeting.in_block():
                 return maker.view_of(self._block)(*args, **kwargs)
         finally:
             maker.close()
@@ -219,7 +178,7 @@ class _BlockRun:
         All of a module's, because batch normalisation writes its statistics behind the back of the
         version counter; only its count of batches tells.
         """
-        placed = {buffer: self._buffers.place(buffer) for buffer in self._block.buffers()}
+        placed = {buffer: self._step.buffers.place(buffer) for buffer in self._block.buffers()}
         before = {buffer: (here._version, here.clone()) for buffer, here in placed.items()}
         yield
         for module in self._block.modules():

@@ -47,28 +47,16 @@ UserStep: TypeAlias = Callable[[Any, Any, int], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What the microbatches of one step share.
+    """What the microbatches of one step share. The rest is as given to `Engine.begin_step`.
 
     Attributes:
-        module: The user's module.
-        stacks: Its blocks.
         chain: The calls of blocks that are planned.
         repeated: Parameters of blocks that stand in the chain more than once.
         turns: The gates of the plan's actions.
-        workers: The workers.
-        classes: The classes of views.
         reducer: Where gradients are summed.
-        draws: The step's random draws.
         pools: Memory on the host for what goes from turn to turn, by microbatch; None where no
             worker needs any.
         step_seed: The step's random number.
-        call: The user's step.
-        backward: Whether gradients are wanted.
-        thread_context: Entered in every thread: thread-local state such as autocast.
-        overrides: Attributes of the root view, per microbatch.
-        stand_ins: Modules that are something else in the view, per microbatch.
-        outside: Asked before every torch function outside the blocks, or None.
-        compiler: Compiles blocks; None: they run as they are.
         returned: Counts down the microbatches whose user code has not returned.
     """
 

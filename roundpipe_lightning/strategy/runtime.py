@@ -464,7 +464,7 @@ class PipelineRuntime:
             self._metrics.lent() as stand_ins,
             device_generators_seeded(device, self._batch_number),
         ):
-            output: STEP_OUTPUT = ManualStep(self._module, blocks=blocks, device=device).run(
+            output: STEP_OUTPUT = ManualStep(self._module, blocks=blocks, device=device).run_step(
                 call, batch, overrides={"log": recorder}, stand_ins=stand_ins
             )
         self._log_once([recorder], logged)

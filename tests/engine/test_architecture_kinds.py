@@ -330,7 +330,7 @@ def test_a_cache_that_every_block_adds_to() -> None:
     check(Caching, run)
 
 
-# ------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------- what is refused
 
 
 class Writing(Linear):

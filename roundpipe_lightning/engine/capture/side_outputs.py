@@ -71,7 +71,7 @@ class SideOutputs:
     """The side outputs of one microbatch."""
 
     def __init__(self) -> None:
-        #: Told the number of the call of which code after it uses a side output for the first time.
+        #: Called with the number of a call when code after it first uses a side output of it.
         self.on_use: Callable[[int], None] = lambda call: None
         self._leaves: dict[Origin, Tensor] = {}
         self._leaks: dict[Origin, tuple[str, torch.Size, torch.dtype]] = {}

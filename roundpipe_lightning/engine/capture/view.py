@@ -48,12 +48,12 @@ def write_through(module: nn.Module, name: str, value: Any) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether a module runs compiled: `torch.compile(module)`, or after `module.compile()`."""
+    """Whether a module runs compiled: `torch.compile(module)`, or after `module.compile()`."""
     return is_compiled_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Say whether `torch.compile(module)` has returned it: it runs the module that it wraps."""
+    """Return whether `torch.compile(module)` has returned it: it runs the module that it wraps."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a slow import; who compiles has it
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -84,7 +84,7 @@ class LazyTable(dict[str, V], Generic[V]):
         self._entries = entries
         self._place = place
         self._own: set[str] = set()  # entries that the user's code has put in: used as they are
-        self._fresh: set[str] = set()  # those of them that the original has not been told about
+        self._fresh: set[str] = set()  # those of them that are not written back yet
 
     def __getitem__(self, key: str) -> V:
         value = super().__getitem__(key)
@@ -149,7 +149,7 @@ class View:
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
         if name == "__class__":
-            own["_classes"].assume(self, value)
+            own["_classes"].swap_class(self, value)
             return
         for table in _TABLES:
             if name in own[table]:
@@ -161,9 +161,9 @@ class View:
             return
         own[name] = value  # read back here, whatever another microbatch writes in between
         own["_gone"].discard(name)
-        if not (own["_in_disguise"] or _is_entry(own["_view_of"], name)):
-            told = value.__dict__["_view_of"] if _is_view(value) else value
-            own["_write"](own["_view_of"], name, told)
+        if not (own["_class_swapped"] or _is_entry(own["_view_of"], name)):
+            written = value.__dict__["_view_of"] if _is_view(value) else value
+            own["_write"](own["_view_of"], name, written)
 
     def __repr__(self) -> str:
         # Modules describe themselves from their `__dict__`, which only the original has in full.
@@ -174,7 +174,7 @@ class View:
         if any(name in own[table] for table in _TABLES):
             for table in _TABLES:
                 own[table].pop(name, None)
-        elif own["_in_disguise"] or (name in own and _is_entry(own["_view_of"], name)):
+        elif own["_class_swapped"] or (name in own and _is_entry(own["_view_of"], name)):
             own.pop(name, None)
         else:
             if name not in own:
@@ -185,7 +185,7 @@ class View:
 
 
 def _looks_elsewhere(kind: type) -> bool:
-    """Say whether a class has a `__getattr__` of its own, as wrappers of peft do."""
+    """Return whether a class has a `__getattr__` of its own, as wrappers of peft do."""
     return getattr(kind, "__getattr__", None) is not nn.Module.__getattr__
 
 
@@ -194,7 +194,7 @@ def _is_view(value: Any) -> bool:
 
 
 def _is_entry(module: nn.Module, name: str) -> bool:
-    """Say whether a module has it in a table: of what is in tables, a view has its own."""
+    """Return whether a module has it in a table: of what is in tables, a view has its own."""
     return any(name in module.__dict__[table] for table in _TABLES)
 
 
@@ -220,7 +220,7 @@ def _in_its_place(value: Any, original: object, view: object) -> Any:
 
 
 def is_rebound(value: object, module: nn.Module) -> bool:
-    """Say whether what was put onto a module is called with the view where the module has one."""
+    """Whether what was put onto a module is called with the view where the module has one."""
     return _rebound(value, module, object()) is not value
 
 
@@ -246,7 +246,7 @@ class ViewClasses:
 
     def __init__(self) -> None:
         self._made: dict[tuple[type, ...], type] = {}
-        self._disguises = threading.RLock()
+        self._swap_lock = threading.RLock()
         self._held = threading.local()  # `depth`: how often this thread holds the lock
 
     def class_for(self, base: type, *extra: type) -> type:
@@ -256,23 +256,23 @@ class ViewClasses:
             self._made[key] = _view_class(base, extra)
         return self._made[key]
 
-    def assume(self, view: Any, kind: type) -> None:
+    def swap_class(self, view: Any, kind: type) -> None:
         """Let a view pass for an object of a subclass, until it gets its own class back.
 
         One thread at a time, because torch counts and caches parametrizations per process.
         """
         own = view.__dict__
-        begins, ends = not own["_in_disguise"], kind is type(own["_view_of"])
+        begins, ends = not own["_class_swapped"], kind is type(own["_view_of"])
         if begins:
-            self._disguises.acquire()
+            self._swap_lock.acquire()
             self._held.depth = self._depth + 1
         extra = tuple(c for c in type(view).__bases__ if issubclass(c, View) and c is not View)
         made = self.class_for(kind, *extra) if ends else _view_class(kind, extra)
         object.__dict__["__class__"].__set__(view, made)
-        own["_in_disguise"] = not ends
+        own["_class_swapped"] = not ends
         if ends:
             self._held.depth = self._depth - 1
-            self._disguises.release()
+            self._swap_lock.release()
 
     @property
     def _depth(self) -> int:
@@ -286,12 +286,12 @@ class ViewClasses:
         """
         depth = self._depth
         for _ in range(depth):
-            self._disguises.release()
+            self._swap_lock.release()
         try:
             yield
         finally:
             for _ in range(depth):
-                self._disguises.acquire()
+                self._swap_lock.acquire()
 
 
 def _view_class(base: type, extra: tuple[type, ...]) -> type:
@@ -311,7 +311,7 @@ class ViewMaker:
         parameter: Stands a leaf in for a parameter.
         buffer: Stands a tensor in for a buffer.
         classes: The classes of the views.
-        write: Told of every attribute that was written on a view: the original, the name and the
+        write: Called when an attribute was written on a view: with the original, the name and the
             value, or DELETED.
     """
 
@@ -394,7 +394,7 @@ class ViewMaker:
             "_classes": self._classes,
             "_maker": self,
             "_gone": set(),
-            "_in_disguise": False,
+            "_class_swapped": False,
         }
         own.update({name: state[name] for name in _MODULE_INTERNALS if name in state})
         for name in state.keys() - _EVERY_MODULE_HAS:

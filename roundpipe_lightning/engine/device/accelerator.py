@@ -62,7 +62,7 @@ class StreamEvent(Event):
 
     Args:
         raw: The backend's event, recorded.
-        name: For people.
+        name: For messages.
         watcher: Tells of the events of the stream on which it was recorded.
     """
 
@@ -120,7 +120,7 @@ class AcceleratorDevice(Device):
         return tensor.detach().to("cpu")
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether the tensor is in this device's memory, or a host number."""
+        """Return whether the tensor is in this device's memory, or a host number."""
         return tensor.device == self.torch_device or (
             tensor.dim() == 0 and tensor.device.type == "cpu"
         )
@@ -259,7 +259,7 @@ class AcceleratorDevice(Device):
         return sum(self._pinned.values())
 
     def has_spare_memory(self) -> bool:
-        """Say whether a fifth was never in use; not in the first step, whose peak is to come."""
+        """Return whether a fifth was never in use; not in the first step, whose peak is to come."""
         if self._num_steps < 2:
             return False
         total = self._backend.get_device_properties(self.torch_device).total_memory
@@ -298,12 +298,12 @@ class AcceleratorDevice(Device):
 
 
 def reaches(here: torch.device, there: torch.device) -> bool:
-    """Say whether one device copies from another one's memory; from its own it does."""
+    """Return whether one device copies from another one's memory; from its own it does."""
     if here == there or here.type != "cuda" or there.type != "cuda":
         return here == there
     return torch.cuda.can_device_access_peer(here, there)
 
 
 def all_reach(devices: Sequence[torch.device]) -> bool:
-    """Say whether each of some devices copies from every other one's memory; no where none is."""
+    """Whether each of some devices copies from every other one's memory; no where none is."""
     return bool(devices) and all(reaches(here, there) for here, there in permutations(devices, 2))

@@ -73,7 +73,7 @@ class Device(ABC):
 
     @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether the tensor can be used by an operation here as it is."""
+        """Return whether the tensor can be used by an operation here as it is."""
 
     @abstractmethod
     def move(self, tensor: Tensor) -> Tensor:
@@ -127,14 +127,14 @@ class Device(ABC):
         return DoneEvent(name)
 
     def reaches(self, other: Device) -> bool:
-        """Say whether tensors of another device come here without the host, by one copy at most.
+        """Return whether tensors of another device come here without the host, by one copy at most.
 
         `copy` to here then takes them as sources.
         """
         return self.name == other.name
 
     def has_spare_memory(self) -> bool:
-        """Say whether tensors may stay here that could also wait on the host."""
+        """Return whether tensors may stay here that could also wait on the host."""
         return True
 
     # --------------------------------------------------------------------------------- compute

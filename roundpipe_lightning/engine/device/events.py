@@ -36,7 +36,7 @@ class Event(ABC):
     """A moment that others wait for.
 
     Attributes:
-        name: For people, for example `upload of layers.3 to cuda:1`.
+        name: For messages, for example `upload of layers.3 to cuda:1`.
     """
 
     name: str = ""
@@ -82,7 +82,7 @@ class DoneEvent(Event):
     """An event that has happened.
 
     Args:
-        name: For people.
+        name: For messages.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -103,7 +103,7 @@ class HostEvent(Event):
     """An event that a host thread sets.
 
     Args:
-        name: For people.
+        name: For messages.
 
     Attributes:
         is_wanted: Whether a thread stands waiting for it, or will: whoever sets it may hurry.

@@ -74,7 +74,7 @@ class PlacedBuffers:
         wrote = False
         for original, view in views.items():
             placed = [b for b in original.buffers(recurse=False) if b in self._placed]
-            wrote |= self._bring_home(placed)
+            wrote |= self._copy_to_host(placed)
             table: LazyTable[Tensor] = view.__dict__["_buffers"]
             for name, value in table.take_assigned().items():
                 present = self._placed.get(original.__dict__["_buffers"].get(name))
@@ -86,7 +86,7 @@ class PlacedBuffers:
                 wrote = True
         return wrote
 
-    def _bring_home(self, buffers: Sequence[Tensor]) -> bool:
+    def _copy_to_host(self, buffers: Sequence[Tensor]) -> bool:
         """Download the buffers of one module if one of them has changed.
 
         All of them, because batch normalisation writes its running statistics behind the back of
@@ -239,7 +239,7 @@ class ResidentBlocks:
         return self._buffers.place(buffer)
 
     def end_forward(self) -> bool:
-        """Bring back what a forward pass wrote into buffers; say whether it was anything."""
+        """Bring back what a forward pass wrote into buffers; return whether it was anything."""
         return self._buffers.write_back(self._maker.made)
 
     def end_backward(self, microbatch: int) -> None:

@@ -61,13 +61,22 @@ class RootView(View):
         return self.__dict__["_present_device"]()
 
 
+def root_view(
+    module: nn.Module, maker: ViewMaker, present_device: Callable[[], torch.device]
+) -> nn.Module:
+    """Return the view of the whole module, whose `device` is where its code runs at present."""
+    has_device = isinstance(getattr(type(module), "device", None), property)
+    view = maker.view_of(module, *((RootView,) if has_device else ()))
+    view.__dict__.update(_present_device=present_device)
+    return view
+
+
 class UserCode(TorchFunctionMode):
     """Runs user code outside the blocks; a context for the thread that does.
 
     Args:
         module: The user's module.
-        worker: Returns the worker that has the turn.
-        workers: All workers.
+        worker: Returns the worker, of all `workers`, that has the turn.
         stream: The microbatch's random numbers; None leaves the process's generators in use.
         classes: The classes of views.
         outside: Asked before every torch function outside the blocks, or None.
@@ -128,11 +137,9 @@ class UserCode(TorchFunctionMode):
             blocks,
             lambda block: make_proxy(block, maker=self.maker, classes=self._classes, called=called),
         )
-        extra = (
-            (RootView,) if isinstance(getattr(type(self._module), "device", None), property) else ()
-        )
-        view = self.maker.view_of(self._module, *extra)
-        view.__dict__.update(overrides, _present_device=lambda: self._worker().device.torch_device)
+        present = self._worker  # until `close`
+        view = root_view(self._module, self.maker, lambda: present().device.torch_device)
+        view.__dict__.update(overrides)
         return view
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -429,5 +436,5 @@ def _replaced(values: Sequence[Any], leaf: Callable[[Any], Any]) -> Sequence[Any
 
 
 def _stays_with_first(name: str) -> bool:
-    """Say whether a function writes into its first argument, or gives a view of it."""
+    """Return whether a function writes into its first argument, or gives a view of it."""
     return name == "__getitem__" or writes_first(name)

@@ -116,7 +116,7 @@ class Worker:
         self.transfers.await_event(event, WaitedFor.WEIGHTS)
 
     def end_forward(self, stage: Stage) -> bool:
-        """Bring back what a stage wrote into buffers; say whether it was anything."""
+        """Bring back what a stage wrote into buffers; return whether it was anything."""
         if self._resident is None or self._stage != stage:
             return False
         return self._resident.end_forward()
