@@ -123,6 +123,7 @@ def measure(case: str, folder: Path) -> dict[str, Any]:
 
 def measure_export(case: str, folder: Path) -> dict[str, Any]:
     """Load in this process, open the host store, export, and report what exporting took."""
+    import peft  # noqa: F401 - imported before the measurement begins, as transformers is
     import torch
 
     from roundpipe_lightning.engine.store.host_store import HostStore

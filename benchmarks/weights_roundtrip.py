@@ -21,8 +21,7 @@ from architectures import SIZES, _model, architectures
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from roundpipe_lightning.models.export import export_pretrained
-from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 
 _SHARD_BYTES = 200_000  # several files for most models

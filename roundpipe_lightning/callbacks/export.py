@@ -9,8 +9,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.export_folder import check_replaceable
-from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.models.export import (
+    ExportOptions,
+    check_replaceable,
+    export_pretrained,
+    find_pretrained,
+)
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 log = logging.getLogger(__name__)
@@ -79,8 +83,6 @@ class ExportPretrained(Callback):
             ConfigurationError: There is no model to export.
             CheckpointError: The folder holds something else than an export.
         """
-        from roundpipe_lightning.models.export import find_pretrained  # imports transformers
-
         find_pretrained(pl_module, self._model)
         check_replaceable(self.folder(trainer), overwrite=self._settings["overwrite"])
         self._last_step = None
@@ -101,8 +103,6 @@ class ExportPretrained(Callback):
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._last_step == trainer.global_step or not trainer.is_global_zero:
             return
-        from roundpipe_lightning.models.export import export_pretrained, find_pretrained
-
         if isinstance(trainer.strategy, RoundPipeStrategy):
             trainer.strategy.join_updates()
         tokenizer = self._tokenizer

@@ -18,9 +18,12 @@ from roundpipe_lightning.cli.build import (
     run_explained,
 )
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.export import export_pretrained, find_pretrained
-from roundpipe_lightning.models.export_folder import check_replaceable
-from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.models.export import (
+    ExportOptions,
+    check_replaceable,
+    export_pretrained,
+    find_pretrained,
+)
 from roundpipe_lightning.models.quantized import quantize_linear
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 

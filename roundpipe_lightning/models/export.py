@@ -1,4 +1,4 @@
-"""A trained model as a folder that everybody can load.
+"""A trained model as a folder that everybody can load, and that is replaced as a whole.
 
 A model of transformers becomes what `save_pretrained` writes: safetensors shards with their index,
 the configuration, the generation configuration, and the tokenizer if there is one. A model of peft
@@ -7,29 +7,55 @@ becomes an adapter folder, or, merged, a model.
 The library's own `save_pretrained` first copies every parameter that shares a buffer with another,
 which in the host store is all of them. Here shards are written one after the other, and nothing is
 copied but what is converted or merged for a shard.
+
+What was there before stays until the new folder is complete:
+
+```
+model/                    the previous export
+.model.1f3a.tmp/          1. written beside it, flushed
+.model.1f3a.previous/     2. the previous one steps aside
+model/                    3. the new one takes its place; the previous one is removed
+```
+
+An error before step 2 leaves the previous export where it is; one in step 3 puts it back. Between
+the two renames a crash leaves it whole under its name of step 2.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
-from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.export_folder import replaced_folder
-from roundpipe_lightning.models.export_options import DTYPES, ExportOptions
-from roundpipe_lightning.models.weight_pieces import Group, groups_of, pieces_of
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    Pretrained: TypeAlias = PreTrainedModel | PeftModel
+
+MARKER = "roundpipe_export.json"
+"""A file that says that the folder is an export, so that the next one may replace it."""
+
+DTYPES = {
+    "auto": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Values of `dtype`; `auto` keeps that of every parameter."""
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,18 +74,47 @@ _TOKENIZER_FILES = (
 )
 
 
-def export_pretrained(
-    model: PreTrainedModel | PeftModel, folder: str | Path, *, options: ExportOptions
-) -> Path:
-    """Write a model or its adapter to a folder, which is replaced as a whole.
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a model is exported; checked where it is made, long before the export.
+
+    Attributes:
+        dtype: `"auto"`, `"fp32"`, `"bf16"` or `"fp16"`, of the tensors in the files.
+        merge: Whether adapters are merged into their base, which is then exported whole.
+        overwrite: Whether a folder that holds anything but an earlier export may be replaced.
+        max_shard_bytes: Largest size of a safetensors file; a larger tensor has one of its own.
+        original_layout: Whether parameters that transformers has fused are taken apart as published
+            checkpoints have them. Without, `model.frozen_weights=mmap` can map every parameter.
+        tokenizer: A tokenizer with `save_pretrained`, a folder or a hub name whose tokenizer is
+            added; None takes that of the folder the model was loaded from, if it has one.
+
+    Raises:
+        ConfigurationError: The dtype is unknown, or the size is not positive.
+    """
+
+    dtype: str = "auto"
+    merge: bool = False
+    overwrite: bool = False
+    max_shard_bytes: int = 5_000_000_000
+    original_layout: bool = True
+    tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}.")
+        if self.max_shard_bytes < 1:
+            raise ConfigurationError(
+                f"max_shard_bytes={self.max_shard_bytes} must be a number of bytes, 1 or more."
+            )
+
+
+def export_pretrained(model: Pretrained, folder: str | Path, *, options: ExportOptions) -> Path:
+    """Write a model or its adapter to a folder, which is replaced as a whole; return the folder.
 
     Args:
         model: On the host. It is left as it is.
         folder: Where to.
         options: How.
-
-    Returns:
-        The folder.
 
     Raises:
         CheckpointError: The folder holds something else, or cannot be written; what was there
@@ -67,23 +122,22 @@ def export_pretrained(
         ConfigurationError: The adapters cannot be merged.
     """
     folder = Path(folder)
-    adapted = isinstance(model, PeftModel)
+    adapted = _is_adapted(model)
     about = {
         "kind": "adapter" if adapted and not options.merge else "model",
         "dtype": options.dtype,
         "merged": adapted and options.merge,
     }
-    with replaced_folder(folder, about=about, overwrite=options.overwrite) as temporary:
-        if isinstance(model, PeftModel) and not options.merge:
-            _write_adapter(model, temporary, dtype=DTYPES[options.dtype])
+    with _replaced_folder(folder, about=about, overwrite=options.overwrite) as temporary:
+        if adapted and not options.merge:
+            _write_adapter(cast("PeftModel", model), temporary, dtype=DTYPES[options.dtype])
         else:
-            base = _mergeable(model) if isinstance(model, PeftModel) else model
-            _write_model(base, temporary, options=options)
+            _write_model(_without_adapters(model, merge=True), temporary, options=options)
         _add_tokenizer(model, temporary, tokenizer=options.tokenizer)
     return folder
 
 
-def find_pretrained(module: nn.Module, name: str | None = None) -> PreTrainedModel | PeftModel:
+def find_pretrained(module: nn.Module, name: str | None = None) -> Pretrained:
     """The model of transformers or peft in a user's module.
 
     Args:
@@ -93,6 +147,9 @@ def find_pretrained(module: nn.Module, name: str | None = None) -> PreTrainedMod
     Raises:
         ConfigurationError: There is none of that name, none at all, or several that are trained.
     """
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     kinds = (PreTrainedModel, PeftModel)
     if name is not None:
         named = dict(module.named_modules()).get(name)
@@ -114,20 +171,37 @@ def find_pretrained(module: nn.Module, name: str | None = None) -> PreTrainedMod
             f"{type(module).__name__} has {there} of transformers' or peft's models. Name the one "
             "to export (model=...)."
         )
-    model: PreTrainedModel | PeftModel = next(iter(chosen.values()))
+    model: Pretrained = next(iter(chosen.values()))
     return model
 
 
-def _mergeable(model: PeftModel) -> PreTrainedModel:
-    if model.active_peft_config.is_prompt_learning:
+def _is_adapted(model: Any) -> bool:
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def _without_adapters(model: Any, *, merge: bool) -> PreTrainedModel:
+    """The model below peft's, whose adapters are merged as they are written."""
+    if not _is_adapted(model):
+        return cast("PreTrainedModel", model)
+    if merge and model.active_peft_config.is_prompt_learning:
         raise ConfigurationError(
             f"merge=true: {model.active_peft_config.peft_type.value} adds inputs, not weights, so "
             "it cannot be merged. Export the adapter (merge=false)."
         )
-    return cast(PreTrainedModel, model.get_base_model())
+    return cast("PreTrainedModel", model.get_base_model())
+
+
+# --- what is written ------------------------------------------------------------------------------
 
 
 def _write_model(model: PreTrainedModel, folder: Path, *, options: ExportOptions) -> None:
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from safetensors.torch import save_file
+
+    from roundpipe_lightning.models.weight_groups import weight_groups
+
     dtype = DTYPES[options.dtype]
     config = copy.deepcopy(model.config)
     config.dtype = dtype or model.dtype
@@ -135,91 +209,64 @@ def _write_model(model: PreTrainedModel, folder: Path, *, options: ExportOptions
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    groups = groups_of(pieces_of(model), model=model, original_layout=options.original_layout)
-    shards = _plan_shards(groups, dtype=dtype, max_shard_bytes=options.max_shard_bytes)
-    for file, tensors in _filled(shards, groups, dtype=dtype):
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        tensors.clear()
-    if len(shards) > 1:
-        _write_index(shards, folder)
-
-
-def _plan_shards(
-    groups: list[Group], *, dtype: torch.dtype | None, max_shard_bytes: int
-) -> dict[str, dict[str, Tensor]]:
-    """Which file holds which tensors; without values."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
+    groups = weight_groups(model, original_layout=options.original_layout)
+    likes = {name: _cast(t, dtype) for group in groups for name, t in group.like().items()}
+    split = split_state_dict_into_shards_factory(
+        likes,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=options.max_shard_bytes,
+    )
+    files: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
     for group in groups:
-        for name, like in group.like().items():
-            tensor = _cast(like, dtype)
-            if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-                shards.append({})
-                size = 0
-            shards[-1][name] = tensor
-            size += tensor.nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    count = len(shards)
-    return {f"model-{i:05}-of-{count:05}.safetensors": s for i, s in enumerate(shards, start=1)}
-
-
-def _filled(
-    shards: Mapping[str, Mapping[str, Tensor]], groups: list[Group], *, dtype: torch.dtype | None
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield every file with its tensors; only one file's are held at a time."""
-    stream = (item for group in groups for item in group.tensors().items())
-    for file, names in shards.items():
-        tensors = {}
-        for _ in names:
-            name, tensor = next(stream)
-            tensors[name] = _cast(tensor, dtype).contiguous()
-        assert set(tensors) == set(names), "the layout does not depend on the values"
-        yield file, tensors
+        for name, tensor in group.tensors().items():
+            file = split.tensor_to_filename[name]
+            files[file][name] = _cast(tensor, dtype).contiguous()
+            if len(files[file]) == len(split.filename_to_tensors[file]):
+                save_file(files.pop(file), folder / file, metadata={"format": "pt"})
+    assert not files, "the layout does not depend on the values"
+    if split.is_sharded:
+        total = sum(tensor.numel() for tensor in likes.values())
+        index = {
+            "metadata": {"total_parameters": total, **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _write_index(shards: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    tensors = [tensor for shard in shards.values() for tensor in shard.values()]
-    index = {
-        "metadata": {
-            "total_parameters": sum(tensor.numel() for tensor in tensors),
-            "total_size": sum(tensor.nbytes for tensor in tensors),
-        },
-        "weight_map": {name: file for file, shard in shards.items() for name in shard},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
 def _write_adapter(model: PeftModel, folder: Path, *, dtype: torch.dtype | None) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base: Any = model.get_base_model()
+    embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
+    # peft saves an embedding that has adapters beside them.
+    trains_embedding = any(hasattr(layer, "base_layer") for layer in embeddings)
     with warnings.catch_warnings():
         # It looks for the base on the hub to see whether its vocabulary was resized.
         warnings.filterwarnings("ignore", message="Could not find a config file")
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
-        model.save_pretrained(str(folder), save_embedding_layers=_trains_embedding(model))
+        model.save_pretrained(str(folder), save_embedding_layers=trains_embedding)
     if dtype is not None:
         for file in folder.rglob("adapter_model.safetensors"):
             tensors = {name: _cast(tensor, dtype) for name, tensor in load_file(file).items()}
             save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _trains_embedding(model: PeftModel) -> bool:
-    """Whether an embedding has adapters: peft then saves it beside them."""
-    base: Any = model.get_base_model()
-    embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
-    return any(hasattr(layer, "base_layer") for layer in embeddings)
-
-
 def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
     """Write the tokenizer beside the model: it is what makes the folder usable."""
+    from transformers.utils.hub import cached_file
+
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
         return
-    name = tokenizer if tokenizer is not None else _published_name(model)
+    name = tokenizer
+    if name is None:
+        name = getattr(_without_adapters(model, merge=False).config, "name_or_path", None)
     if not name:
         return
     for file in _TOKENIZER_FILES:
@@ -235,7 +282,73 @@ def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
             shutil.copyfile(found, folder / file)
 
 
-def _published_name(model: Any) -> str | None:
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    name: str | None = getattr(base.config, "name_or_path", None)
-    return name
+# --- where it is written --------------------------------------------------------------------------
+
+
+def check_replaceable(folder: Path, *, overwrite: bool) -> None:
+    """Refuse to replace what is no export.
+
+    Raises:
+        CheckpointError: The folder holds something else, and `overwrite` is not set.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise CheckpointError(f"output_dir={folder} is a file or a link, not a folder of its own.")
+    if not folder.is_dir() or overwrite or (folder / MARKER).is_file():
+        return
+    held = sorted(path.name for path in folder.iterdir())
+    if held:
+        raise CheckpointError(
+            f"output_dir={folder} holds {len(held)} files that are no earlier export "
+            f"({', '.join(held[:3])}, ...). Choose another folder, or set overwrite=true to "
+            "replace the whole of it."
+        )
+
+
+@contextmanager
+def _replaced_folder(folder: Path, *, about: Mapping[str, Any], overwrite: bool) -> Iterator[Path]:
+    """Yield an empty folder; put it in `folder`'s place, or remove it after an error.
+
+    Args:
+        folder: Where to.
+        about: What the marker says.
+        overwrite: Whether anything that is there may be replaced.
+
+    Raises:
+        CheckpointError: The folder holds something else, or cannot be written (a full disk, say).
+    """
+    from safetensors import SafetensorError
+
+    folder = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - links stay as they are
+    check_replaceable(folder, overwrite=overwrite)
+    token = secrets.token_hex(4)
+    temporary = folder.with_name(f".{folder.name}.{token}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        (temporary / MARKER).write_text(json.dumps(dict(about), indent=1) + "\n", encoding="utf-8")
+        for path in temporary.rglob("*"):  # what was written survives a power cut
+            if path.is_file():
+                with path.open("r+b") as file:  # Windows flushes only what may be written
+                    os.fsync(file.fileno())
+        _swap(temporary, folder, previous=folder.with_name(f".{folder.name}.{token}.previous"))
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The export to {folder} failed: {error}. What was there before is untouched. Free "
+            "some space or choose another output_dir."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(temporary: Path, folder: Path, *, previous: Path) -> None:
+    if folder.exists():
+        folder.rename(previous)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if previous.exists():
+            previous.rename(folder)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import SafetensorError
@@ -19,10 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.models import export
-from roundpipe_lightning.models.export import export_pretrained, find_pretrained
-from roundpipe_lightning.models.export_folder import MARKER
-from roundpipe_lightning.models.export_options import DTYPES, ExportOptions
+from roundpipe_lightning.models.export import (
+    DTYPES,
+    MARKER,
+    ExportOptions,
+    export_pretrained,
+    find_pretrained,
+)
 from roundpipe_lightning.modules import ModelSource, byte_level_tokenizer
 from tests.kit.architectures import TINY
 from tests.models.test_load import EXPERTS, same_tensors, save, source
@@ -205,7 +209,7 @@ def test_a_failure_leaves_the_previous_export_whole(
         if len(written) == 2:
             raise error
 
-    monkeypatch.setattr(export, "save_file", fail_on_second)
+    monkeypatch.setattr(safetensors.torch, "save_file", fail_on_second)
     expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointError
     with pytest.raises(expected) as raised:
         export_pretrained(model, folder, options=options)

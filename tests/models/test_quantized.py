@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.export import export_pretrained
-from roundpipe_lightning.models.export_options import ExportOptions
+from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.models.quantized import dequantized, is_quantized, quantize_frozen
 from roundpipe_lightning.models.weight_files import mapped_parameters
 from roundpipe_lightning.modules import ModelSource

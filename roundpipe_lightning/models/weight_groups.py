@@ -1,0 +1,200 @@
+"""A model's weights one after the other, as they are to be written, without a copy of the whole.
+
+```
+module tree ─► weights, one by one ─► groups (a block each) ─► in the checkpoint's layout ─► shards
+               name, shape, how to get the values               transformers' own conversion
+```
+
+Adapters are merged layer by layer, on a copy of that layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.quantized import dequantized, is_quantized, tensors_of
+
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """One tensor of a model.
+
+    Attributes:
+        name: As in the state dict of the model without adapters.
+        like: Shape and dtype, on the meta device.
+        make: Gives the values; they may be the model's own memory.
+        merged: Whether the values are those with adapters, not the model's own.
+    """
+
+    name: str
+    like: Tensor
+    make: Callable[[], Tensor]
+    merged: bool = False
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Tensors that a checkpoint's layout may have in other parts than the model.
+
+    Attributes:
+        weights: The model's tensors.
+        model: Knows the layout; None: the model's own.
+    """
+
+    weights: Sequence[_Weight]
+    model: PreTrainedModel | None
+
+    def like(self) -> dict[str, Tensor]:
+        """Names, shapes and dtypes in the checkpoint, without values."""
+        return self._in_layout({weight.name: weight.like for weight in self.weights})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The checkpoint's tensors, detached, on the host."""
+        return self._in_layout({weight.name: weight.make().detach() for weight in self.weights})
+
+    def _in_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.model is None:
+            return tensors
+        converted: dict[str, Tensor] = revert_weight_conversion(self.model, tensors)
+        return converted
+
+
+def weight_groups(model: PreTrainedModel, *, original_layout: bool) -> list[WeightGroup]:
+    """Every tensor that is saved of a model, adapters merged into it; tied ones once.
+
+    Tensors that are written together are a group: those of a block, and the rest.
+
+    Args:
+        model: A model of transformers, adapters of peft inside it or not.
+        original_layout: Whether fused parameters are taken apart as published checkpoints have
+            them.
+
+    Raises:
+        ConfigurationError: Adapters change one of two weights that the model ties.
+    """
+    weights = _weights_of(model)
+    if not original_layout:
+        return [WeightGroup((weight,), None) for weight in weights]
+    by_block: dict[str, list[_Weight]] = {}
+    for weight in weights:
+        match = _BLOCK.match(weight.name)
+        by_block.setdefault("" if match is None else match[1], []).append(weight)
+    groups = [WeightGroup(members, model) for members in by_block.values()]
+    apart = {name: t.shape for group in groups for name, t in group.like().items()}
+    together = WeightGroup(weights, model)
+    whole = {name: tensor.shape for name, tensor in together.like().items()}
+    return groups if apart == whole else [together]
+
+
+def _weights_of(model: PreTrainedModel) -> list[_Weight]:
+    ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    owners: dict[Tensor, str] = {}
+    found: dict[str, _Weight] = {}
+    for weight, tensor in _walk(model, prefix=""):
+        if weight.name in ignored:
+            continue
+        other = owners.setdefault(tensor, weight.name)
+        if other != weight.name and (weight.name in tied or other in tied):
+            _check_tied(weight, found[other])
+            if other not in tied:
+                continue
+            del found[other]
+            owners[tensor] = weight.name
+        found[weight.name] = weight
+    return list(found.values())
+
+
+def _check_tied(first: _Weight, second: _Weight) -> None:
+    if first.merged != second.merged:
+        raise ConfigurationError(
+            f"{first.name} and {second.name} are one weight, and the adapters change only "
+            f"{first.name if first.merged else second.name}: a merged model cannot hold both. "
+            "Export the adapter instead (merge=false), or train it with ensure_weight_tying=true."
+        )
+
+
+def _walk(module: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight, Tensor]]:
+    """Yield weights with the tensor that tells tied ones; a layer with adapters as if merged."""
+    if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        yield from _merged_weights(module, prefix=prefix)
+        return
+    if is_quantized(module):
+        for name, (like, make, token) in tensors_of(module).items():
+            yield _Weight(name=prefix + name, like=like, make=make), token
+        return
+    persistent = module._non_persistent_buffers_set  # noqa: SLF001
+    buffers = {k: b for k, b in module._buffers.items() if k not in persistent}  # noqa: SLF001
+    for name, tensor in {**module._parameters, **buffers}.items():  # noqa: SLF001
+        if tensor is not None:
+            like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            # A partial binds the tensor, a lambda would see the loop's last one.
+            yield _Weight(name=prefix + name, like=like, make=partial(_same, tensor)), tensor
+    for name, child in module.named_children():
+        yield from _walk(child, prefix=f"{prefix}{name}.")
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _merged_weights(layer: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight, Tensor]]:
+    made: list[dict[str, Tensor]] = []
+    base: Any = layer  # the layer below all wrappers of peft
+    while isinstance(base, AuxiliaryTrainingWrapper | BaseTunerLayer):
+        if isinstance(base, BaseTunerLayer):
+            base = base.get_base_layer()
+        else:
+            base = base.original_module
+
+    def make(name: str) -> Tensor:
+        if not made:
+            made.append(_merged(layer).state_dict())
+        tensor = made[0].pop(name)
+        if not made[0]:
+            made.clear()
+        return tensor
+
+    for weight, tensor in _walk(base, prefix=""):
+        merged = _Weight(
+            name=prefix + weight.name,
+            like=weight.like,
+            make=partial(make, weight.name),
+            merged=True,
+        )
+        yield merged, tensor
+
+
+def _merged(layer: nn.Module) -> nn.Module:
+    """A copy of a layer with its active adapters merged into it, as peft does it."""
+    copied: Any = copy.deepcopy(layer)
+    for holder in list(copied.modules()):
+        for name, part in list(holder.named_children()):
+            if is_quantized(part):
+                setattr(holder, name, dequantized(part))
+    with torch.no_grad():
+        while True:
+            if hasattr(copied, "unload_and_optionally_merge_module"):
+                copied = copied.unload_and_optionally_merge_module(
+                    merge=True, safe_merge=False, adapter_names=None
+                )
+            elif isinstance(copied, BaseTunerLayer):
+                copied.merge(safe_merge=False, adapter_names=None)
+                copied = copied.get_base_layer()
+            else:
+                return cast(nn.Module, copied)
