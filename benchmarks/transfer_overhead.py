@@ -37,9 +37,8 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
-from roundpipe_lightning.engine.transfer.transfers import Transfers
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
-from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerRuns
+from roundpipe_lightning.engine.transfer.worker_transfers import Transfers, WaitedFor, WorkerRuns
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 from tests.kit.plans import default_plan
@@ -92,7 +91,7 @@ class Visitor:
         self._transfers = transfers
         self._stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(BLOCKS))
         visit = StageRun(stage=self._stage, blocks=self._blocks, wanted=self._blocks)
-        self._step = WorkerRuns(visits=(visit,) * VISITS, num_slots=2, resident=())
+        self._step = WorkerRuns(runs=(visit,) * VISITS, num_slots=2, resident=())
         self._gradients = [torch.ones_like(p) for p in module[0].parameters()]
 
     def run(self) -> tuple[float, float]:
@@ -100,7 +99,7 @@ class Visitor:
         reducer = GradientReducer(num_microbatches=VISITS, num_stages=2)
         start, own = time.perf_counter(), time.thread_time()
         self._transfers.begin_step(self._step)
-        self._transfers.begin_ahead()
+        self._transfers.weights.begin_ahead()
         for number in range(VISITS):
             visit = self._transfers.weights.acquire(self._stage, self._blocks)
             placed = []

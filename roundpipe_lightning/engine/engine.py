@@ -40,7 +40,7 @@ from roundpipe_lightning.engine.prepared_plans import PreparedPlan, PreparedPlan
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight, grace_seconds
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
-from roundpipe_lightning.engine.transfer.transfers import Transfers
+from roundpipe_lightning.engine.transfer.worker_transfers import Transfers
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker

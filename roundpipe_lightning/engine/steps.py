@@ -43,8 +43,11 @@ from roundpipe_lightning.engine.device.threads import (
     raise_noted,
 )
 from roundpipe_lightning.engine.microbatch import Microbatch, StepContext
-from roundpipe_lightning.engine.transfer.transfers import Transfers
-from roundpipe_lightning.engine.transfer.worker_transfers import WorkerRuns, WorkerTraffic
+from roundpipe_lightning.engine.transfer.worker_transfers import (
+    Transfers,
+    WorkerRuns,
+    WorkerTraffic,
+)
 from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.worker import Worker
@@ -357,7 +360,7 @@ class StepsInFlight:
         if not self._steps:
             return
         transfers = self._transfers
-        if not (transfers.can_follow(visits) and transfers.pools_can_follow(pools)):
+        if not (transfers.can_overlap(visits, pools)):
             self.finish(self._steps[-1])
 
     def reserve_second_set(self) -> None:

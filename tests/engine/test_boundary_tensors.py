@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag, tag_of, untag
 from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
+from roundpipe_lightning.engine.transfer.copy_queue import Job
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
-from roundpipe_lightning.engine.transfer.transfers import Transfers
-from roundpipe_lightning.engine.transfer.worker_transfers import WorkerTransfers
+from roundpipe_lightning.engine.transfer.worker_transfers import Transfers, WorkerTransfers
 
 
 class LockingDevice(EmulatedDevice):
@@ -104,3 +105,20 @@ def test_what_its_maker_takes_again_does_not_move(places: list[Place]) -> None:
     boundary.on(second)
     assert second.transfers is not None
     assert second.transfers.uploads.num_bytes <= 4000
+
+
+def test_a_boundary_that_could_not_be_offloaded_is_offloaded_when_it_is_asked_for(
+    places: list[Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is uploaded from memory that was never written."""
+    first, second = places
+    assert first.transfers is not None
+    boundary = BoundaryTensor(tag(torch.ones(8), first.device.name), first, pool=pool(), keeps=True)
+
+    def refuse(job: Job) -> Event:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(first.transfers.downloads, "submit", refuse)
+        boundary.send_to(second)
+    assert torch.equal(untag(boundary.on(second)), torch.ones(8))

@@ -29,13 +29,13 @@ NUM_MICROBATCHES = 3
 def on_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the boundaries that were given a place on the host."""
     sizes: list[int] = []
-    lend = PinnedPool.allocate
+    allocate = PinnedPool.allocate
 
     def noted(pool: PinnedPool, num_bytes: int) -> PinnedBlock:
         sizes.append(num_bytes)
-        return lend(pool, num_bytes)
+        return allocate(pool, num_bytes)
 
-    monkeypatch.setattr(PinnedPool, "lend", noted)
+    monkeypatch.setattr(PinnedPool, "allocate", noted)
     return sizes
 
 

@@ -7,22 +7,23 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import raw_of
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
-from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
-from roundpipe_lightning.engine.transfer.outside_parameters import (
-    OutsideGradients,
+from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients, OutsideGradients
+from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
-    OutsideWeights,
+    StageRun,
+    WeightPrefetcher,
 )
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, Stage
 from tests.kit.engine import (
     Regressor,
     differences,
@@ -59,20 +60,37 @@ F0, X0, B1 = Partition(forward=(1,), backward=(1, 1)).stages()
 
 
 class _Worker:
-    """The weights of a module outside its blocks on one worker, and the queue they come by."""
+    """The weights of a module on one worker, and the queue they come by."""
 
     def __init__(self, device: Device, store: HostStore, uses: OutsideUses) -> None:
         self.queue = _Queue(device)
-        self.outside = OutsideWeights(
+        self.weights = WeightPrefetcher(
             device,
+            layouts=Layouts(store),
             store=store,
             uploads=self.queue,
             uses=uses,
+            names={},
+            worker=f"worker on {device.name}",
         )
+        self.weights.prepare((), num_slots=1)
 
     @property
     def priorities(self) -> list[Priority]:
         return [job.priority for job in self.queue.jobs]
+
+    def begin(self, *stages: Stage) -> None:
+        self.weights.begin_step(_runs(*stages))
+
+    def begin_overlapped(self, *stages: Stage) -> None:
+        self.weights.begin_overlapped(_runs(*stages))
+
+    def values(self, parameter: nn.Parameter, *, is_first: bool = False) -> Tensor:
+        return self.weights.outside_values(parameter, wait=_wait, is_first=is_first)
+
+
+def _runs(*stages: Stage) -> list[StageRun]:
+    return [StageRun(stage=stage, blocks=(), wanted=()) for stage in stages]
 
 
 @contextmanager
@@ -102,52 +120,51 @@ def tail() -> nn.Parameter:
     return nn.Parameter(torch.full((8, 8), 2.0))
 
 
-def test_what_a_visit_has_asked_for_comes_before_it_in_the_next_step(
+def test_what_a_run_has_asked_for_comes_before_it_in_the_next_step(
     head: nn.Parameter, tail: nn.Parameter
 ) -> None:
     with workers_with(head, tail) as (worker, _, uses):
-        outside, jobs = worker.outside, worker.queue.jobs
+        weights, jobs = worker.weights, worker.queue.jobs
         for _ in range(2):
             uses.begin_step()
-            outside.begin_step([F0, X0, B1], is_planned=True)
-            outside.release()
-            outside.release()
-            values = outside.values(tail, wait=_wait)
+            worker.begin(F0, X0, B1)
+            weights.release()
+            weights.release()
+            values = worker.values(tail)
             assert torch.equal(raw_of(values), tail)
-            assert outside.values(tail, wait=_wait) is values
-            assert outside.num_bytes == tail.nbytes
-            outside.end_step()
-            assert outside.num_bytes == 0
+            assert worker.values(tail) is values
+            assert weights.outside_bytes == tail.nbytes
+            weights.end_step()
+            assert weights.outside_bytes == 0
         assert worker.priorities == [Priority.WEIGHTS, Priority.PREFETCH]
         uses.begin_step()
-        outside.begin_step([F0, X0, B1], is_planned=True)
-        assert len(jobs) == 2  # it is for the visit after the next
-        outside.release()
+        worker.begin(F0, X0, B1)
+        assert len(jobs) == 2  # it is for the run after the next
+        weights.release()
         assert len(jobs) == 3
-        outside.end_step()
-        outside.begin_step([F0, X0, B1], is_planned=False)  # an evaluation is not a habit
-        outside.values(head, wait=_wait)
-        outside.end_step()
+        weights.end_step()
+        weights.begin_step(_runs(F0, X0, B1), is_planned=False)  # an evaluation is not a habit
+        worker.values(head)
+        weights.end_step()
         uses.begin_step()
-        outside.begin_step([F0, X0, B1], is_planned=True)
-        outside.release()
+        worker.begin(F0, X0, B1)
+        weights.release()
         assert len(jobs) == 5
 
 
-def test_what_comes_before_the_blocks_of_the_first_visit_goes_before_their_weights(
+def test_what_comes_before_the_blocks_of_the_first_run_goes_before_their_weights(
     head: nn.Parameter, tail: nn.Parameter
 ) -> None:
     with workers_with(head, tail) as (worker, _, uses):
-        outside = worker.outside
         for _ in range(2):
             uses.begin_step()
-            outside.begin_step([X0], is_planned=True)
+            worker.begin(X0)
             begun = len(worker.queue.jobs)
-            outside.begin_ahead()
-            outside.values(head, wait=_wait, is_first=True)
-            outside.values(tail, wait=_wait)
-            outside.values(head, wait=_wait)  # by the next microbatch, after blocks of the first
-            outside.end_step()
+            worker.weights.begin_ahead()
+            worker.values(head, is_first=True)
+            worker.values(tail)
+            worker.values(head)  # by the next microbatch, after blocks of the first
+            worker.weights.end_step()
         assert begun == 3, "that of the head"
         assert worker.priorities[2:] == [Priority.WEIGHTS, Priority.PREFETCH]
 
@@ -157,19 +174,19 @@ def test_what_one_worker_has_learnt_another_one_expects(
 ) -> None:
     with workers_with(head, tail) as (one, other, uses):
         uses.begin_step()
-        one.outside.begin_step([F0], is_planned=True)
-        other.outside.begin_step([X0, B1], is_planned=True)
-        one.outside.values(head, wait=_wait, is_first=True)
-        other.outside.values(tail, wait=_wait)
+        one.begin(F0)
+        other.begin(X0, B1)
+        one.values(head, is_first=True)
+        other.values(tail)
         for worker in (one, other):
-            worker.outside.end_step()
+            worker.weights.end_step()
         uses.begin_step()  # the next step begins with the other worker
-        one.outside.begin_step([B1, X0], is_planned=True)
-        one.outside.begin_ahead()
-        other.outside.begin_step([F0], is_planned=True)
+        one.begin(B1, X0)
+        one.weights.begin_ahead()
+        other.begin(F0)
         assert one.priorities == [Priority.WEIGHTS, Priority.PREFETCH]
         assert other.priorities == [Priority.WEIGHTS, Priority.WEIGHTS]
-        assert other.outside.values(head, wait=_wait, is_first=True).shape == head.shape
+        assert other.values(head, is_first=True).shape == head.shape
         assert len(other.queue.jobs) == 2
 
 
@@ -178,27 +195,25 @@ def test_what_a_step_in_flight_needs_comes_ahead_and_what_only_the_last_one_used
 ) -> None:
     with workers_with(head, tail) as (worker, other, uses):
         uses.begin_step()
-        worker.outside.begin_step([F0], is_planned=True)
-        other.outside.begin_step([X0, B1], is_planned=True)
-        worker.outside.values(head, wait=_wait, is_first=True)
-        other.outside.values(tail, wait=_wait)
-        uses.follow_step()  # by one that begins with the other worker
-        worker.outside.follow_step([X0, B1])
+        worker.begin(F0)
+        other.begin(X0, B1)
+        worker.values(head, is_first=True)
+        other.values(tail)
+        uses.begin_overlapped()  # by one that begins with the other worker
+        worker.begin_overlapped(X0, B1)
         assert len(worker.queue.jobs) == 2, "the tail's, while the first step runs"
-        other.outside.follow_step([F0])
-        assert len(other.queue.jobs) == 1, "two visits are to come before"
-        other.outside.release()
+        other.begin_overlapped(F0)
+        assert len(other.queue.jobs) == 1, "two runs are to come before"
+        other.weights.release()
         assert len(other.queue.jobs) == 2
-        for one in (worker, other):
-            one.outside.leave_step()
-        worker.outside.release()
-        worker.outside.values(tail, wait=_wait)
+        worker.weights.release()
+        worker.values(tail)
         assert len(worker.queue.jobs) == 2
-        assert worker.outside.num_bytes == head.nbytes + tail.nbytes
+        assert worker.weights.outside_bytes == head.nbytes + tail.nbytes
         for one in (worker, other):
-            one.outside.end_first()
-        assert worker.outside.num_bytes == tail.nbytes
-        assert other.outside.num_bytes == head.nbytes, "expected, if not asked for yet"
+            one.weights.end_first()
+        assert worker.weights.outside_bytes == tail.nbytes
+        assert other.weights.outside_bytes == head.nbytes, "expected, if not asked for yet"
 
 
 def test_at_most_two_microbatches_gradients_are_on_their_way() -> None:

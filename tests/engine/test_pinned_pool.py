@@ -60,60 +60,47 @@ def place_of(tensor: Tensor) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------- one pool
 
 
-def test_what_is_lent_at_once_lies_apart() -> None:
+def test_blocks_that_are_allocated_at_once_lie_apart() -> None:
     pool = PinnedPool(torch.empty(16384, dtype=torch.uint8))
-    lent = [pool.allocate(size) for size in (1000, 300, 5000, 0, 1)]
-    places = sorted(place_of(one.tensor) for one in lent)
+    blocks = [pool.allocate(size) for size in (1000, 300, 5000, 0, 1)]
+    places = sorted(place_of(block.tensor) for block in blocks)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(places))
     assert pool.num_bytes == 1024 + 512 + 5120 + 256 + 256  # each to 256 bytes
 
 
 def test_who_writes_next_waits_for_the_copies_that_used_the_place() -> None:
     pool = PinnedPool(torch.empty(2048, dtype=torch.uint8))
-    first, second = pool.allocate(1000), pool.allocate(500)
-    landed, arrived, other = HostEvent("landed"), HostEvent("arrived"), HostEvent("other")
-    place = place_of(first.tensor)
+    first = pool.allocate(1000)
+    landed, arrived = HostEvent("landed"), HostEvent("arrived")
     for event in (landed, arrived, DoneEvent()):
         first.used_until(event)
-    second.used_until(other)
     landed.set()
-    del first
-    again = pool.allocate(1000)
-    assert place_of(again.tensor) == place
+    pool.release(first)
+    again = pool.allocate(900)  # of the same size, to 256 bytes
+    assert place_of(again.tensor)[0] == place_of(first.tensor)[0]
     assert again.after == (arrived,)  # what has happened need not be waited for
-    del again, second
-    wide = pool.allocate(1500)  # over the gaps of both
-    assert place_of(wide.tensor)[0] == place[0]
-    assert wide.after == (other,)  # whoever had it waited for the rest
+    pool.release(again)  # whose copies were never submitted
+    assert pool.allocate(1000).after == (arrived,)
 
 
-def test_a_gap_that_is_split_keeps_what_is_to_be_waited_for() -> None:
-    pool = PinnedPool(torch.empty(4096, dtype=torch.uint8))
-    first, event = pool.allocate(1024), HostEvent("arrived")
-    first.used_until(event)
-    del first
-    parts = [pool.allocate(256) for _ in range(5)]
-    assert [part.after for part in parts] == [(event,)] * 4 + [()]
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_places_do_not_depend_on_which_copies_have_ended(seed: int) -> None:
-    """The same borrowing, with every copy over at once, never, and at random."""
+    """The same blocks, with every copy over at once, never, and at random."""
 
     def places(is_over: Callable[[], bool]) -> list[tuple[int, int]]:
         pool, drawn = PinnedPool(buffer), random.Random(seed)
-        lent: list[PinnedBlock] = []
+        blocks: list[PinnedBlock] = []
         found: list[tuple[int, int]] = []
         for _ in range(200):
-            if lent and drawn.random() < 0.5:
-                del lent[drawn.randrange(len(lent))]
+            if blocks and drawn.random() < 0.5:
+                pool.release(blocks.pop(drawn.randrange(len(blocks))))
             else:
-                one, event = pool.allocate(drawn.randrange(1, 4000)), HostEvent("a copy")
-                one.used_until(event)
+                block, event = pool.allocate(drawn.randrange(1, 4000)), HostEvent("a copy")
+                block.used_until(event)
                 if is_over():
                     event.set()
-                lent.append(one)
-                found.append(place_of(one.tensor))
+                blocks.append(block)
+                found.append(place_of(block.tensor))
         return [*found, (0, pool.num_bytes)]
 
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
@@ -124,34 +111,33 @@ def test_places_do_not_depend_on_which_copies_have_ended(seed: int) -> None:
     assert len(found) == 1
 
 
-def test_the_next_microbatch_has_the_whole_lane() -> None:
+def test_the_next_microbatch_has_the_whole_pool() -> None:
     pool = PinnedPool(torch.empty(2048, dtype=torch.uint8))
     first, event = pool.allocate(1024), HostEvent("arrived")
-    place = place_of(first.tensor)
     first.used_until(event)
     pool.reset()
     second = pool.allocate(600)  # while somebody still refers to the first one
-    assert place_of(second.tensor)[0] == place[0]
+    assert place_of(second.tensor)[0] == place_of(first.tensor)[0]
     assert second.after == (event,)
-    del first  # has no meaning for the pool any more
-    third = pool.allocate(300)
-    assert place_of(third.tensor)[0] == place[0] + 768
-    assert pool.num_bytes == 768 + 512
+    pool.release(first)  # has no meaning for the pool any more
+    third = pool.allocate(1024)
+    assert place_of(third.tensor)[0] == place_of(first.tensor)[0] + 768
+    assert pool.num_bytes == 768 + 1024
 
 
 # --------------------------------------------------------------------------------------- the pools
 
 
-def test_lanes_are_made_between_steps_as_long_as_was_needed() -> None:
+def test_pools_are_made_between_steps_as_long_as_was_needed() -> None:
     device = LockingDevice()
     pools = PinnedPools(device)
     for sizes in ((1000, 300), (300, 1000), (100, 900), (1000, 300)):
         some = pools.begin_step([0, 1, 0])
         assert some[0] is some[2]
-        lent = [pool.allocate(size) for pool, size in zip(some, sizes, strict=False)]
+        blocks = [pool.allocate(size) for pool, size in zip(some, sizes, strict=False)]
         pools.end()
         assert [*device.locked.values()] == [pools.num_bytes]
-        del lent
+        del blocks
     assert pools.num_bytes == 2 * 1024
     first, second = pools.begin_step([0, 1])
     [locked] = device.locked
@@ -164,23 +150,24 @@ def test_lanes_are_made_between_steps_as_long_as_was_needed() -> None:
     assert not device.locked
 
 
-def test_steps_under_way_have_lanes_apart() -> None:
+def test_steps_in_flight_have_pools_apart() -> None:
     device = LockingDevice()
     pools = PinnedPools(device)
     pools.begin_step([0])[0].allocate(500)
-    assert pools.can_follow([0])  # for once in ordinary memory
+    assert pools.can_overlap([0])  # for once in ordinary memory
     pools.begin_step([0])
     pools.end_first()
-    assert not pools.can_follow([0])
+    assert not pools.can_overlap([0])
     pools.end()
     assert pools.num_bytes == 2 * 512
     for _ in range(3):
         [one] = pools.begin_step([0])
-        assert pools.can_follow([0])
-        assert not pools.can_follow([0, 1])  # it needs another pool
+        assert pools.can_overlap([0])
+        assert not pools.can_overlap([0, 1])  # it needs another pool
         [other] = pools.begin_step([0])
         (start, stop), (begin, end) = (place_of(pool.allocate(512).tensor) for pool in (one, other))
         assert stop <= begin or end <= start
+        one.reset()
         pools.end_first()
         [third] = pools.begin_step([0])
         assert place_of(third.allocate(512).tensor) == (start, stop)

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.copy_queue import Job
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
-from roundpipe_lightning.engine.transfer.transfers import Transfers
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
 from roundpipe_lightning.engine.transfer.worker_transfers import (
+    Transfers,
     WaitedFor,
     WorkerRuns,
     WorkerTransfers,
@@ -184,12 +186,12 @@ def operations_per_visit(num_parameters: int) -> int:
     blocks = tuple(module)
     stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(3))
     visit = StageRun(stage=stage, blocks=blocks, wanted=blocks)
-    step = WorkerRuns(visits=(visit,) * 6, num_slots=2, resident=())
+    step = WorkerRuns(runs=(visit,) * 6, num_slots=2, resident=())
     reducer = GradientReducer(num_microbatches=6, num_stages=2)
     gradients = [torch.ones(4) for _ in range(num_parameters)]
     with transfers_of(module) as transfers:
         transfers.begin_step(step)
-        transfers.begin_ahead()
+        transfers.weights.begin_ahead()
         counting = ExitStack()
         counted: Any = CountedOperations()  # type: ignore[no-untyped-call]
         for number in range(6):
@@ -324,3 +326,41 @@ def test_parameters_of_several_uses_are_summed_in_one_order() -> None:
     with engine_of(module, stack, plan, devices=emulated_workers(3)) as engine:
         for _ in range(3):
             assert not differences(module, mean_step(engine, batches), plain)
+
+
+def test_an_upload_that_nobody_waited_for_ends_before_its_slot_is_used_again() -> None:
+    """Else it could overwrite what was uploaded there after it, by a more urgent job."""
+    module = nn.ModuleList(Many(2) for _ in range(4))
+    for number, parameter in enumerate(module.parameters()):
+        parameter.data.fill_(number)
+    stages = [Stage(kind=StageKind.FORWARD, index=i, blocks=range(i, i + 1)) for i in range(4)]
+    runs = tuple(
+        StageRun(stage=stage, blocks=(block,), wanted=(block,))
+        for stage, block in zip(stages, module, strict=True)
+    )
+    with transfers_of(module) as transfers:
+        gate = HostEvent("the bus is busy")
+        submit, held = transfers.uploads.submit, [runs[0].blocks[0]]
+
+        def held_up(job: Job) -> Event:
+            if held:  # the first block's upload is late, and no compute waits for it
+                held.clear()
+                job.after = (*job.after, gate)
+            return submit(job)
+
+        transfers.uploads.submit = held_up  # type: ignore[method-assign]
+        transfers.begin_step(WorkerRuns(runs=runs, num_slots=1, resident=()))
+        transfers.weights.release()
+        acquired = transfers.weights.acquire(stages[1], runs[1].blocks)
+        event = acquired.events.pop(runs[1].blocks[0])
+        were_done = [event.is_done]
+        gate.set()
+        event.wait()
+        assert were_done == [False]
+        [*leaves] = acquired.regions[runs[1].blocks[0]].leaves().values()
+        assert [leaf.unique().tolist() for leaf in leaves] == [[2.0], [3.0]]
+        for stage in stages[2:]:
+            transfers.weights.release()
+            acquired = transfers.weights.acquire(stage, ())
+        transfers.drain(timeout_seconds=60)
+        transfers.end_step()

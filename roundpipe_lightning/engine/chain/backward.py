@@ -90,7 +90,7 @@ class BackwardPass:
             tensor = self._root(source, number)
             if tensor is not None:
                 gradient = self._gradients.pop(source)
-                roots.append((tensor, gradient.on(self._user.worker_of(tensor))))
+                roots.append((tensor, gradient.take(self._user.worker_of(tensor))))
         if roots:
             self._run_graph([t for t, _ in roots], [g for _, g in roots], below=number)
             self._sources.fetch_gradients(segment.leaves)
@@ -195,9 +195,9 @@ class BackwardPass:
         if roots:
             with user.in_backward():
                 torch.autograd.backward(
-                    [tensor for tensor, _ in roots], [g.on(worker) for _, g in roots]
+                    [tensor for tensor, _ in roots], [g.take(worker) for _, g in roots]
                 )
         sources.fetch_gradients(leaves)
         for call in group:
             for value in call.values:
-                value.host = None  # nothing below takes it
+                value.forget_host()  # nothing below takes it

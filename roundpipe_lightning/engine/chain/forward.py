@@ -271,7 +271,7 @@ class ForwardPass:
         for call in self.calls:
             for value in call.values:
                 if value not in needed and not value.is_held:
-                    value.host = None
+                    value.forget_host()
 
     # --------------------------------------------------------------------------- running blocks
 

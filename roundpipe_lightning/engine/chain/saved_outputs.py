@@ -87,6 +87,9 @@ class KeptOutputs:
                     output.send_to(worker)
         with _Replayer(self._names, self._entries, worker):
             yield
+        for entry in self._entries:
+            for boundary in entry.boundaries:
+                boundary.release()
         self._entries.clear()
 
 

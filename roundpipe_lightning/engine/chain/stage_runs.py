@@ -28,19 +28,19 @@ def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, 
     """
     found = []
     for worker, actions in enumerate(plan.schedule.workers):
-        runs = groupby(actions, key=lambda action: (action.kind, action.stage))
-        stages = [plan.partition.stage(kind, index) for (kind, index), _ in runs]
+        groups = groupby(actions, key=lambda action: (action.kind, action.stage))
+        stages = [plan.partition.stage(kind, index) for (kind, index), _ in groups]
         stays = plan.resident[worker] if plan.resident else ()
         found.append(
             WorkerRuns(
-                visits=tuple(_stage_run(stage, chain, backward=backward) for stage in stages),
+                runs=tuple(_stage_run(stage, chain, backward=backward) for stage in stages),
                 num_slots=plan.weight_slots,
                 resident=_unique(chain.links[position].block for position in stays),
             )
         )
     if not turns_of_batch(plan):
         return tuple(found)
-    everybody = tuple(dict.fromkeys(visit for step in found for visit in step.visits))
+    everybody = tuple(dict.fromkeys(run for step in found for run in step.runs))
     return tuple(replace(step, room_for=everybody) for step in found)
 
 

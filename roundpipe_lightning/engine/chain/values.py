@@ -90,6 +90,11 @@ class Value(Reference):
         self._lazy = weakref.ref(lazy)
         return lazy
 
+    def forget_host(self) -> None:
+        if self.host is not None:
+            self.host.release()
+            self.host = None
+
     def drop(self) -> None:
         """Forget the tensor: its step has ended."""
         self.here = self.host = self._kept_lazy = None

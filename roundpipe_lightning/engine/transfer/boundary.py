@@ -72,34 +72,51 @@ class BoundaryTensor:
         self._made = made
         self._here: Tensor | None = tensor.detach()
         self._host: Tensor | None = None
-        self._lent: PinnedBlock | None = None
+        self._block: PinnedBlock | None = None
         self._landed: Event | None = None
         self._arriving: tuple[TransferEndpoint, Tensor, Event] | None = None
         if maker is None or maker.device.shares_host_memory:
             self._host = self._here
         elif not keeps:
-            self._send_home()
+            self._offload_to_host()
             self._here = None
 
-    def _send_home(self) -> None:
+    def _offload_to_host(self) -> None:
         tensor, maker = self._here, self._maker
         assert tensor is not None, "it is still there"
         assert maker is not None, "a worker has made it"
         assert maker.transfers is not None, "the worker moves it"
         assert self._pool is not None, "a worker moves something"
-        self._lent = self._pool.allocate(tensor.nbytes)
-        flat = self._lent.tensor.view(tensor.dtype)
-        self._host = flat.as_strided(tensor.shape, _strides_of_copy(tensor))
-        made = self._made or maker.device.mark_event("a boundary is made")
-        self._landed = maker.transfers.downloads.submit(
-            Job(
-                name="a boundary",
-                priority=Priority.BOUNDARY,
-                pieces=[(self._host, tensor)],
-                after=[made, *self._lent.after],
+        block = self._pool.allocate(tensor.nbytes)
+        host = block.tensor.view(tensor.dtype).as_strided(tensor.shape, _strides_of_copy(tensor))
+        try:
+            made = self._made or maker.device.mark_event("a boundary is made")
+            landed = maker.transfers.downloads.submit(
+                Job(
+                    name="a boundary",
+                    priority=Priority.BOUNDARY,
+                    pieces=[(host, tensor)],
+                    after=[made, *block.after],
+                )
             )
-        )
-        self._lent.used_until(self._landed)
+        except BaseException:  # nothing was written: nobody may take what is there
+            self._pool.release(block)
+            raise
+        block.used_until(landed)
+        self._block, self._host, self._landed = block, host, landed
+
+    def release(self) -> None:
+        """Give its memory back: nobody asks for it any more."""
+        block, self._block = self._block, None
+        self._here = self._host = self._arriving = None
+        if block is not None and self._pool is not None:
+            self._pool.release(block)
+
+    def take(self, worker: TransferEndpoint | None) -> Tensor:
+        """Return it on a worker for the last time; see `on`."""
+        tensor = self.on(worker)
+        self.release()
+        return tensor
 
     def send_to(self, worker: TransferEndpoint) -> None:
         """Begin to bring it to a worker that will ask for it next.
@@ -128,12 +145,12 @@ class BoundaryTensor:
                 is_direct=source is self._here,
             )
         )
-        if self._lent is not None:
-            self._lent.used_until(arrived)
+        if self._block is not None:
+            self._block.used_until(arrived)
         self._arriving = (worker, there, arrived)
 
     def _is_here(self, worker: TransferEndpoint) -> bool:
-        """Say whether it is in the memory of a worker's device."""
+        """Return whether it is in the memory of a worker's device."""
         if self._here is None or self._maker is None:
             return False
         return worker is self._maker or worker.device.name == self._maker.device.name
@@ -146,7 +163,7 @@ class BoundaryTensor:
             self._made = self._made or maker.device.mark_event("a boundary is made")
             return self._here, [self._made]
         if self._host is None:
-            self._send_home()
+            self._offload_to_host()
         assert self._host is not None, "it has been sent home"
         return self._host, [] if self._landed is None else [self._landed]
 
@@ -168,12 +185,12 @@ class BoundaryTensor:
 
     def _on_host(self) -> Tensor:
         if self._host is None:
-            self._send_home()
+            self._offload_to_host()
         assert self._host is not None, "it has been sent home"
         if self._landed is None:
             return self._host.detach()
         self._landed.wait()
-        return self._host.clone()  # the memory it lies in is lent
+        return self._host.clone()  # others may be given the memory it lies in
 
 
 def send_to_host(

@@ -62,7 +62,7 @@ class Job:
     """Copies that belong together.
 
     Attributes:
-        name: For people.
+        name: For messages.
         priority: What it is for.
         pieces: Pairs of destination and source; flat ones of bytes are cut into chunks.
         after: What must be done before the first copy.
@@ -149,7 +149,7 @@ class TransferQueue:
         device: The worker's device.
         queue: The direction.
         on_failure: Told, in the queue's thread, of an error in a copy and of the job's name.
-        name: For people, for example `upload queue of worker 1 (cuda:1)`.
+        name: For messages, for example `upload queue of worker 1 (cuda:1)`.
         chunk_bytes: Longest copy that cannot be overtaken; None: the device's.
 
     Attributes:

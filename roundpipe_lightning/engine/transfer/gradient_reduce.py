@@ -12,6 +12,7 @@ are of the parameter's `grad_dtype`.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -27,15 +28,20 @@ from roundpipe_lightning.engine.store.block_layout import (
     Form,
     Layouts,
     Place,
+    bytes_of,
     gradient_dtype,
 )
+from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import TakeGradients
-from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
+from roundpipe_lightning.engine.transfer.copy_queue import CHUNK_BYTES, Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 
 T = TypeVar("T", bound=Tensor)
+
+_MOST_ON_THE_WAY = 2
+"""Microbatches whose gradients of outside parameters take memory on a worker until they land."""
 
 
 def fold(sums: dict[T, Tensor], contribution: dict[T, Tensor]) -> None:
@@ -284,7 +290,7 @@ class GradientStaging:
         device: The worker's.
         layouts: How blocks lie in memory.
         downloads: The worker's queue.
-        worker: The worker's name, for people.
+        worker: The worker's name, for messages.
     """
 
     def __init__(
@@ -368,3 +374,55 @@ class GradientStaging:
             whole = self._memory.bytes_at(0, self._memory.num_bytes)
             self._views[forms] = tuple(place.within(whole, offset=0) for place in places)
         return self._views[forms]
+
+
+class OutsideGradients:
+    """Their gradients on the way home from one worker. Any thread may send some.
+
+    Args:
+        device: The worker's.
+        downloads: The worker's queue.
+        longest: Bytes for which the queue's page-locked buffers are long enough.
+    """
+
+    def __init__(self, device: Device, downloads: TransferQueue, *, longest: int) -> None:
+        self._device = device
+        self._downloads = downloads
+        self._longest = longest
+        self._mutex = threading.Lock()
+        self._on_the_way: deque[Event] = deque()
+
+    def send(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
+        """Bring gradients home that compute launched so far has made.
+
+        Args:
+            gradients: On the device; nobody else uses them after.
+            landed: Given them, on the host, in the queue's thread.
+        """
+        with self._mutex:
+            while len(self._on_the_way) >= _MOST_ON_THE_WAY:
+                self._on_the_way.popleft().wait()
+            self._on_the_way.append(self._submitted(gradients, landed))
+
+    def _submitted(self, gradients: Gradients, landed: Callable[[Gradients], None]) -> Event:
+        pieces, home = [], {}
+        for parameter, gradient in gradients.items():
+            whole = gradient if fills_its_memory(gradient) else gradient.contiguous()
+            host = torch.empty(whole.nbytes, dtype=torch.uint8)
+            pieces.append((host, bytes_of(whole)))
+            home[parameter] = host.view(whole.dtype).as_strided(whole.shape, whole.stride())
+        longest = max(host.nbytes for host, _ in pieces)
+        return self._downloads.submit(
+            Job(
+                name="gradients of parameters outside the blocks",
+                priority=Priority.GRADIENTS,
+                pieces=pieces,
+                after=[self._device.mark_event("gradients outside the blocks are made")],
+                is_staged=longest <= self._longest or self._longest >= CHUNK_BYTES,
+                done=lambda: landed(home),
+            )
+        )
+
+    def end_step(self) -> None:
+        """Forget what is home."""
+        self._on_the_way.clear()

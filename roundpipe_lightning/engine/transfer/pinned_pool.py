@@ -1,15 +1,14 @@
-"""Page-locked host memory for boundaries, divided into pools: one per microbatch under way.
+"""Page-locked host memory for boundaries: a pool per microbatch under way.
 
-A microbatch borrows in the order of its own thread, from the pool that it has, and what it gives
-back can be lent again at once: whoever writes there next waits for the copies that were still using
-it. So what a pool needs follows from what the microbatch sends home, not from who was faster. A
-pool goes to another microbatch when the schedule says that the one before has ended (`pool_numbers`
-of `worker/turns.py`), and the pools of two steps under way are apart:
+A microbatch allocates and releases in the order of its own thread. A block that it has released
+can be allocated again at once: whoever writes there next waits for the copies that still use it. So
+what a pool needs follows from what the microbatch offloads, not from who was faster. A pool goes to
+another microbatch when the schedule says that the one before has ended (`pool_numbers` of
+`worker/turns.py`), and the pools of two steps in flight are apart:
 
 ```
-addresses   0 .............. set 0 .............. set 1 .............. length of the buffer
-            [ pool 0        ][ pool 1        ]   [ pool 0 ][ pool 1 ]
-              lent  gap lent   lent     gap
+buffer      [ set 0: pool 0 | pool 1 | pool 2 ][ set 1: pool 0 | pool 1 | pool 2 ]
+pool        [ block | block | free  | block | ...   ]
 ```
 
 Page-locking takes long and stops the device, so it is done between steps only. What a microbatch
@@ -21,9 +20,7 @@ is page-locked.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,48 +30,30 @@ from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.host_memory import own_pages
 
 _ALIGNMENT_BYTES = 256
-_ENDLESS = 1 << 62
-_MOST_SETS = 2  # as many as there are steps under way
+_MOST_SETS = 2  # as many as there are steps in flight
 
 
 class PinnedBlock:
-    """A part of a pool; it goes back when nobody refers to this any more.
+    """A part of a pool.
 
     Attributes:
         tensor: The memory, as flat bytes.
         after: What must have happened before it is written into.
+        start: Its first byte in the pool.
+        size: Its bytes there.
+        users: The ends of all copies from or to it, those before it included.
     """
 
-    def __init__(
-        self, tensor: Tensor, *, after: Sequence[Event], used: list[Event], back: deque[list[Event]]
-    ) -> None:
+    def __init__(self, tensor: Tensor, *, start: int, size: int, after: Sequence[Event]) -> None:
         self.tensor = tensor
         self.after = tuple(after)
-        self._used = used
-        self._back = back
+        self.start = start
+        self.size = size
+        self.users: list[Event] = list(after)
 
     def used_until(self, event: Event) -> None:
         """Say that a copy from or to it ends with an event."""
-        self._used.append(event)
-
-    def __del__(self) -> None:
-        # Not to the pool itself, at which its microbatch may be at work.
-        self._back.append(self._used)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Gap:
-    """A part of a pool that can be lent.
-
-    Attributes:
-        start: Its first byte.
-        stop: The byte after its last one.
-        used: The ends of copies that may still be using it.
-    """
-
-    start: int
-    stop: int
-    used: tuple[Event, ...] = ()
+        self.users.append(event)
 
 
 class PinnedPool:
@@ -84,44 +63,36 @@ class PinnedPool:
         buffer: Page-locked memory; what goes beyond it is ordinary.
 
     Attributes:
-        num_bytes: Most that it has needed.
+        num_bytes: Most that a microbatch has needed.
     """
 
     def __init__(self, buffer: Tensor) -> None:
         self.num_bytes = 0
         self._buffer = buffer
-        self._gaps = [_Gap(start=0, stop=_ENDLESS)]  # ascending
-        self._lent: dict[int, tuple[int, int, list[Event]]] = {}  # by the list's identity
-        self._back: deque[list[Event]] = deque()
+        self._stop = 0  # of all blocks
+        self._blocks: dict[int, PinnedBlock] = {}  # the last ones that were allocated, by start
+        self._free: dict[int, list[PinnedBlock]] = {}  # by size
+        self._used_before: list[Event] = []  # by the microbatch before
 
     @property
     def is_short(self) -> bool:
-        """Whether it has needed more than is page-locked."""
+        """Whether a microbatch has needed more than is page-locked."""
         return self.num_bytes > self._buffer.nbytes
 
     def allocate(self, num_bytes: int) -> PinnedBlock:
-        """Lend some memory, from the first gap that is wide enough."""
-        self._take_back()
+        """Return memory that nobody else has: the last block of its size that was released."""
         size = max(1, -(-num_bytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
-        first, last = self._found(size)
-        start, after = self._gaps[first].start, _to_come(self._gaps[first : last + 1])
-        stop, rest = start + size, self._gaps[last]
-        left = [_Gap(start=stop, stop=rest.stop, used=rest.used)] if rest.stop > stop else []
-        self._gaps[first : last + 1] = left
-        self.num_bytes = max(self.num_bytes, stop)
-        used: list[Event] = []
-        self._lent[id(used)] = (start, stop, used)
-        return PinnedBlock(self._tensor(start, num_bytes), after=after, used=used, back=self._back)
-
-    def _found(self, size: int) -> tuple[int, int]:
-        """Return the first and the last of the neighbouring gaps that together are so wide."""
-        first = 0
-        for index, gap in enumerate(self._gaps):
-            if index and self._gaps[index - 1].stop != gap.start:
-                first = index
-            if gap.stop - self._gaps[first].start >= size:
-                return first, index
-        raise AssertionError("the last gap is endless")
+        free = self._free.get(size)
+        if free:
+            released = free.pop()
+            start, users = released.start, _to_come(released.users)
+        else:
+            start, users = self._stop, _to_come(self._used_before)
+            self._stop += size
+            self.num_bytes = max(self.num_bytes, self._stop)
+        block = PinnedBlock(self._tensor(start, num_bytes), start=start, size=size, after=users)
+        self._blocks[start] = block
+        return block
 
     def _tensor(self, start: int, num_bytes: int) -> Tensor:
         if start + num_bytes <= self._buffer.nbytes:
@@ -129,28 +100,24 @@ class PinnedPool:
         with torch.inference_mode(mode=False):
             return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def _take_back(self) -> None:
-        while self._back:
-            start, stop, used = self._lent.pop(id(self._back.popleft()))
-            self._gaps.append(_Gap(start=start, stop=stop, used=tuple(used)))
-        self._gaps.sort(key=lambda gap: gap.start)
-
-    def retire(self) -> None:
-        """Lend nothing of the page-locked memory any more: its step was given up."""
-        self._buffer = self._buffer[:0]
+    def release(self, block: PinnedBlock) -> None:
+        """Take a block back. Nobody submits a copy from or to it any more."""
+        if self._blocks.get(block.start) is block:  # else its microbatch has ended
+            self._free.setdefault(block.size, []).append(block)
 
     def reset(self) -> None:
-        """Hear that the microbatch that has it takes nothing from it any more."""
-        self._take_back()
-        spans = [_Gap(start=a, stop=b, used=tuple(used)) for a, b, used in self._lent.values()]
-        used = _to_come([*self._gaps, *spans])
-        self._gaps = [_Gap(start=0, stop=_ENDLESS, used=used)]
-        self._lent, self._back = {}, deque()
+        """Take everything back: the microbatch that has the pool takes nothing from it any more."""
+        users = (user for block in self._blocks.values() for user in block.users)
+        self._used_before = _to_come([*self._used_before, *users])
+        self._stop, self._blocks, self._free = 0, {}, {}
+
+    def retire(self) -> None:
+        """Give nothing of the page-locked memory any more: its step was given up."""
+        self._buffer = self._buffer[:0]
 
 
-def _to_come(gaps: Iterable[_Gap]) -> tuple[Event, ...]:
-    """Return the ends of copies that may still be using some gaps."""
-    return tuple(dict.fromkeys(e for gap in gaps for e in gap.used if not e.is_done))
+def _to_come(events: Iterable[Event]) -> list[Event]:
+    return [event for event in dict.fromkeys(events) if not event.is_done]
 
 
 class PinnedPools:
@@ -166,9 +133,9 @@ class PinnedPools:
         self._lengths: list[int] = []  # that are needed, of the pools of a set, by their numbers
         self._made: tuple[tuple[int, ...], int] = ((), 1)  # what there is, and the number of sets
         self._num_wanted = 1  # sets
-        self._was_without = False  # whether a step has followed another without pools of its own
+        self._was_without = False  # whether a step has overlapped another without a set of its own
         self._sets: list[list[PinnedPool]] = [[]]
-        self._busy: list[int] = []  # sets of the steps under way
+        self._busy: list[int] = []  # sets of the steps in flight
 
     @property
     def num_bytes(self) -> int:
@@ -176,7 +143,7 @@ class PinnedPools:
         return self._buffer.nbytes
 
     def begin_step(self, numbers: Sequence[int]) -> tuple[PinnedPool, ...]:
-        """Give a pool to each microbatch of a step, which may follow one that is under way.
+        """Give a pool to each microbatch of a step, which may overlap one that is in flight.
 
         Args:
             numbers: Of the pools, by microbatch.
@@ -186,35 +153,34 @@ class PinnedPools:
         while len(self._sets) <= free:
             self._sets.append([])
         pools = self._sets[free]
-        pools += (
-            PinnedPool(torch.empty(0, dtype=torch.uint8)) for _ in range(len(pools), _num(numbers))
-        )
+        missing = range(len(pools), _num(numbers))
+        pools += [PinnedPool(torch.empty(0, dtype=torch.uint8)) for _ in missing]
         return tuple(pools[number] for number in numbers)
 
     def end_first(self) -> None:
-        """Hear that the step that has begun first has ended, and another goes on."""
+        """End the step that has begun first; another one goes on."""
         del self._busy[0]
 
-    def want_two(self) -> None:
-        """Have pools for two steps when no step is under way."""
+    def reserve_second_set(self) -> None:
+        """Have pools for two steps when no step is in flight."""
         self._num_wanted = _MOST_SETS
 
-    def can_follow(self, numbers: Sequence[int]) -> bool:
-        """Say whether a step can begin while one is under way: there are pools for both.
+    def can_overlap(self, numbers: Sequence[int]) -> bool:
+        """Return whether a step can begin while one is in flight: there are pools for both.
 
         Args:
             numbers: Of the pools of the step, by microbatch.
         """
         lengths, num_sets = self._made
         if num_sets < _MOST_SETS and not self._was_without:
-            self.want_two()
+            self.reserve_second_set()
             self._was_without = True
             return True  # for once in ordinary memory
         is_made = num_sets == _MOST_SETS and _num(numbers) <= len(lengths)
         return is_made and not any(pool.is_short for pool in self._all)
 
     def end(self, *, failed: bool = False) -> None:
-        """Hear that no step is under way: make pools as long as steps have needed.
+        """Make pools as long as steps have needed; none is in flight any more.
 
         Args:
             failed: Whether steps were given up, so that threads may still have some.
@@ -225,11 +191,10 @@ class PinnedPools:
                 pool.retire()
             self._divide()
             return
-        for one in self._sets:
-            for number, pool in enumerate(one):
+        for pools in self._sets:
+            self._lengths += [0] * (len(pools) - len(self._lengths))
+            for number, pool in enumerate(pools):
                 pool.reset()
-                if number == len(self._lengths):
-                    self._lengths.append(0)
                 self._lengths[number] = max(self._lengths[number], pool.num_bytes)
         if self._made != (tuple(self._lengths), self._num_wanted):
             self._made = (tuple(self._lengths), self._num_wanted)

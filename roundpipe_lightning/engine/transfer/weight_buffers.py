@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.engine.device.events import DoneEvent, Event
+from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.block_layout import BlockLayout, Form, Piece, sum_wide
 from roundpipe_lightning.engine.transfer.copy_queue import cut_up
 
@@ -47,17 +47,17 @@ class Memory:
 
     Args:
         device: Where.
-        name: For people, for example `slot 0 of worker 1`.
+        name: For messages, for example `slot 0 of worker 1`.
 
     Attributes:
-        free: The last compute that has read it.
+        used_by: What is to end before something else is written into it.
         num_bytes: Its length.
         chunk_bytes: Longest copy into it.
     """
 
     def __init__(self, device: Device, *, name: str) -> None:
         self.name = name
-        self.free: Event = DoneEvent(name)
+        self.used_by: tuple[Event, ...] = ()
         self.num_bytes = 0
         self.chunk_bytes = device.chunk_bytes
         self._device = device
@@ -72,7 +72,7 @@ class Memory:
             with torch.inference_mode(mode=False):  # an evaluation may be the first to come here
                 self._buffer = self._device.allocate(num_bytes)
             self.num_bytes = num_bytes
-            self.free = self._device.mark_event(f"{self.name} is new")
+            self.used_by = (self._device.mark_event(f"{self.name} is new"),)
 
     def bytes_at(self, offset: int, num_bytes: int) -> Tensor:
         """Return a part of it as flat bytes."""
@@ -113,7 +113,7 @@ class Memory:
 
 
 class _Given:
-    """The leaves that a region has given last, by parameter: a tensor's hash is dear."""
+    """The leaves that a region has given last, by parameter: a tensor's hash is expensive."""
 
     leaves: tuple[nn.Parameter, ...] | None = None
     by_parameter: Mapping[nn.Parameter, nn.Parameter]

@@ -1,29 +1,38 @@
-"""The weights of a worker's visits: uploaded ahead, each into a slot that is free by then.
+"""The weights that a worker computes with: uploaded ahead, into memory that is free by then.
 
-A visit is a run of actions of one stage on one worker. With two slots:
+A *stage run* is a run of actions of one stage on one worker. With two slots for the weights of its
+blocks:
 
 ```
-compute   [ visit 0     ][ visit 1       ][ visit 2
-upload    0  1           ▲2               ▲3             visit 0 has ended: its slot is free
+compute   [ run 0       ][ run 1         ][ run 2
+upload    0  1           ▲2               ▲3             run 0 has ended: its slot is free
 ```
 
-With one slot the upload of visit 1 begins when visit 0 has ended. Blocks that stay on the worker
+With one slot the upload of run 1 begins when run 0 has ended. Blocks that stay on the worker
 (`Plan.resident`) have memory of their own: of them only the trainable part is uploaded, at their
-first visit of a step, because it has changed since the last one.
+first run of a step, because it has changed since the last one.
+
+Parameters of user code outside the blocks (embedding, norm, LM head) go with the stage run in which
+that code asks for them. The engine learns this from each step: in the next one they are uploaded
+while the run before computes, and what was not expected when it is asked for. What the first run
+needs before its blocks goes before their weights. They stay until the step ends, and as long as a
+step that overlaps it needs them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import DoneEvent, Event
-from roundpipe_lightning.engine.store.block_layout import Layouts, region_bytes
+from roundpipe_lightning.engine.store.block_layout import Layouts, bytes_of, region_bytes
+from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.weight_versions import Serving
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
@@ -33,10 +42,10 @@ from roundpipe_lightning.planning.schedule.stages import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class StageRun:
-    """A visit.
+    """Consecutive actions of one stage on one worker.
 
     Attributes:
-        stage: Its stage.
+        stage: The stage.
         blocks: The stage's blocks, each once.
         wanted: Those of them that will be needed, as far as is known before.
     """
@@ -48,29 +57,25 @@ class StageRun:
 
 @dataclass(kw_only=True, eq=False)
 class StageWeights:
-    """The weights of a visit, there or under way.
+    """The weights of a stage run, there or under way.
 
     Attributes:
-        plan: The visit.
+        run: The stage run.
         regions: Where its blocks lie.
         serving: Which values it is given.
         events: The uploads that compute has not waited for yet.
-        brought: Blocks that are there or under way.
+        uploaded: Blocks that are there or under way.
     """
 
-    plan: StageRun
+    run: StageRun
     regions: Mapping[nn.Module, Region]
     serving: Serving
     events: dict[nn.Module, Event] = field(default_factory=dict)
-    brought: set[nn.Module] = field(default_factory=set)
+    uploaded: set[nn.Module] = field(default_factory=set)
 
 
-class _Stay:
-    """A block that stays on the worker.
-
-    Args:
-        region: Memory of its own.
-    """
+class _Resident:
+    """A block that stays on the worker, in memory of its own."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -80,21 +85,21 @@ class _Stay:
 
     @property
     def has_frozen_part(self) -> bool:
-        """Whether what does not change is there."""
         return self._versions == self._present_versions()
 
+    @property
+    def is_trained(self) -> bool:
+        return any(piece.trained for piece in self.region.layout.pieces)
+
     def begin_step(self) -> None:
-        """Note that the trainable part has changed, and a frozen one may have."""
-        if not self.has_frozen_part or any(p.trained for p in self.region.layout.pieces):
+        if not self.has_frozen_part or self.is_trained:
             self.is_fresh = False
 
     def uploaded(self, event: Event) -> None:
-        """Note that what was missing is under way."""
         self.is_fresh, self.event = True, event
         self._versions = self._present_versions()
 
     def forget(self) -> None:
-        """Note that nothing of it need be there."""
         self.is_fresh, self._versions = False, None
 
     def _present_versions(self) -> int:
@@ -102,18 +107,69 @@ class _Stay:
         return sum(parameter._version for parameter in frozen)
 
 
-class WorkerWeights:
-    """The slots of one worker, and what is uploaded into them.
+class OutsideUses:
+    """Which parameters user code asks for in the runs of which stage; all workers share it.
 
-    Called by the thread whose turn it is; the Trainer's thread may add a step meanwhile.
+    A step learns for the next one, whichever worker runs a stage then.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[Stage, Mapping[nn.Parameter, bool]] = {}
+        self._asked: dict[Stage, dict[nn.Parameter, bool]] = {}
+
+    def begin_step(self) -> None:
+        """Expect what the last steps have asked for: one begins, and no other is in flight."""
+        self._expected = {**self._asked} or self._expected
+        self._asked = {}
+
+    def begin_overlapped(self) -> None:
+        """Expect what the step in flight has asked for, too."""
+        asked = {stage: dict(parameters) for stage, parameters in list(self._asked.items())}
+        self._expected = {**self._expected, **asked}
+
+    def expected(self, stage: Stage) -> Mapping[nn.Parameter, bool]:
+        """Return the parameters of a stage, and whether each is needed before its blocks."""
+        return self._expected.get(stage, {})
+
+    def record(self, stage: Stage, parameter: nn.Parameter, *, is_first: bool) -> None:
+        """Record that a parameter was asked for, by the thread whose turn it is."""
+        self._asked.setdefault(stage, {}).setdefault(parameter, is_first)
+
+
+@dataclass(kw_only=True, eq=False)
+class _OutsideCopy:
+    """A parameter outside the blocks on the worker."""
+
+    values: Tensor
+    serving: Serving
+    event: Event | None  # its upload, if compute has not waited for it yet
+    last_step: int = -1  # that has used it
+
+
+@dataclass(kw_only=True, eq=False)
+class _Planned:
+    """A stage run of a step in flight."""
+
+    run: StageRun
+    serving: Serving
+    step: int
+    weights: StageWeights | None = None  # from the beginning of its uploads to its end
+
+
+class WeightPrefetcher:
+    """The memory for weights of one worker, and what is uploaded into it.
+
+    Called by the thread whose turn it is; the Trainer's thread may add a step meanwhile, and end
+    one.
 
     Args:
         device: The worker's.
         layouts: How blocks lie in memory.
         store: The parameters.
         uploads: The worker's queue.
+        uses: What is known of the user's code outside the blocks.
         names: What blocks are called.
-        worker: The worker's name, for people.
+        worker: The worker's name, for messages.
     """
 
     def __init__(
@@ -123,41 +179,48 @@ class WorkerWeights:
         layouts: Layouts,
         store: HostStore,
         uploads: TransferQueue,
+        uses: OutsideUses,
         names: Mapping[nn.Module, str],
         worker: str,
     ) -> None:
         self._device = device
         self._layouts = layouts
-        self._uploads = uploads
         self._store = store
+        self._uploads = uploads
+        self._uses = uses
         self._names = names
         self._worker = worker
         self._slots: list[Memory] = []
-        self._stays: dict[nn.Module, _Stay] = {}
-        self._visits: list[
-            StageWeights | None
-        ] = []  # of the step, as far as their uploads have begun
-        self._places: dict[tuple[StageRun, int], Mapping[nn.Module, Region]] = {}  # and the slot
-        self._plans: Sequence[tuple[StageRun, Serving]] = ()
-        self._serving = layouts.serving  # that of the last step
-        self._number = 0  # of the visit that computes, or computes next
+        self._residents: dict[nn.Module, _Resident] = {}
+        self._regions: dict[tuple[StageRun, int], Mapping[nn.Module, Region]] = {}  # and the slot
+        self._outside: dict[nn.Parameter, _OutsideCopy] = {}
+        self._runs: list[_Planned] = []
+        self._num_begun = 0  # of these runs, whose uploads have begun
+        self._number = 0  # of the run that computes, or computes next
+        self._unplanned: StageWeights | None = None  # where runs are not known before
+        self._serving = store.serving  # that of the last step
+        self._step = 0  # of the last step, since none was in flight
+        self._num_ended = 0  # steps, since none was in flight
+        self._was_given_up = False
         self._lock = threading.RLock()
+        #: Bytes of parameters outside the blocks that are here or under way.
+        self.outside_bytes = 0
 
     # --------------------------------------------------------------------------------- the memory
 
     def prepare(
-        self, plans: Iterable[StageRun], *, num_slots: int, resident: Sequence[nn.Module] = ()
+        self, runs: Iterable[StageRun], *, num_slots: int, resident: Sequence[nn.Module] = ()
     ) -> None:
-        """Make room for some visits. Memory is made, or made larger, here and nowhere else.
+        """Make room for some stage runs. Slots are made, or made larger, here and nowhere else.
 
         Args:
-            plans: The visits.
+            runs: The stage runs.
             num_slots: How many of them have their weights here at once.
             resident: Blocks that stay.
         """
-        self._places.clear()
-        self._keep(resident)
-        largest = max((self._slot_bytes(plan.blocks) for plan in plans), default=0)
+        self._regions.clear()
+        self._prepare_residents(resident)
+        largest = max((self._slot_bytes(run.blocks) for run in runs), default=0)
         while len(self._slots) > num_slots:
             self._slots.pop().clear()
         for number in range(num_slots):
@@ -166,212 +229,344 @@ class WorkerWeights:
             self._slots[number].grow(largest)
 
     def _slot_bytes(self, blocks: Iterable[nn.Module]) -> int:
-        return region_bytes(
-            [self._layouts.of(block).form.num_bytes for block in blocks if block not in self._stays]
-        )
+        moving = (block for block in blocks if block not in self._residents)
+        return region_bytes([self._layouts.of(block).form.num_bytes for block in moving])
 
-    def _keep(self, resident: Sequence[nn.Module]) -> None:
+    def _prepare_residents(self, blocks: Sequence[nn.Module]) -> None:
         """Give memory of their own to the blocks that stay, and take it from others."""
-        wanted = dict.fromkeys(resident)
-        for block, stay in list(self._stays.items()):
-            if block not in wanted or stay.region.layout is not self._layouts.of(block):
-                stay.region.memory.clear()
-                del self._stays[block]
-        for block in wanted:
-            if block not in self._stays:
+        for block, resident in list(self._residents.items()):
+            if block not in blocks or resident.region.layout is not self._layouts.of(block):
+                resident.region.memory.clear()
+                del self._residents[block]
+        for block in blocks:
+            if block not in self._residents:
                 layout = self._layouts.of(block)
                 memory = Memory(self._device, name=f"{self._names[block]} on {self._worker}")
                 memory.grow(layout.form.num_bytes)
-                self._stays[block] = _Stay(Region(memory=memory, offset=0, layout=layout))
+                self._residents[block] = _Resident(Region(memory=memory, offset=0, layout=layout))
+
+    @property
+    def _memories(self) -> list[Memory]:
+        return [*self._slots, *(one.region.memory for one in self._residents.values())]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots, and of blocks that stay."""
-        stays = (stay.region.memory for stay in self._stays.values())
-        return sum(memory.num_bytes for memory in (*self._slots, *stays))
+        """Bytes of all slots, of blocks that stay, and of parameters outside the blocks."""
+        return sum(memory.num_bytes for memory in self._memories) + self.outside_bytes
 
     def clear(self) -> None:
         """Give all memory back to the device."""
         self.end_step()
-        self._places.clear()
-        for memory in (*self._slots, *(stay.region.memory for stay in self._stays.values())):
+        self._regions.clear()
+        for memory in self._memories:
             memory.clear()
         self._slots.clear()
-        self._stays.clear()
+        self._residents.clear()
 
-    # ----------------------------------------------------------------------------------- a step
+    # -------------------------------------------------------------------------------------- steps
 
-    def begin_step(self, plans: Sequence[StageRun]) -> None:
-        """Begin the uploads of a step's first visit.
+    def begin_step(self, runs: Sequence[StageRun], *, is_planned: bool = True) -> None:
+        """Begin the uploads of a step's first run.
 
         Args:
-            plans: The worker's visits, in order; empty: each is uploaded when it is entered.
+            runs: The worker's, in order.
+            is_planned: Whether they come in that order, and the step is one to learn from. Else
+                each block is uploaded when its run is acquired.
         """
-        self._serving = self._layouts.serving
-        self._plans, self._visits, self._number = self._served(plans), [], 0
-        for stay in self._stays.values():
-            stay.begin_step()
-        self._begin_next()
-
-    def begin_ahead(self) -> None:
-        """Begin the uploads of the visits after it for which there are slots."""
-        for _ in self._slots[1:]:
+        with self._lock:
+            if self._was_given_up:
+                self._order_after_compute()
+            self._serving = self._store.serving
+            self._step = self._num_ended = 0
+            self._runs = self._planned(runs if is_planned else ())
+            self._number = self._num_begun = 0
+            for resident in self._residents.values():
+                resident.begin_step()
+            for planned in self._runs[:1]:
+                for parameter, is_first in self._uses.expected(planned.run.stage).items():
+                    if is_first:
+                        self._upload_outside(parameter, planned.serving, Priority.WEIGHTS)
             self._begin_next()
 
-    def _served(self, plans: Iterable[StageRun]) -> list[tuple[StageRun, Serving]]:
-        return [(plan, self._serving) for plan in plans]
+    def begin_ahead(self) -> None:
+        """Begin the uploads of the runs after it for which there is room."""
+        with self._lock:
+            for _ in self._slots[1:]:
+                self._begin_next()
+            self._upload_outside_ahead()
+
+    def _planned(self, runs: Iterable[StageRun]) -> list[_Planned]:
+        return [_Planned(run=run, serving=self._serving, step=self._step) for run in runs]
 
     @property
     def can_change(self) -> bool:
         """Whether a step may be given other values before the one before it has ended."""
-        stays = (stay.region.layout.pieces for stay in self._stays.values())
-        return not any(piece.trained for pieces in stays for piece in pieces)
+        return not any(resident.is_trained for resident in self._residents.values())
 
-    def has_room_for(self, plans: Iterable[StageRun]) -> bool:
-        """Say whether the slots are long enough for some visits."""
+    def has_room_for(self, runs: Iterable[StageRun]) -> bool:
+        """Return whether the slots are long enough for some stage runs."""
         room = min((slot.num_bytes for slot in self._slots), default=0)
-        return all(self._slot_bytes(plan.blocks) <= room for plan in plans)
+        return all(self._slot_bytes(run.blocks) <= room for run in runs)
 
-    def follow(self, plans: Sequence[StageRun]) -> None:
-        """Take the visits of the next step while those of a step may still run.
+    def begin_overlapped(self, runs: Sequence[StageRun]) -> None:
+        """Begin the uploads of a step while the one before it may still run.
 
         Args:
-            plans: The visits; there is room for them, and what stays need not change before them.
+            runs: The worker's; there is room for them, and what stays need not change before them.
         """
         with self._lock:
-            self._serving = self._layouts.serving
+            self._serving, self._step = self._store.serving, self._step + 1
             over = self._number - self._number % len(self._slots)  # each goes on with its slot
-            self._plans = [*self._plans[over:], *self._served(plans)]
-            self._visits, self._number = self._visits[over:], self._number - over
-            for _ in range(self._number + len(self._slots) - len(self._visits)):
+            self._runs = [*self._runs[over:], *self._planned(runs)]
+            self._number, self._num_begun = self._number - over, self._num_begun - over
+            for _ in range(self._number + len(self._slots) - self._num_begun):
                 self._begin_next()
+            self._upload_outside_ahead()
 
-    def _begin_next(self) -> None:
-        """Begin the uploads of the first visit whose uploads have not begun."""
-        number = len(self._visits)
-        if number >= len(self._plans):
-            return
-        plan, serving = self._plans[number]
-        visit = self._placed(plan, number % len(self._slots), serving)
-        self._visits.append(visit)
-        is_next = number == self._number
-        self._bring(visit, plan.wanted, Priority.WEIGHTS if is_next else Priority.PREFETCH)
+    def end_first(self) -> None:
+        """Drop what only the first step in flight has used: it has ended on all workers."""
+        with self._lock:
+            self._num_ended += 1
+            stages = {planned.run.stage for planned in self._runs[self._number :]}
+            wanted = {p for stage in stages for p in self._uses.expected(stage)}
+            for parameter, copy in list(self._outside.items()):
+                if parameter not in wanted and copy.last_step < self._num_ended:
+                    self._drop_outside(parameter)
 
-    def _placed(self, plan: StageRun, number: int, serving: Serving) -> StageWeights:
-        """Say where the blocks of a visit lie in the slot of that number."""
-        regions = self._places.get((plan, number))
-        if regions is None:
-            regions = self._newly_placed(plan, self._slots[number])
-            self._places[plan, number] = regions
-        return StageWeights(plan=plan, regions=regions, serving=serving)
+    def end_step(self, *, failed: bool = False) -> None:
+        """Forget the runs of all steps. An evaluation has not released its last ones.
 
-    def _newly_placed(self, plan: StageRun, slot: Memory) -> Mapping[nn.Module, Region]:
-        regions: dict[nn.Module, Region] = {}
-        end = 0
-        for block in plan.blocks:
-            if block in self._stays:
-                regions[block] = self._stays[block].region
-                continue
-            layout = self._layouts.of(block)
-            regions[block] = Region(memory=slot, offset=end, layout=layout)
-            end += region_bytes([layout.form.num_bytes])
-        if end > slot.num_bytes:
-            slot.free.wait()
-            slot.grow(end)
-            self._places.clear()
-        return regions
+        Args:
+            failed: Whether uploads may have been given up: what stays is then uploaded anew.
+        """
+        with self._lock:
+            self._was_given_up = failed
+            left = [*(planned.weights for planned in self._runs), self._unplanned]
+            for weights in left if not failed else ():
+                if weights is not None:
+                    self._set_free(weights)
+            self._runs, self._unplanned = [], None
+            self._number = self._num_begun = 0
+            for resident in self._residents.values() if failed else ():
+                resident.forget()
+            for parameter in list(self._outside):
+                self._drop_outside(parameter)
 
-    def _bring(self, visit: StageWeights, blocks: Iterable[nn.Module], priority: Priority) -> None:
-        for block in blocks:
-            if block in visit.brought:
-                continue
-            visit.brought.add(block)
-            region, stay = visit.regions[block], self._stays.get(block)
-            if stay is not None and stay.is_fresh:
-                visit.events[block] = stay.event
-                continue
-            trained_only = stay is not None and stay.has_frozen_part
-            job = Job(
-                name=f"weights of {self._names[block]}",
-                priority=priority,
-                pieces=(),
-                after=(
-                    region.memory.free,
-                    *self._store.updates_of(self._store.parameters_of(block)),
-                ),
-                is_staged=region.is_staged(trained_only=trained_only),
-            )
-            job.opens = partial(_opened, job, visit.serving, region, trained_only=trained_only)
-            visit.events[block] = self._uploads.submit(job)
-            if stay is not None:
-                stay.uploaded(visit.events[block])
+    # --------------------------------------------------------------------------------- stage runs
 
     def acquire(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
-        """Return the visit that computes now.
+        """Return the weights of the stage run that computes now.
 
         Args:
             stage: Its stage.
             blocks: The stage's blocks; of those that are not here the upload begins.
         """
         with self._lock:
-            if not self._plans:
-                return self._acquire_unplanned(stage, blocks)
-            while len(self._visits) <= self._number:
-                self._begin_next()
-            visit = self._visits[self._number]
-            assert visit is not None, "it has not ended"
-            assert visit.plan.stage == stage, "visits come in the order of the plan"
-            self._bring(visit, blocks, Priority.WEIGHTS)
-            return visit
+            weights = self._present_weights(stage, blocks)
+            self._upload(weights, blocks, Priority.WEIGHTS)
+            return weights
 
-    def _acquire_unplanned(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
-        present = self._visits[self._number] if self._number < len(self._visits) else None
-        if present is not None and present.plan.stage != stage:
-            self.release()
-            present = None
-        if present is None:
-            unique = tuple(dict.fromkeys(blocks))
-            plan = StageRun(stage=stage, blocks=unique, wanted=unique)
-            present = self._placed(plan, self._number % len(self._slots), self._serving)
-            self._visits.append(present)
-        self._bring(present, blocks, Priority.WEIGHTS)
-        return present
+    def _present_weights(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
+        if not self._runs:
+            if self._unplanned is not None and self._unplanned.run.stage != stage:
+                self.release()
+            if self._unplanned is None:
+                unique = tuple(dict.fromkeys(blocks))
+                run = StageRun(stage=stage, blocks=unique, wanted=unique)
+                self._unplanned = self._placed(run, self._number, self._serving)
+            return self._unplanned
+        while self._num_begun <= self._number:
+            self._begin_next()
+        weights = self._runs[self._number].weights
+        assert weights is not None, "it has not ended"
+        assert weights.run.stage == stage, "stage runs come in the order of the plan"
+        return weights
 
     def release(self) -> None:
-        """End the present visit: all its compute was launched. Its slot is for the next but one."""
+        """End the present run: all its compute was launched. Its slot is for the next but one."""
         with self._lock:
-            if self._number < len(self._visits):
-                visit, self._visits[self._number] = self._visits[self._number], None
-                assert visit is not None, "it ends once"
-                self._set_free(visit)
+            weights, self._unplanned = self._unplanned, None
+            if self._number < len(self._runs):
+                planned = self._runs[self._number]
+                weights, planned.weights = planned.weights, None
+            if weights is not None:
+                self._set_free(weights)
             self._number += 1
-            if self._plans:
+            if self._runs:
                 self._begin_next()
+            self._upload_outside_ahead()
 
-    def _set_free(self, visit: StageWeights) -> None:
-        """Have what is uploaded next in a visit's place wait for the compute launched so far."""
-        free = self._device.mark_event(f"{self._worker} has left {visit.plan.stage}")
-        for region in visit.regions.values():
-            region.memory.free = free
+    def _set_free(self, weights: StageWeights) -> None:
+        """Order what is uploaded next into the run's place after all that uses it now.
 
-    def end_step(self, *, failed: bool = False) -> None:
-        """Forget the visits of a step. An evaluation has not left its last ones.
+        That is the compute launched so far, and uploads that no compute has waited for.
+        """
+        free = self._device.mark_event(f"{self._worker} has left {weights.run.stage}")
+        for region in weights.regions.values():
+            region.memory.used_by = (free, *weights.events.values())
+
+    def _order_after_compute(self) -> None:
+        """Order uploads after the compute of steps that were given up, whose uploads are over."""
+        self._was_given_up = False
+        free = self._device.mark_event(f"{self._worker} has given up a step")
+        for memory in self._memories:
+            memory.used_by = (free,)
+
+    def _begin_next(self) -> None:
+        """Begin the uploads of the first run whose uploads have not begun."""
+        number = self._num_begun
+        if number >= len(self._runs):
+            return
+        planned = self._runs[number]
+        self._num_begun += 1
+        planned.weights = self._placed(planned.run, number, planned.serving)
+        priority = Priority.WEIGHTS if number == self._number else Priority.PREFETCH
+        self._upload(planned.weights, planned.run.wanted, priority)
+
+    def _placed(self, run: StageRun, number: int, serving: Serving) -> StageWeights:
+        """Choose where the blocks of a run lie; runs take turns with the slots."""
+        number %= len(self._slots)
+        regions = self._regions.get((run, number))
+        if regions is None:
+            regions = self._newly_placed(run, self._slots[number])
+            self._regions[run, number] = regions
+        return StageWeights(run=run, regions=regions, serving=serving)
+
+    def _newly_placed(self, run: StageRun, slot: Memory) -> Mapping[nn.Module, Region]:
+        regions: dict[nn.Module, Region] = {}
+        end = 0
+        for block in run.blocks:
+            if block in self._residents:
+                regions[block] = self._residents[block].region
+                continue
+            layout = self._layouts.of(block)
+            regions[block] = Region(memory=slot, offset=end, layout=layout)
+            end += region_bytes([layout.form.num_bytes])
+        if end > slot.num_bytes:
+            for event in slot.used_by:
+                event.wait()
+            slot.grow(end)
+            self._regions.clear()
+        return regions
+
+    # ------------------------------------------------------------------------------------ uploads
+
+    def _upload(
+        self, weights: StageWeights, blocks: Iterable[nn.Module], priority: Priority
+    ) -> None:
+        for block in blocks:
+            if block in weights.uploaded:
+                continue
+            weights.uploaded.add(block)
+            region, resident = weights.regions[block], self._residents.get(block)
+            if resident is not None and resident.is_fresh:
+                weights.events[block] = resident.event
+                continue
+            trained_only = resident is not None and resident.has_frozen_part
+            weights.events[block] = self._submit(
+                f"weights of {self._names[block]}",
+                weights.serving,
+                partial(region.pieces, trained_only=trained_only),
+                priority=priority,
+                after=(
+                    *region.memory.used_by,
+                    *self._store.updates_of(self._store.parameters_of(block)),
+                ),
+                is_staged=region.is_staged(trained_only=trained_only),
+            )
+            if resident is not None:
+                resident.uploaded(weights.events[block])
+
+    def _submit(
+        self,
+        name: str,
+        serving: Serving,
+        pieces: Callable[..., Sequence[tuple[Tensor, Tensor]]],
+        *,
+        priority: Priority,
+        after: Sequence[Event],
+        is_staged: bool = False,
+    ) -> Event:
+        """Submit an upload that chooses when it begins which of two versions it reads."""
+        job = Job(name=name, priority=priority, pieces=(), after=after, is_staged=is_staged)
+
+        def opens() -> Sequence[tuple[Tensor, Tensor]]:
+            previous = serving.begin_reading()
+            job.event.when_done(partial(serving.end_reading, previous=previous))
+            return pieces(previous=previous)
+
+        job.opens = opens
+        return self._uploads.submit(job)
+
+    def _upload_outside_ahead(self) -> None:
+        """Begin what user code outside the blocks needs in the present run and the next one."""
+        for number, planned in enumerate(self._runs[self._number : self._number + 2]):
+            for parameter in self._uses.expected(planned.run.stage):
+                copy = self._outside.get(parameter)
+                # The present run may still need other values than the next one.
+                if number == 0 or copy is None or copy.serving is planned.serving:
+                    self._upload_outside(parameter, planned.serving, Priority.PREFETCH)
+
+    def _upload_outside(
+        self, parameter: nn.Parameter, serving: Serving, priority: Priority
+    ) -> None:
+        copy, source = self._outside.get(parameter), parameter.detach()
+        if copy is not None and copy.serving is serving:
+            return
+        if copy is not None:
+            self._drop_outside(parameter)
+        if source.is_inference() or not fills_its_memory(source):
+            return
+        with torch.inference_mode(mode=False):  # else the queue's thread could not write into it
+            flat = self._device.empty(torch.Size([source.nbytes]), torch.uint8)
+            values = flat.view(source.dtype).as_strided(source.shape, source.stride())
+
+        def pieces(*, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
+            served = self._store.previous.get(parameter, parameter) if previous else parameter
+            return [(flat, bytes_of(served.detach()))]
+
+        event = self._submit(
+            "a parameter outside the blocks",
+            serving,
+            pieces,
+            priority=priority,
+            after=self._store.updates_of([parameter]),
+        )
+        self._keep_outside(parameter, _OutsideCopy(values=values, serving=serving, event=event))
+
+    def _keep_outside(self, parameter: nn.Parameter, copy: _OutsideCopy) -> None:
+        self._outside[parameter] = copy
+        self.outside_bytes += parameter.nbytes
+
+    def _drop_outside(self, parameter: nn.Parameter) -> None:
+        del self._outside[parameter]
+        self.outside_bytes -= parameter.nbytes
+
+    def outside_values(
+        self, parameter: nn.Parameter, *, wait: Callable[[Event], None], is_first: bool = False
+    ) -> Tensor:
+        """Return the values of a parameter outside the blocks, for compute launched from now on.
 
         Args:
-            failed: Whether uploads may have been given up: what stays is then uploaded anew.
+            parameter: The parameter.
+            wait: Lets the worker's compute wait.
+            is_first: Whether none of the run's blocks has run.
         """
-        for visit in self._visits if not failed else ():
-            if visit is not None:
-                self._set_free(visit)
-        self._plans, self._visits, self._number = (), [], 0
-        for stay in self._stays.values() if failed else ():
-            stay.forget()
-
-
-def _opened(
-    job: Job, serving: Serving, region: Region, *, trained_only: bool
-) -> Sequence[tuple[Tensor, Tensor]]:
-    """Begin to read a block's values for an upload; return what is copied."""
-    previous = serving.begin_reading()
-    job.event.when_done(partial(serving.end_reading, previous=previous))
-    return region.pieces(trained_only=trained_only, previous=previous)
+        with self._lock:
+            serving, step = self._serving, self._step
+            if self._runs:
+                present = self._runs[min(self._number, len(self._runs) - 1)]
+                serving, step = present.serving, present.step
+                if self._number < len(self._runs):
+                    self._uses.record(present.run.stage, parameter, is_first=is_first)
+            self._upload_outside(parameter, serving, Priority.WEIGHTS)
+            if parameter not in self._outside:  # memory with gaps: one by one
+                values = self._device.upload(self._store.value(parameter))
+                copy = _OutsideCopy(values=values, serving=serving, event=None)
+                self._keep_outside(parameter, copy)
+            copy = self._outside[parameter]
+            copy.last_step = step
+            event, copy.event = copy.event, None
+        if event is not None:
+            wait(event)
+        return copy.values

@@ -1,17 +1,25 @@
-"""What one worker moves: its queues, its slots for weights and its staging for gradients.
+"""What moves between the host and the workers: queues, memory for weights, staging for gradients.
 
-Only workers that do not compute in host memory have it. Memory is made between steps and nowhere
-else, and all of it is given back by `close`.
+```
+begin ── uploads of first runs ── microbatches compute ── finish: what is under way lands ── end
+                                        │ a copy fails, or user code does
+                                        └▶ abort: waiters are released ── what is under way lands
+```
+
+Memory is made between steps and nowhere else, and all of it is given back by `close`. Workers that
+compute in host memory move nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
@@ -28,14 +36,18 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import (
     FlatGradients,
     GradientReducer,
     GradientStaging,
-)
-from roundpipe_lightning.engine.transfer.outside_parameters import (
     OutsideGradients,
-    OutsideUses,
-    OutsideWeights,
 )
-from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun, WorkerWeights
-from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
+from roundpipe_lightning.engine.transfer.weight_prefetch import (
+    OutsideUses,
+    StageRun,
+    WeightPrefetcher,
+)
+from roundpipe_lightning.errors import WatchdogError
+from roundpipe_lightning.planning.schedule.stages import StageKind
+
+_POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
 
 
 class WaitedFor(Enum):
@@ -79,21 +91,16 @@ class WorkerRuns:
     """A worker's part of a plan.
 
     Attributes:
-        visits: What it runs, in order.
+        runs: What it runs, in order.
         num_slots: Stages whose weights it holds at once.
         resident: Blocks that stay on it.
         room_for: What else it may run of other batches, for which memory is made, too.
     """
 
-    visits: tuple[StageRun, ...]
+    runs: tuple[StageRun, ...]
     num_slots: int
     resident: tuple[nn.Module, ...]
     room_for: tuple[StageRun, ...] = ()
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages of its visits."""
-        return tuple(visit.stage for visit in self.visits)
 
 
 class WorkerTransfers:
@@ -101,12 +108,12 @@ class WorkerTransfers:
 
     Args:
         device: The worker's.
-        worker: The worker's name, for people.
+        worker: The worker's name, for messages.
         layouts: How blocks lie in memory.
         store: The parameters.
         uses: What is known of the user's code outside the blocks.
         names: What blocks are called.
-        on_failure: Told of an error in a copy, and where it was.
+        on_failure: Called with an error in a copy, and where it was.
     """
 
     def __init__(
@@ -128,19 +135,14 @@ class WorkerTransfers:
             )
             for queue in (CopyQueue.UPLOAD, CopyQueue.DOWNLOAD)
         )
-        self.weights = WorkerWeights(
+        self.weights = WeightPrefetcher(
             device,
             layouts=layouts,
             store=store,
             uploads=self.uploads,
+            uses=uses,
             names=names,
             worker=worker,
-        )
-        self.outside = OutsideWeights(
-            device,
-            store=store,
-            uploads=self.uploads,
-            uses=uses,
         )
         self.outside_gradients = OutsideGradients(
             device, self.downloads, longest=store.longest_outside
@@ -158,7 +160,7 @@ class WorkerTransfers:
     # ----------------------------------------------------------------------------------- a step
 
     def begin_step(self, step: WorkerRuns, *, is_planned: bool = True) -> None:
-        """Make room, and begin the uploads of the first visit.
+        """Make room, and begin the uploads of the first stage run.
 
         Args:
             step: What the worker will run.
@@ -170,62 +172,46 @@ class WorkerTransfers:
         self._waits.clear()
         self._ended.clear()
         self._before = self._counted
-        self.outside.begin_step(step.stages, is_planned=is_planned)
-        self.weights.begin_step(step.visits if is_planned else ())
+        self.weights.begin_step(step.runs, is_planned=is_planned)
 
-    def begin_ahead(self) -> None:
-        """Begin the uploads of later visits, as far as there is room."""
-        self.weights.begin_ahead()
-        self.outside.begin_ahead()
-
-    def can_follow(self, step: WorkerRuns) -> bool:
-        """Say whether a step can begin while a planned one runs: its memory has been made."""
+    def can_overlap(self, step: WorkerRuns) -> bool:
+        """Return whether a step can begin while a planned one runs: its memory has been made."""
         if self._prepared is None or self._prepared[1] != self._layouts.version:
             return False
         present = self._prepared[0]
         return (
             (step.num_slots, step.resident) == (present.num_slots, present.resident)
-            and self.weights.has_room_for(step.visits)
-            and self._gradient_bytes(step.visits) <= self._gradients.num_bytes
-            and self._staged_bytes(step.visits) <= self._num_staged(CopyQueue.UPLOAD)
+            and self.weights.has_room_for(step.runs)
+            and self._gradient_bytes(step.runs) <= self._gradients.num_bytes
+            and self._staged_bytes(step.runs) <= self._num_staged(CopyQueue.UPLOAD)
         )
 
-    def follow_step(self, step: WorkerRuns) -> None:
-        """Begin the first uploads of a step while the one before it may still run.
-
-        Args:
-            step: What the worker will run; it can follow.
-        """
-        self.weights.follow(step.visits)
-        self.outside.follow_step(step.stages)
-
-    def leave_step(self, step: object) -> None:
-        """Hear that the worker has had its last turn of a step: what comes is the next one's."""
+    def end_turns(self, step: object) -> None:
+        """Note that the worker has had its last turn of a step: what comes is the next one's."""
         self._ended[step], self._waits = self._waits, []
-        self.outside.leave_step()
 
     def _prepare(self, step: WorkerRuns) -> None:
-        visits = (*step.visits, *step.room_for)
-        self.weights.prepare(visits, num_slots=step.num_slots, resident=step.resident)
-        gradients = self._gradient_bytes(visits)
+        runs = (*step.runs, *step.room_for)
+        self.weights.prepare(runs, num_slots=step.num_slots, resident=step.resident)
+        gradients = self._gradient_bytes(runs)
         self._gradients.prepare(gradients)
         self._stage(CopyQueue.DOWNLOAD, max(gradients, self._longest_outside))
-        self._stage(CopyQueue.UPLOAD, self._staged_bytes(visits))
+        self._stage(CopyQueue.UPLOAD, self._staged_bytes(runs))
 
-    def _gradient_bytes(self, visits: Iterable[StageRun]) -> int:
-        """Return the bytes of the gradients of the largest visit."""
+    def _gradient_bytes(self, runs: Iterable[StageRun]) -> int:
+        """Return the bytes of the gradients of the largest stage run."""
         return max(
             (
-                sum(self._layouts.of(block).form.gradient_bytes for block in visit.blocks)
-                for visit in visits
-                if visit.stage.kind is not StageKind.FORWARD
+                sum(self._layouts.of(block).form.gradient_bytes for block in run.blocks)
+                for run in runs
+                if run.stage.kind is not StageKind.FORWARD
             ),
             default=0,
         )
 
-    def _staged_bytes(self, visits: Iterable[StageRun]) -> int:
+    def _staged_bytes(self, runs: Iterable[StageRun]) -> int:
         """Return how long the buffers for staged uploads must be."""
-        blocks = {block for visit in visits for block in visit.blocks}
+        blocks = {block for run in runs for block in run.blocks}
         # A job with one piece that is not page-locked stages all of its pieces.
         layouts = (self._layouts.of(block) for block in blocks)
         staged = (one.pieces for one in layouts if not all(p.is_locked for p in one.pieces))
@@ -271,14 +257,14 @@ class WorkerTransfers:
         last: int,
         shared: Sequence[Set[nn.Parameter]],
     ) -> None:
-        """Send a visit's gradients to the reducer.
+        """Send a stage run's gradients to the reducer.
 
         Args:
             stage: Index of the stage.
             blocks: Its blocks, with their leaves.
             microbatches: Whose gradients they are, ascending.
             reducer: Takes them when they have landed.
-            last: The microbatch that ends the visit.
+            last: The microbatch that ends the run.
             shared: Parameters that have others, too: summed per microbatch first.
         """
         several = {p for layout, _ in blocks for known in shared for p in layout.trained & known}
@@ -297,7 +283,7 @@ class WorkerTransfers:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device: slots, blocks that stay, and staging."""
-        return self.weights.num_bytes + self._gradients.num_bytes + self.outside.num_bytes
+        return self.weights.num_bytes + self._gradients.num_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -306,8 +292,8 @@ class WorkerTransfers:
 
     # ------------------------------------------------------------------------------ the end of it
 
-    def drain(self, *, timeout_seconds: float) -> bool:
-        """Wait for everything that is under way; say whether that was done in time."""
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait for everything that is under way; return whether that was done in time."""
         end = time.monotonic() + timeout_seconds
         return all(
             queue.drain(timeout_seconds=max(0.0, end - time.monotonic()))
@@ -325,7 +311,6 @@ class WorkerTransfers:
 
     def end_step(self, *, failed: bool = False) -> None:
         """Forget what belongs to the step."""
-        self.outside.end_step()
         self.outside_gradients.end_step()
         self.weights.end_step(failed=failed)
         if failed:
@@ -367,3 +352,204 @@ class WorkerTransfers:
         self.weights.clear()
         self._gradients.clear()
         self._device.close()
+
+
+class Transfers:
+    """Everything that moves between the host and the workers.
+
+    Args:
+        store: The parameters.
+        devices: One per worker.
+        names: All blocks, each with what it is called.
+
+    Attributes:
+        transfers: One per worker; None for those that compute in host memory.
+    """
+
+    def __init__(
+        self, store: HostStore, *, devices: Sequence[Device], names: Mapping[nn.Module, str]
+    ) -> None:
+        self._blocks = tuple(names)
+        self._store = store
+        self._layouts = Layouts(store)
+        moving = [device for device in devices if not device.shares_host_memory]
+        self._pools = PinnedPools(moving[0]) if moving else None
+        self._uses = OutsideUses()
+        self._error: tuple[BaseException, str] | None = None
+        self._serving = store.serving  # that of the last step
+        self._on_failure: Callable[[], None] = _do_nothing
+        self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
+            None
+            if device.shares_host_memory
+            else WorkerTransfers(
+                device,
+                worker=f"worker {index} ({device.name})",
+                layouts=self._layouts,
+                store=store,
+                uses=self._uses,
+                names=names,
+                on_failure=self._failed,
+            )
+            for index, device in enumerate(devices)
+        )
+        self._moving = tuple(one for one in self.transfers if one is not None)
+
+    def begin(
+        self,
+        steps: Sequence[WorkerRuns],
+        *,
+        is_planned: bool = True,
+        on_failure: Callable[[], None] = lambda: None,
+        making_room: Callable[[int], AbstractContextManager[None]] = lambda worker: nullcontext(),
+    ) -> None:
+        """Begin a step's transfers.
+
+        Args:
+            steps: What each worker runs.
+            is_planned: Whether in that order.
+            on_failure: Called, in any thread, when a copy has failed.
+            making_room: Entered while memory for weights is made on a worker, by its index.
+        """
+        self._error, self._on_failure = None, on_failure
+        self._serving = self._store.serving
+        if not self._moving:
+            return
+        with torch.inference_mode(mode=False):  # what is made here outlives an evaluation
+            self._store.renew_copies()
+            self._layouts.renew(self._blocks)
+            if is_planned:
+                self._uses.begin_step()
+            for index, (step, transfers) in enumerate(zip(steps, self.transfers, strict=True)):
+                if transfers is not None:
+                    with making_room(index):
+                        transfers.begin_step(step, is_planned=is_planned)
+            # No worker's later run goes before another's first one.
+            for transfers in self._moving:
+                transfers.weights.begin_ahead()
+
+    def can_overlap(self, steps: Sequence[WorkerRuns], pools: Sequence[int]) -> bool:
+        """Return whether a step can begin while one runs: memory and layouts stay as they are.
+
+        Args:
+            steps: What each worker runs.
+            pools: Numbers of the pools of its microbatches.
+        """
+        pairs, copies = zip(steps, self.transfers, strict=True), self._store.copies
+        changes = self._serving is not self._store.serving
+        if changes and not all(one.weights.can_change for one in self._moving):
+            return False
+        return self._pools is None or (
+            (copies is None or copies.are_cast)
+            and self._layouts.are_renewed(self._blocks)
+            and all(one is None or one.can_overlap(step) for step, one in pairs)
+            and self._pools.can_overlap(pools)
+        )
+
+    def begin_overlapped(self, steps: Sequence[WorkerRuns]) -> None:
+        """Begin the transfers of a step that can overlap the one that runs."""
+        self._serving = self._store.serving
+        self._uses.begin_overlapped()
+        for step, transfers in zip(steps, self.transfers, strict=True):
+            if transfers is not None:
+                transfers.weights.begin_overlapped(step.runs)
+
+    def pools(self, numbers: Sequence[int]) -> tuple[PinnedPool, ...] | None:
+        """Return the pools of a step that begins, by microbatch; None if no worker needs any."""
+        return None if self._pools is None else self._pools.begin_step(numbers)
+
+    def reserve_second_set(self) -> None:
+        """Have pools for two steps as soon as none is in flight."""
+        if self._pools is not None:
+            self._pools.reserve_second_set()
+
+    def end_first(self) -> None:
+        """End the step that has begun first; another one goes on."""
+        if self._pools is not None:
+            self._pools.end_first()
+        for transfers in self._moving:
+            transfers.weights.end_first()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a copy has failed."""
+        return self._error is not None
+
+    def _failed(self, error: BaseException, place: str) -> None:
+        if self._error is None:
+            self._error = (error, place)
+        self.abort()
+        self._on_failure()
+
+    def take_error(self) -> tuple[BaseException, str] | None:
+        """Return what has made a copy fail, and where, once."""
+        error, self._error = self._error, None
+        return error
+
+    def finish(
+        self, *, timeout_seconds: float, landed: Callable[[float], bool] | None = None
+    ) -> None:
+        """Wait for all that is under way. A copy that failed is raised by others; see `take_error`.
+
+        Args:
+            timeout_seconds: How long at most.
+            landed: Waits so many seconds for a part of it, and returns whether that was enough:
+                that part alone is then waited for.
+
+        Raises:
+            WatchdogError: If it takes longer than this.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        waits = [one.drain for one in self._moving] if landed is None else [landed]
+        for is_over in waits:
+            while not is_over(_POLL_SECONDS):
+                if time.monotonic() > deadline:
+                    left = ", ".join(q.name for t in self._moving for q in t.busy_queues())
+                    raise WatchdogError(
+                        f"Copies have not ended within {timeout_seconds:g} s (timeout_seconds) "
+                        f"after the last action: {left}. Raise "
+                        "RoundPipeStrategy(timeout_seconds=...) if they may take so long."
+                    )
+
+    def abort(self) -> None:
+        """Give up all copies that have not begun, and release who waits for them."""
+        for transfers in self._moving:
+            transfers.abort()
+
+    def end(self, *, failed: bool = False, grace_seconds: float = 0.0) -> None:
+        """Forget the step.
+
+        Args:
+            failed: Whether it was given up.
+            grace_seconds: How long to wait then for copies that are under way.
+        """
+        self._on_failure = _do_nothing
+        for transfers in self._moving:
+            if failed:
+                transfers.abort()
+                transfers.drain(timeout_seconds=grace_seconds)
+            transfers.end_step(failed=failed)
+        if self._pools is not None:
+            self._pools.end(failed=failed)
+
+    def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
+        """Return what each worker has moved for a step, when that is over on the devices."""
+        return tuple(
+            WorkerTraffic() if one is None else one.traffic(step) for one in self.transfers
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Page-locked bytes beside those of the parameters."""
+        pools = 0 if self._pools is None else self._pools.num_bytes
+        return pools + sum(transfers.host_bytes for transfers in self._moving)
+
+    def close(self) -> None:
+        """End the threads and give all memory back."""
+        for transfers in self._moving:
+            transfers.close()
+        if self._pools is not None:
+            self._pools.close()
+
+
+def _do_nothing() -> None:
+    pass

@@ -149,7 +149,7 @@ class MicrobatchTurns:
             worker.end_stage_run()
         self._turns.marks[action] = (self._begin_mark, worker.device.mark())
         if graph.last[action.worker] == action.key:
-            worker.leave_step(self._turns)
+            worker.end_turns(self._turns)
         if worker.transfers is not None:
             self._ends[worker] = worker.device.mark_event(f"end of {action}")
         self.deactivate()

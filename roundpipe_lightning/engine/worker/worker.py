@@ -172,18 +172,17 @@ class Worker:
         if self.transfers is not None:
             self._evict()
             self.transfers.weights.release()
-            self.transfers.outside.release()
 
-    def leave_step(self, step: object) -> None:
+    def end_turns(self, step: object) -> None:
         """Let go of a step of which the worker has had its last turn."""
         self._evict()
         if self.transfers is not None:
-            self.transfers.leave_step(step)
+            self.transfers.end_turns(step)
 
     def outside(self, parameter: nn.Parameter) -> Tensor:
         """Return the values of a parameter that user code outside the blocks asks for."""
         if self.transfers is not None:
-            return self.transfers.outside.values(
+            return self.transfers.weights.outside_values(
                 parameter, wait=self._await_weights, is_first=self._resident is None
             )
         if parameter not in self._outside:
@@ -215,7 +214,7 @@ class Worker:
         weights = 0 if resident is None else resident.num_bytes
         outside = self._outside_bytes
         if self.transfers is not None:
-            outside = self.transfers.outside.num_bytes
+            outside = self.transfers.weights.outside_bytes
             weights = self.transfers.num_bytes - outside
         return HeldMemory(
             weights=self._streamed_bytes + weights,
