@@ -81,15 +81,14 @@ class KeptOutputs:
         Args:
             worker: Where the block runs.
         """
-        for entry in self._entries:
-            for output in entry.outputs:
-                if isinstance(output, BoundaryTensor):
-                    output.send_to(worker)
+        outputs = (output for entry in self._entries for output in entry.outputs)
+        boundaries = [output for output in outputs if isinstance(output, BoundaryTensor)]
+        for boundary in boundaries:
+            boundary.send_to(worker)
         with _Replayer(self._names, self._entries, worker):
             yield
-        for entry in self._entries:
-            for boundary in entry.boundaries:
-                boundary.release()
+        for boundary in boundaries:
+            boundary.release()
         self._entries.clear()
 
 
