@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.checkpoint.frozen_base import leaves_base_out, load_checkpoint_state
+from roundpipe_lightning.checkpoint.compatibility import leaves_base_out, load_checkpoint_state
 from roundpipe_lightning.cli.build import (
     build,
     find_checkpoint,

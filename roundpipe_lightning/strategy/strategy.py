@@ -21,12 +21,12 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.checkpoint.fit import check_optimizer_states, check_versions, differences
-from roundpipe_lightning.checkpoint.frozen_base import (
+from roundpipe_lightning.checkpoint.compatibility import (
     FROZEN_KEY,
+    check_optimizer_states,
+    check_versions,
     describe_frozen,
-    left_out,
-    load_without_base,
+    load_state,
     split_frozen,
 )
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
@@ -700,20 +700,7 @@ class RoundPipeStrategy(ParallelStrategy):
         Raises:
             CheckpointError: The checkpoint is of another model, or the base is another one.
         """
-        if left_out(checkpoint):
-            load_without_base(self._module, checkpoint, strict=strict)
-            return
-        try:
-            super().load_model_state_dict(checkpoint, strict=strict)
-        except RuntimeError as error:
-            found = differences(self._module, checkpoint["state_dict"])
-            if not found:
-                raise
-            raise CheckpointError(
-                f"The checkpoint is of another model than {type(self._module).__name__} is here: "
-                f"{found}. Build the model as it was trained, name another checkpoint "
-                "(ckpt_path=...), or load a part of it with strict_loading=False."
-            ) from error
+        load_state(self._module, checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers and, if the checkpoint has it, what else a resumed run needs.

@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.plan_inputs import storage_of
-from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
 

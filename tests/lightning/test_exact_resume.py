@@ -24,11 +24,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
 from roundpipe_lightning.data.token_data import ResumableLoader, SeededOrder
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.resume.data_position import SlowResumeWarning
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
-from roundpipe_lightning.strategy.resume.resume import InexactResumeWarning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.resumption import (
     RESUME_QUIET,

@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from roundpipe_lightning.checkpoint.frozen_base import (
+from roundpipe_lightning.checkpoint.compatibility import (
     check_base,
     describe_frozen,
-    load_without_base,
+    load_state,
 )
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
@@ -164,8 +164,8 @@ def test_what_was_trained_must_fit() -> None:
     described = describe_frozen(module, ["0.weight", "0.bias"])
     state = {"1.weight": torch.ones(2, 2), "2.bias": torch.ones(2)}
     checkpoint = {"roundpipe_frozen": described, "state_dict": state}
-    message = r"Missing in the checkpoint: 1\.bias\. Without a place in the module: 2\.bias"
+    message = r"missing: 1\.bias, \(2,\); extra: 2\.bias, \(2,\)"
     with pytest.raises(CheckpointError, match=message):
-        load_without_base(module, checkpoint, strict=True)
-    load_without_base(module, checkpoint, strict=False)
+        load_state(module, checkpoint, strict=True)
+    load_state(module, checkpoint, strict=False)
     assert torch.equal(module.get_parameter("1.weight"), torch.ones(2, 2))

@@ -19,6 +19,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.data_position import PositionedLoader, position_of
@@ -47,10 +48,6 @@ from roundpipe_lightning.strategy.resume.randomness import (
 )
 
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
-
-
-class InexactResumeWarning(UserWarning):
-    """A checkpoint was written at a moment that cannot be gone on from exactly."""
 
 
 class ResumePoint:

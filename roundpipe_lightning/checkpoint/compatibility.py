@@ -1,20 +1,24 @@
-"""Checkpoints without the frozen base: what they say of it, and how they are read again.
+"""Whether a checkpoint fits: who wrote it, of which model and optimizer it is, and on which base.
 
 A run with adapters trains a thousandth of its parameters; the rest can be built again from where it
-came from. A checkpoint that leaves it out keeps the names, the shapes and a few values of every
-frozen parameter, so that it is not put onto another base in silence.
+came from. A checkpoint that leaves this frozen base out keeps the names, the shapes and a few
+values of every frozen parameter, so that it is not put onto another base in silence.
 """
 
 from __future__ import annotations
 
 import pickle
+import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.models.load_module import shape_differences
@@ -26,6 +30,79 @@ FROZEN_KEY = "roundpipe_frozen"
 _NUM_SAMPLES = 8
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-6  # a base in 16 bits is the same base
 _MOST_NAMED = 3
+
+
+class InexactResumeWarning(UserWarning):
+    """A resumed run may differ from one that was never stopped."""
+
+
+def check_versions(checkpoint: Mapping[str, Any], *, path: Any, newest: int) -> None:
+    """Refuse a checkpoint of a newer version of Lightning or of this package.
+
+    Args:
+        checkpoint: As it was read.
+        path: Where from.
+        newest: The newest form of our own part that is understood.
+
+    Raises:
+        CheckpointError: It is newer.
+    """
+    ours = checkpoint.get("roundpipe")
+    if isinstance(ours, Mapping) and ours.get("format_version", 0) > newest:
+        raise CheckpointError(
+            f"The checkpoint {path} was written by a newer roundpipe_lightning: its part has "
+            f"format_version={ours['format_version']}, and this version reads up to {newest}. "
+            "Update roundpipe_lightning."
+        )
+    written = checkpoint.get("pytorch-lightning_version")
+    here = Version(lightning.__version__)
+    try:
+        version = here if written is None else Version(str(written))
+    except InvalidVersion:
+        return
+    if version.release[:2] > here.release[:2]:
+        raise CheckpointError(
+            f"The checkpoint {path} was written by Lightning {version}, and this is {here}, whose "
+            f"loops may not understand it. Install lightning>={version}, or resume with the "
+            "version that wrote it."
+        )
+
+
+def check_optimizer_states(
+    optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse the states of other optimizers; none at all are as if they had just been made.
+
+    Raises:
+        CheckpointError: Their number, or that of their groups or parameters, is another one.
+    """
+    if optimizers and not states:
+        warnings.warn(
+            "The checkpoint has no states of optimizers: they begin anew, and the resumed run is "
+            "not the one that was stopped. If that was not meant, name a checkpoint that has them.",
+            category=InexactResumeWarning,
+            stacklevel=2,
+        )
+        return
+    if len(optimizers) != len(states):
+        raise CheckpointError(
+            f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers "
+            f"returned {len(optimizers)}. Return as many as it was trained with."
+        )
+    for optimizer, state in zip(optimizers, states, strict=True):
+        here = [len(group["params"]) for group in optimizer.param_groups]
+        there = [len(group["params"]) for group in state.get("param_groups", ())]
+        if here != there:
+            ours, theirs = (" + ".join(map(str, counts)) or "none" for counts in (here, there))
+            raise CheckpointError(
+                f"{type(optimizer).__name__} has parameter groups of {ours} parameters, "
+                f"and the checkpoint's optimizer {theirs}. Build the optimizer as it was, "
+                "or begin anew with the weights alone: "
+                "module.load_state_dict(torch.load(path)['state_dict'])."
+            )
+
+
+# The frozen base ---------------------------------------------------------------------------------
 
 
 def split_frozen(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -80,31 +157,49 @@ def check_base(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             changed.append(f"{name} has other values")
     wrong += changed
     if wrong:
-        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise CheckpointError(
             "The checkpoint leaves the frozen base model out (exclude_frozen_parameters=True), and "
-            f"the base that was built here is another one: {'; '.join(wrong[:_MOST_NAMED])}{more}. "
+            f"the base that was built here is another one: {_first(wrong)}. "
             "Build the module from the weights, or with the seed, that it was trained with."
         )
 
 
-def load_without_base(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-    """Load what the checkpoint has into a module that has its base already.
+def load_state(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+    """Load a checkpoint's weights; what it leaves out must be in the module already.
 
     Raises:
-        CheckpointError: The base is another one; or, if strict, something that was trained is
-            missing or has no place.
+        CheckpointError: The base is another one; a tensor has another shape; or, if strict,
+            something is missing or has no place.
     """
     check_base(module, checkpoint)
-    found = module.load_state_dict(checkpoint["state_dict"], strict=False)
-    missing = sorted(set(found.missing_keys) - left_out(checkpoint))
-    unexpected = sorted(found.unexpected_keys)
-    if strict and (missing or unexpected):
+    absent, state, refusal = left_out(checkpoint), checkpoint["state_dict"], None
+    try:
+        module.load_state_dict(state, strict=strict and not absent)
+    except RuntimeError as error:
+        refusal = error
+    if refusal is None and not (strict and absent):
+        return
+    lines = shape_differences(_tensors(module.state_dict()), _tensors(state), may_lack=absent)
+    if lines:
         raise CheckpointError(
-            "The checkpoint does not fit the module. Missing in the checkpoint: "
-            f"{', '.join(missing) or 'nothing'}. Without a place in the module: "
-            f"{', '.join(unexpected) or 'nothing'}. Use the adapters it was trained with."
-        )
+            f"The checkpoint is of another model than {type(module).__name__} is here: "
+            f"{_first(line.strip() for line in lines)}. Build the model, or the adapters, as it "
+            "was trained, name another checkpoint (ckpt_path=...), or load a part of it with "
+            "strict_loading=False."
+        ) from refusal
+    if refusal is not None:
+        raise refusal
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _first(lines: Iterable[str]) -> str:
+    """Name the first few."""
+    found = list(lines)
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"{'; '.join(found[:_MOST_NAMED])}{more}"
 
 
 def _sample(parameter: Tensor) -> Tensor:
@@ -140,7 +235,7 @@ def load_checkpoint_state(module: nn.Module, path: Path) -> None:
     """
     checkpoint = _read(path)
     check_base(module, checkpoint)
-    state = {k: v for k, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)}
+    state = _tensors(checkpoint["state_dict"])
     mapped = mapped_parameters(module)
     lines = shape_differences(
         {**module.state_dict(), **mapped}, state, may_lack={*mapped, *left_out(checkpoint)}
