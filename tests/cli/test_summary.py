@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from roundpipe_lightning.callbacks.monitor import peak_host_bytes
+from roundpipe_lightning import PipelineMonitor, PlanReport
+from roundpipe_lightning.cli.pipeline import monitored_rows
 from roundpipe_lightning.cli.summary import RunSummary
 from tests.kit.runs import SUMMARY_KEYS
 
@@ -44,13 +45,9 @@ def test_the_table_reads_well() -> None:
         ("Most memory on a device", "3.0 MiB"),
         ("Most memory of the process", "2.50 GiB"),
     ]
-
-
-def test_figures_that_a_run_did_not_have_are_left_out() -> None:
     names = [f for f in asdict(WHOLE) if f not in ("peak_host_bytes", "num_workers")]
     empty = {**asdict(WHOLE), **dict.fromkeys(names), "num_steps": 0, "num_microbatches": 1}
-    lines = RunSummary(**empty).lines()
-    assert lines == [
+    assert RunSummary(**empty).lines() == [  # without what the run did not have
         ("Training", "0 steps of 1 microbatch on 4 workers"),
         ("Most memory of the process", "2.50 GiB"),
     ]
@@ -63,5 +60,37 @@ def test_prints_the_table_and_the_folder() -> None:
     assert text.getvalue().endswith(f"Everything is in {Path('runs') / 'mine'}\n")
 
 
-def test_measures_the_process() -> None:
-    assert peak_host_bytes() == pytest.approx(2**29, rel=7)  # between a few MiB and 4 GiB
+IDLE = {
+    "idle_share": 0.4,
+    "idle_fill_share": 0.05,
+    "idle_drain_share": 0.004,
+    "idle_upload_share": 0.0,
+    "idle_boundary_share": 0.1,
+    "idle_optimizer_share": 0.0,
+    "idle_data_share": 0.236,
+    "idle_other_share": 0.01,
+}
+
+
+@pytest.mark.parametrize(
+    ("figures", "rows"),
+    [
+        (
+            {"tflop_per_second": 12.345, "share_of_peak": 0.1234, **IDLE},
+            [
+                ("Arithmetic", "12.3 TFLOP/s, 12.3% of the devices' peak"),
+                ("Idle altogether", "40% of the time: data 24%, boundary 10%, fill 5%, other 1%"),
+            ],
+        ),
+        ({"tflop_per_second": 0.5}, [("Arithmetic", "0.5 TFLOP/s")]),
+        ({}, []),
+    ],
+)
+def test_rows_of_a_monitor(
+    figures: dict[str, float],
+    rows: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PipelineMonitor, "figures", property(lambda _: figures))
+    assert monitored_rows([PlanReport(), PipelineMonitor()]) == rows
+    assert monitored_rows([PlanReport()]) == []

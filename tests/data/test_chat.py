@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from roundpipe_lightning.data import ChatDataModule, Record
 from roundpipe_lightning.data.chat import ConversationEncoder
@@ -50,23 +49,30 @@ def predicted(template: str | None, messages: list[dict[str, Any]]) -> str:
     return str(made.decode(sample.labels[sample.labels != -100]))
 
 
-@pytest.mark.parametrize("template", [None, WITHOUT_MARKS], ids=["marked", "by difference"])
-def test_the_assistants_words_and_their_end_are_predicted(template: str | None) -> None:
-    assert predicted(template, MESSAGES) == "yes<|im_end|>no, two<|im_end|>"
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, "yes<|im_end|>no, two<|im_end|>"),
+        (WITHOUT_MARKS, "yes<|im_end|>no, two<|im_end|>"),
+        (REASONING, "yes<|im_end|><think></think>no, two<|im_end|>"),
+    ],
+    ids=["marked", "by difference", "last one differs"],
+)
+def test_the_assistants_words_and_their_end_are_predicted(
+    template: str | None, expected: str
+) -> None:
+    assert predicted(template, MESSAGES) == expected
 
 
-def test_a_template_may_write_the_last_message_in_another_way() -> None:
-    assert predicted(REASONING, MESSAGES) == "yes<|im_end|><think></think>no, two<|im_end|>"
-
-
-def test_a_template_that_rewrites_the_whole_is_refused() -> None:
-    with pytest.raises(DataError, match=r"^p: message 3 is the assistant's.*generation marks"):
-        predicted(COUNTING, MESSAGES)
-
-
-def test_what_a_template_raises_names_the_place() -> None:
-    template = "{{ raise_exception('only the user may begin') }}"
-    with pytest.raises(DataError, match=r"^p: .*only the user may begin"):
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (COUNTING, r"^p: message 3 is the assistant's.*generation marks"),
+        ("{{ raise_exception('only the user may begin') }}", r"^p: .*only the user may begin"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         predicted(template, MESSAGES)
 
 
@@ -143,15 +149,11 @@ def test_validation_samples_are_not_trained_on_and_do_not_depend_on_the_seed(
 ) -> None:
     talks = [talk(f"{number:02}") for number in range(10)]
 
-    def parts(seed: int) -> tuple[list[Any], list[Any]]:
+    def parts(seed: int) -> list[list[Any]]:
         data = make(tmp_path, *talks, packing=False, seed=seed)
         data.setup()
         loaders = (data.train_dataloader(), data.val_dataloader())
-        batches = (
-            [row.tolist() for batch in loader for row in batch["labels"]] for loader in loaders
-        )
-        train, validation = batches
-        return train, validation
+        return [[row.tolist() for batch in loader for row in batch["labels"]] for loader in loaders]
 
     train, validation = parts(0)
     assert (len(train), len(validation)) == (8, 2)
@@ -238,22 +240,3 @@ def test_a_missing_pad_token_is_refused_before_anything_is_read(tmp_path: Path) 
     )
     with pytest.raises(ConfigurationError, match=r"'mine' has no pad token.*'<\|im_end\|>'"):
         data.setup()
-
-
-def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    talks = [talk(f"{number:02}") for number in range(12)]
-
-    def loader() -> Any:
-        data = make(tmp_path, *talks, packing=False)
-        data.setup()
-        return data.train_dataloader()
-
-    whole = [batch["labels"] for batch in loader()]
-    first = loader()
-    batches = iter(first)
-    next(batches)
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    rest = [batch["labels"] for batch in second]
-    assert len(rest) == len(whole) - 1
-    assert all(torch.equal(a, b) for a, b in zip(rest, whole[1:], strict=True))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from tests.kit.architectures import TINY
+from tests.kit.training import make_trainer
 
 
 def make_module(**options: Any) -> CausalLanguageModule:
@@ -24,19 +25,6 @@ def make_loader(num_batches: int = 4) -> DataLoader[Any]:
     ids = torch.arange(8 * num_batches * 2).reshape(-1, 8) % 7
     items = [{"input_ids": row, "labels": row} for row in ids]
     return DataLoader(items, batch_size=2)  # type: ignore[arg-type]
-
-
-def make_trainer(folder: Path, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
 
 
 def test_training_lowers_the_loss(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters, ModelSource, SequenceClassificationModule
 from tests.kit.architectures import TINY
+from tests.kit.training import make_trainer
 
 DEEP = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.1}
 ENCODER = {
@@ -60,25 +61,13 @@ def make(
     )
 
 
-def trainer(folder: Path, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
-
-
 @pytest.mark.parametrize("architecture", [DEEP, ENCODER], ids=["decoder", "encoder"])
 def test_it_learns_the_same_on_any_number_of_workers(
     architecture: dict[str, Any], tmp_path: Path
 ) -> None:
     def run(folder: str, **options: Any) -> tuple[dict[str, Tensor], Trainer, Any]:
         module = make(architecture)
-        used = trainer(tmp_path / folder, max_epochs=6, **options)
+        used = make_trainer(tmp_path / folder, max_epochs=6, **options)
         used.fit(module, datamodule=Texts())
         return dict(used.callback_metrics), used, module
 
@@ -94,7 +83,7 @@ def test_it_learns_the_same_on_any_number_of_workers(
 
 
 def test_the_last_token_before_the_padding_decides(tmp_path: Path) -> None:
-    module, used = make(), trainer(tmp_path, devices=1)
+    module, used = make(), make_trainer(tmp_path)
     probabilities: Any = used.predict(module, datamodule=Texts())
     assert probabilities[0].shape == (8, 2)
     torch.testing.assert_close(probabilities[0].sum(dim=1), torch.ones(8))

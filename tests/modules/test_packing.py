@@ -16,6 +16,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules.causal_lm import as_one_row, check_documents_apart
 from tests.kit.architectures import TINY
+from tests.kit.training import make_trainer
 
 SLIDING = {
     **TINY,
@@ -112,16 +113,7 @@ def fit(architecture: dict[str, Any], folder: Path, **options: Any) -> Trainer:
     module = CausalLanguageModule(
         ModelSource(architecture=architecture), optimizer=partial(torch.optim.SGD, lr=0.1)
     )
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    trainer = make_trainer(folder, max_steps=1, **options)
     trainer.fit(module, datamodule=Packed())
     return trainer
 

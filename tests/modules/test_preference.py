@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -17,6 +17,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters, DirectPreferenceModule, ModelSource
 from roundpipe_lightning.modules.preference import log_likelihoods, preference_loss
 from tests.kit.architectures import TINY
+from tests.kit.training import make_trainer
 
 DEEP = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.1}
 LORA = Adapters(config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), seed=1)
@@ -52,18 +53,6 @@ def loader(count: int = 4) -> DataLoader[Any]:
 
 def batch() -> Any:
     return next(iter(loader()))
-
-
-def trainer(folder: Path, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
 
 
 class Watched(DirectPreferenceModule):
@@ -111,7 +100,7 @@ def test_training_starts_at_the_reference_and_leaves_it(
     torch.testing.assert_close(module(batch()), torch.zeros(4, 2), atol=1e-6, rtol=0)
     assert module.reference is not None
     before = {name: value.clone() for name, value in module.reference.state_dict().items()}
-    single = trainer(tmp_path, max_steps=8, devices=1)
+    single = make_trainer(tmp_path, max_epochs=-1, max_steps=8)
     single.fit(module, loader(), loader())
     metrics = single.callback_metrics
     assert metrics["train_loss"] < 0.95 * math.log(2)
@@ -162,11 +151,11 @@ def test_microbatches_give_the_gradients_of_the_whole_batch(
             adapters=adapters,
             beta=0.5,
         )
-        used = trainer(tmp_path / folder, max_steps=2, **options)
+        used = make_trainer(tmp_path / folder, max_steps=2, **options)
         used.fit(module, loader(), loader())
         return module, used.callback_metrics
 
-    plain, expected = run("plain", devices=1)
+    plain, expected = run("plain")
     strategy = RoundPipeStrategy(num_microbatches=3)
     piped, found = run("piped", strategy=strategy, devices=num_workers)
     for name in ("train_loss", "train_margin", "train_accuracy", "val_loss"):
@@ -180,16 +169,16 @@ def test_microbatches_give_the_gradients_of_the_whole_batch(
 def test_checkpoints_have_no_reference_and_can_be_loaded(
     adapters: Adapters | None, tmp_path: Path
 ) -> None:
-    module, first = make(adapters), trainer(tmp_path, max_steps=2, devices=1)
+    module, first = make(adapters), make_trainer(tmp_path, max_epochs=-1, max_steps=2)
     first.fit(module, loader(), loader())
     first.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
     assert not any(name.startswith("reference") for name in saved)
     other = make(adapters)
-    second = trainer(tmp_path, max_steps=4, devices=1)
+    second = make_trainer(tmp_path, max_epochs=-1, max_steps=4)
     second.fit(other, loader(), loader(), ckpt_path=tmp_path / "a.ckpt")
     straight = make(adapters)
-    trainer(tmp_path, max_steps=4, devices=1).fit(straight, loader(), loader())
+    make_trainer(tmp_path, max_epochs=-1, max_steps=4).fit(straight, loader(), loader())
     for name, value in straight.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-5, atol=1e-7)
 

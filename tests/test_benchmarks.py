@@ -1,0 +1,240 @@
+"""The programs of benchmarks/, on something small: they start, and measure what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_session, logging_overhead
+from benchmarks.gpu_session import JOBS, Job
+from benchmarks.lightning_suite import Outcome, compare, run
+from benchmarks.throughput_systems import Ours, Resident, System, Task, serve
+from tests.emulation.test_benchmark import BENCHMARKS, TIMINGS
+from tests.kit.programs import run_program
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program that a test names as its parameter."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(request.param)
+
+
+# --- the session on a GPU ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["train_throughput"], indirect=True)
+def test_every_job_can_be_started_and_ends_in_time(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len({job.name for job in JOBS}) == len(JOBS)
+    for job in JOBS:
+        assert job.limit_seconds <= 540
+        if job.arguments[0] != "-m":
+            monkeypatch.setattr(sys, "argv", list(job.arguments))
+            given = program._arguments()
+            model = BENCHMARKS.parent / "conf" / "model" / f"{given.model}.yaml"
+            assert model.is_file()
+            assert set(given.capped) <= {"roundpipe", *given.system}
+
+
+def test_what_was_said_before_the_limit_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = "import sys, time; print('{\"turn\": 0}', file=sys.stderr, flush=True); time.sleep(600)"
+    jobs = (
+        Job(name="slow", arguments=("-c", slow), limit_seconds=5),
+        Job(name="quick", arguments=("-c", "print('{\"found\": 1}')")),
+    )
+    monkeypatch.setattr(gpu_session, "JOBS", jobs)
+    monkeypatch.setattr(sys, "argv", ["gpu_session", "--out", str(tmp_path)])
+    for _ in range(2):  # the second time there is nothing left to do
+        gpu_session.main()
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["job"] for row in rows] == ["slow", "quick"]
+    assert (rows[0]["code"], rows[0]["measured"]) == (124, [{"turn": 0}])
+    assert (rows[1]["code"], rows[1]["answer"]) == (0, {"found": 1})
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+# --- Lightning's own tests -----------------------------------------------------------------------
+
+TESTS = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+def test_trains(tmp_path):
+    trainer = Trainer(default_root_dir=tmp_path, fast_dev_run=True)
+    trainer.fit(BoringModel())
+    assert trainer.global_step == 1
+
+
+def test_says_which_strategy():
+    assert type(Trainer(accelerator="cpu", devices=1).strategy).__name__ == "SingleDeviceStrategy"
+
+
+def test_has_a_strategy_of_its_own():
+    assert type(Trainer(accelerator="cpu", strategy="ddp").strategy).__name__ == "DDPStrategy"
+
+
+def test_needs_what_is_not_here():
+    raise OSError
+"""
+
+
+def test_points_the_trainers_that_leave_the_strategy_open(tmp_path: Path) -> None:
+    folder = tmp_path / "tests_pytorch"
+    folder.mkdir()
+    (folder / "test_some.py").write_text(TESTS)
+    outcomes = run(tmp_path, [], num_devices=2, seconds=120)
+    told = {o.name.rpartition("::")[2]: (o.outcome, o.pointed) for o in outcomes}
+    assert told == {
+        "test_trains": ("passed", True),
+        "test_says_which_strategy": ("failed", True),
+        "test_has_a_strategy_of_its_own": ("passed", False),
+        "test_needs_what_is_not_here": ("failed", False),
+    }
+
+
+def test_counts_what_passes_on_one_device() -> None:
+    names = ("both", "not ours", "elsewhere", "neither")
+    alone = [Outcome(name=n, outcome="failed" if n == "neither" else "passed") for n in names]
+    pointed = [
+        Outcome(
+            name=name,
+            outcome="passed" if name in ("both", "elsewhere") else "failed",
+            pointed=name != "elsewhere",
+            reason="why" if name == "not ours" else "",
+        )
+        for name in names
+    ]
+    counts = compare(alone, pointed, num_devices=2)
+    assert (counts.collected, counts.passed) == (4, 3)
+    assert (counts.pointed, counts.passed_pointed) == (2, 1)
+    assert counts.failed == {"not ours": "why"}
+
+
+# --- the callbacks' cost -------------------------------------------------------------------------
+
+
+def test_how_sure_a_median_of_pairs_is() -> None:
+    hundred = [float(number) for number in range(100, 0, -1)]
+    assert logging_overhead.median_interval(hundred) == (40.0, 61.0)
+    order = logging_overhead.drawn_order(50)
+    assert {one ^ other for one, other in zip(order[::2], order[1::2], strict=True)} == {True}
+    times = [(2.0, 20.0) if has_callbacks else (1.0, 10.0) for has_callbacks in order]
+    assert set(logging_overhead.paired(times, order)) == {((2.0, 20.0), (1.0, 10.0))}
+
+
+@pytest.mark.parametrize("where", [[], ["--emulated", "--block-seconds=0.0001"], ["--control"]])
+def test_both_ways_are_measured(tmp_path: Path, where: list[str]) -> None:
+    sizes = ["--pairs=3", "--width=16", "--tokens=8", "--blocks=4", "--samples=1"]
+    process = run_program(logging_overhead.main, tmp_path, *sizes, "--output=json", *where)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert result["pairs"] == 3
+    for prefix in ("", "cpu_"):
+        low, middle, high = (result[f"{prefix}ratio_{end}"] for end in ("low", "median", "high"))
+        assert low <= middle <= high
+    if result["control"]:
+        assert result["callback_seconds_share"] == 0
+    else:
+        spent = result["callback_seconds_per_batch"]
+        assert set(spent) == {"PlanReport", "PipelineMonitor", "PipelineTimeline"}
+        assert spent["PipelineMonitor"] > 0
+
+
+# --- throughput ----------------------------------------------------------------------------------
+
+TASK = Task(
+    model="qwen3_1_7b",
+    num_blocks=2,
+    width=32,
+    precision="32-true",
+    seq_len=16,
+    num_microbatches=2,
+    device="cpu",
+)
+
+
+def test_ours_and_plain_pytorch_have_the_same_losses() -> None:
+    def losses(system: System) -> list[float]:
+        try:
+            return [system.run(1)["loss"] for _ in range(3)]
+        finally:
+            system.close()
+
+    plain = losses(Resident(TASK, checkpointed=True))
+    assert losses(Ours(TASK)) == pytest.approx(plain, rel=1e-5)
+    assert plain[0] != plain[1]
+
+
+def test_a_task_keeps_width_and_cuts_depth() -> None:
+    whole, cut = Task(model="qwen3_32b"), Task(model="qwen3_32b", num_blocks=2)
+    assert cut.config()["num_hidden_layers"] == 2
+    assert cut.config()["hidden_size"] == whole.config()["hidden_size"] == 5120
+    assert cut.tokens == 8 * 2048
+
+
+def test_a_library_that_is_not_installed_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = [1, None]
+    sent: list[dict[str, Any]] = []
+    pipe = SimpleNamespace(recv=lambda: asked.pop(0), send=sent.append)
+    monkeypatch.setitem(sys.modules, "roundpipe", None)
+    serve(pipe, "roundpipe", TASK)
+    assert "not installed" in sent[0]["error"]
+
+
+# --- updates -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["overlapped_updates"], indirect=True)
+def test_every_way_on_the_emulated_server(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "timings.yaml"
+    path.write_text(TIMINGS, encoding="utf-8")
+    arguments = ["--timings", str(path), "--steps", "1", "--time-scale", "0.5"]
+    program.main([*arguments, "--output", "json"])
+    out, told = capsys.readouterr()
+    row = json.loads(out)["models"]["tiny"]
+    assert row["optimizer_ms"] == pytest.approx(0.5 * 16)  # of 4 blocks' forward on two workers
+    assert list(row["step_ms"]) == list(program.WAYS)
+    # All that two workers compute, without recomputes.
+    assert all(step >= 2 * 48 / 2 for step in row["step_ms"].values())
+    assert row["overhead"]["after"] == pytest.approx(
+        row["step_ms"]["after"] / row["step_ms"]["none"] - 1
+    )
+    assert "early: step 1 took" in told
+    text = program.format_text({"models": {"tiny": row}})
+    assert "tiny, optimizer 8 ms; median, least, against 'none'" in text
+
+
+@pytest.mark.parametrize("program", ["overlapped_updates"], indirect=True)
+def test_updates_on_this_processor(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    program.main(["--processor", "--blocks", "2", "--width", "8", "--tokens", "4", "--steps", "1"])
+    out, _ = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["after", "exact", "early"]
+    with pytest.raises(SystemExit, match="--models gpt: the file has qwen3"):
+        program.main(["--models", "gpt"])
+
+
+@pytest.mark.parametrize("program", ["stale_updates"], indirect=True)
+def test_curves_of_staleness(
+    program: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drawn = tmp_path / "new" / "curves.svg"
+    sizes = ["--steps", "4", "--batch", "2", "--length", "9", "--width", "8", "--blocks", "2"]
+    program.main([*sizes, "--window", "2", "--output", "json", "--svg", str(drawn)])
+    out, _ = capsys.readouterr()
+    losses = json.loads(out.splitlines()[-1])["losses"]
+    assert [len(curve) for curve in losses.values()] == [2, 2]
+    assert losses["exact"] != losses["async"]
+    assert drawn.read_text(encoding="utf-8").count("<polyline") == 2
