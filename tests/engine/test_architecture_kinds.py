@@ -171,14 +171,6 @@ def _trained_argument_by_keyword(layers: Any, hidden: Tensor) -> Any:
     return hidden + bias
 
 
-def _used_between_blocks(layers: Any, hidden: Tensor) -> Any:
-    total: Any = 0
-    for layer in layers:
-        hidden, side = layer(hidden)
-        total = total + side.mean()
-    return hidden + total
-
-
 def _detached_between_blocks(layers: Any, hidden: Tensor) -> Any:
     norms = []
     for layer in layers:
@@ -206,22 +198,12 @@ def _under_autocast(layers: Any, hidden: Tensor) -> Any:
         _residual_skips_blocks,
         _sides_reach_the_loss,
         _trained_argument_by_keyword,
-        _used_between_blocks,
         _detached_between_blocks,
         _under_autocast,
     ],
 )
 def test_what_user_code_does_with_two_outputs(run: Callable[[Any, Tensor], Any]) -> None:
     check(Pair, run)
-
-
-def test_a_stack_that_is_called_twice() -> None:
-    def run(layers: Any, hidden: Tensor) -> Any:
-        for layer in (*layers, *layers):
-            hidden, _ = layer(hidden)
-        return hidden
-
-    check(Pair, run, emulated=False)  # there a round's gradients are summed on the device first
 
 
 def test_side_outputs_of_a_frozen_stack_with_one_trained_block() -> None:

@@ -1,4 +1,4 @@
-"""A step that is given up, by Ctrl-C or by the watchdog, and the next one."""
+"""Steps that are given up: by Ctrl-C, by the watchdog, or because a device has disappeared."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine import steps as under_way
 from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.errors import WatchdogError
+from roundpipe_lightning.errors import DeviceMemoryError, WatchdogError
+from tests.engine.test_out_of_memory import SmallDevice
 from tests.kit.engine import (
     TIMEOUT_SECONDS,
     Regressor,
@@ -21,8 +23,11 @@ from tests.kit.engine import (
     differences,
     emulated_workers,
     engine_for,
+    engine_of,
+    layers_of,
     mean_step,
     plain_step,
+    plan_of,
     regression_batches,
 )
 from tests.kit.moments import PATIENCE_SECONDS, GivenUp, WatchClock
@@ -190,3 +195,88 @@ def test_an_error_wins_over_the_wait_for_another_thread(monkeypatch: pytest.Monk
     ):
         mean_step(engine, regression_batches(2), call=step)
     release.set()  # the other thread comes to its end by itself
+
+
+def test_memory_that_another_process_takes_between_two_steps() -> None:
+    module = Regressor()
+    stack, batches = layers_of(module), regression_batches(2)
+    plan, plain = plan_of(stack, num_workers=2, num_microbatches=2), plain_step(module, batches)
+    devices = [SmallDevice(index, num_bytes=2**20) for index in range(2)]
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        assert not differences(module, mean_step(engine, batches), plain)
+        devices[1].num_bytes = devices[1].in_use  # nothing more than what it holds
+        with pytest.raises(DeviceMemoryError, match=r"worker 1 \(emulated:1\)"):
+            mean_step(engine, batches)
+        devices[1].num_bytes = 2**20
+        assert not differences(module, mean_step(engine, batches), plain)
+
+
+class GoneDevice(EmulatedDevice):
+    """From some moment on every call fails, as CUDA's do after an error of the device."""
+
+    num_left = 10**9
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._mutex = threading.Lock()
+
+    def _use(self) -> None:
+        with self._mutex:  # several threads use a device
+            self.num_left -= 1
+            is_gone = self.num_left <= 0
+        if is_gone:
+            raise RuntimeError("CUDA error: the launch timed out and was terminated")
+
+    def upload(self, tensor: Any) -> Any:
+        self._use()
+        return super().upload(tensor)
+
+    def download(self, tensor: Any) -> Any:
+        self._use()
+        return super().download(tensor)
+
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        self._use()
+        return super().copy(*args, **kwargs)
+
+    def mark_event(self, name: str) -> Any:
+        self._use()
+        return super().mark_event(name)
+
+    def await_event(self, event: Any) -> None:
+        self._use()
+        super().await_event(event)
+
+    def synchronize(self) -> None:
+        self._use()
+        super().synchronize()
+
+    def start_clock(self) -> None:
+        self._use()
+        super().start_clock()
+
+    def mark(self) -> Any:
+        self._use()
+        return super().mark()
+
+
+def test_a_device_that_disappears_is_named_whenever_it_does() -> None:
+    module = Regressor(3)
+    stack, batches = layers_of(module), regression_batches(2)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    counting = [GoneDevice(index) for index in range(2)]
+    with engine_of(module, stack, plan, devices=counting) as engine:
+        mean_step(engine, batches)
+        before = 10**9 - counting[1].num_left
+        mean_step(engine, batches)
+        after = 10**9 - counting[1].num_left
+    num_calls = (after - before) * 3 // 4  # how many there are depends on who waits for whom
+    for number in range(1, num_calls, max(1, num_calls // 12)):
+        devices = [GoneDevice(index) for index in range(2)]
+        with engine_of(module, stack, plan, devices=devices, timeout_seconds=60) as engine:
+            mean_step(engine, batches)
+            devices[1].num_left = number
+            with pytest.raises(RuntimeError, match="the launch timed out") as error:
+                mean_step(engine, batches)
+        notes = " ".join(getattr(error.value, "__notes__", ()))
+        assert "emulated:1" in notes, (number, notes)

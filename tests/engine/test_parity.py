@@ -318,28 +318,6 @@ def _equal(one: dict[nn.Parameter, Tensor], other: dict[nn.Parameter, Tensor]) -
     return one.keys() == other.keys() and all(torch.equal(one[p], other[p]) for p in one)
 
 
-class Twice(Regressor):
-    """Runs its stack two times in one step, as preference losses do, and once without gradient."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        with torch.no_grad():
-            reference = self(x)
-        loss: Tensor = functional.mse_loss(self(x), y) + self(-x).pow(2).mean() + reference.mean()
-        return loss
-
-
-def test_stack_run_several_times_in_a_step() -> None:
-    module = Twice()
-    stack = layers_of(module)
-    batches = regression_batches(3)
-    plain = plain_step(module, batches)
-    for num_workers in (1, 3):
-        plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
-        result = engine_step(module, stack, plan, batches)
-        assert not differences(module, result, plain, tolerance=1e-6)
-
-
 def test_outputs_come_back_detached_and_whole() -> None:
     module = Regressor()
     stack = layers_of(module)

@@ -15,7 +15,7 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.weight_versions import Serving
-from tests.engine.test_under_way import begin, module_and_plan, opened
+from tests.engine.test_steps_in_flight import begin, module_and_plan, opened
 from tests.kit.engine import Regressor
 from tests.kit.moments import ObservedCondition
 

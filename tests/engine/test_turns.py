@@ -15,7 +15,7 @@ from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule, dependencies
-from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import Regressor, layers_of, plan_of
 
 
@@ -139,19 +139,6 @@ def _plan() -> Plan:
     return plan_of(layers_of(Regressor(2)), num_workers=2, num_microbatches=2)
 
 
-def test_paths_and_ends_of_runs() -> None:
-    plan = _plan()
-    graph = TurnGraph.from_plan(plan)
-    assert [str(action.key) for action in graph.paths[1]] == [
-        "F0.1",
-        "F1.1",
-        "X0.1",
-        "B1.1",
-        "B2.1",
-    ]
-    assert {str(key) for key in graph.ends_run} == {"F0.1", "F1.1", "X0.1", "B1.1", "B2.1"}
-
-
 def test_a_waiter_waits_until_the_worker_is_free() -> None:
     plan = _plan()
     graph = TurnGraph.from_plan(plan)
@@ -188,13 +175,3 @@ def test_a_begin_after_an_abort_raises_at_once() -> None:
         for action in path:
             with pytest.raises(StepAborted):
                 turns.begin(action)  # one that waited would wait for ever
-
-
-def test_aborted_is_no_exception_that_user_code_swallows() -> None:
-    assert not issubclass(StepAborted, Exception)
-
-
-def test_a_model_without_stack_has_fused_actions_only() -> None:
-    plan = plan_of(None, num_workers=2, num_microbatches=3)
-    graph = TurnGraph.from_plan(plan)
-    assert {action.kind for path in graph.paths for action in path} == {StageKind.FUSED}

@@ -1,0 +1,331 @@
+"""Events, threads, host memory, and the machine as it is measured."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
+from roundpipe_lightning.engine.device import host_memory as host
+from roundpipe_lightning.engine.device import probe
+from roundpipe_lightning.engine.device.base import CopyQueue
+from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
+from roundpipe_lightning.engine.device.probe import cache_folder, find_hardware, probe_hardware
+from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
+from roundpipe_lightning.errors import HardwareError
+from roundpipe_lightning.planning.model.hardware import load_hardware
+
+
+def _waiting(event: HostEvent, method: str) -> tuple[threading.Thread, list[object]]:
+    """Start a thread that waits, and note what comes of it."""
+    found: list[object] = []
+
+    def wait() -> None:
+        try:
+            found.append(getattr(event, method)())
+        except BaseException as error:  # noqa: BLE001 - it is what the test looks at
+            found.append(type(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, found
+
+
+def test_waiters_are_released_and_called_back_once() -> None:
+    event, calls = HostEvent("a copy"), []
+    event.when_done(lambda: calls.append("before"))
+    thread, found = _waiting(event, "wait")
+    assert not event.is_done
+    event.set()
+    event.set()
+    event.abort()  # too late
+    thread.join(60)
+    event.when_done(lambda: calls.append("after"))
+    assert found == [None]
+    assert calls == ["before", "after"]
+    event.wait()
+    assert event.issued() is event
+    assert str(event) == "<HostEvent 'a copy', done>"
+
+
+@pytest.mark.parametrize("method", ["wait", "issued"])
+def test_an_abort_releases_every_waiter(method: str) -> None:
+    event, calls = HostEvent(), []
+    event.when_done(lambda: calls.append(event.is_done))
+    threads = [_waiting(event, method) for _ in range(3)]
+    event.abort()
+    for thread, _ in threads:
+        thread.join(60)
+    assert [found for _, found in threads] == [[StepAborted]] * 3
+    assert calls == [True]
+
+
+def test_a_failure_reaches_who_waits() -> None:
+    event = HostEvent()
+    event.fail(ValueError("the bus is gone"))
+    with pytest.raises(ValueError, match="the bus is gone"):
+        event.wait()
+
+
+def test_an_event_is_issued_before_it_is_done() -> None:
+    event, behind = HostEvent(), HostEvent("the last chunk")
+    thread, found = _waiting(event, "issued")
+    event.stand_for(behind)
+    behind.set()
+    thread.join(60)
+    assert found == [behind]
+    assert not event.is_done
+
+
+def test_a_copy_waits_for_events_and_bytes_arrive() -> None:
+    device = EmulatedDevice(2)
+    slot = device.allocate(16)
+    assert (tag_of(slot), slot.dtype, slot.shape) == (device.name, torch.uint8, (16,))
+    values = torch.arange(16, dtype=torch.uint8)
+    after: list[Event] = [DoneEvent()]
+    done = device.copy(slot[8:], values[:8], queue=CopyQueue.UPLOAD, after=after)
+    device.await_event(done)
+    landed = torch.empty(8, dtype=torch.uint8)
+    done = device.copy(landed, slot[8:], queue=CopyQueue.DOWNLOAD, after=[device.mark_event("x")])
+    done.wait()
+    assert torch.equal(landed, values[:8])
+    assert torch.equal(untag(slot[8:]), values[:8])
+
+
+def _team(num_threads: int, prepare: Callable[[], None] = lambda: None) -> ThreadTeam:
+    return ThreadTeam(num_threads, name="tested", prepare=prepare)
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(60)
+
+
+def _unexpected(failure: Failure) -> None:
+    pytest.fail(f"{failure.error!r}")
+
+
+def test_tasks_run_at_once_on_threads_that_stay() -> None:
+    seen: list[set[str]] = []
+    with _team(3) as team:
+        assert len(team) == 3
+        for _ in range(4):
+            names: set[str] = set()
+            barrier = threading.Barrier(3, timeout=60)
+
+            def task(names: set[str] = names, barrier: threading.Barrier = barrier) -> None:
+                barrier.wait()
+                names.add(threading.current_thread().name)
+
+            run = team.start([task] * 3, on_failure=_unexpected)
+            assert run.wait(60)
+            seen.append(names)
+    assert seen == [{"tested-0", "tested-1", "tested-2"}] * 4
+
+
+@pytest.mark.parametrize("error", [ValueError("planned"), SystemExit(1), KeyboardInterrupt()])
+def test_errors_are_handed_over_and_the_thread_lives_on(error: BaseException) -> None:
+    failures: list[Failure] = []
+
+    def fail() -> None:
+        raise error
+
+    with _team(2) as team:
+        assert team.start([lambda: None, fail], on_failure=failures.append).wait(60)
+        assert [(failure.index, failure.error) for failure in failures] == [(1, error)]
+        assert team.start([lambda: None] * 2, on_failure=_unexpected).wait(60)
+
+
+class _Held(threading.Condition):
+    """Holds the thread that notifies others, when they know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def notify_all(self) -> None:
+        super().notify_all()
+        self.release()
+        _wait(self.goes_on)
+        self.acquire()
+
+
+def test_a_run_that_is_over_holds_no_task() -> None:
+    class Result:
+        """What a task keeps alive."""
+
+    started, begin = threading.Event(), threading.Event()
+
+    def task(result: Result) -> None:
+        started.set()
+        _wait(begin)
+
+    def unexpected(result: Result, failure: Failure) -> None:
+        _unexpected(failure)
+
+    with _team(1) as team:
+        result = Result()
+        note = weakref.ref(result)
+        run = team.start([partial(task, result)], on_failure=partial(unexpected, result))
+        del result
+        _wait(started)
+        run._changed = held = _Held()
+        begin.set()
+        assert run.wait(60)
+        assert note() is None, "its thread has come no further than to tell of the end"
+        held.goes_on.set()
+
+
+def test_leaving_joins_the_threads_even_after_an_error() -> None:
+    before = set(threading.enumerate())
+
+    def use_a_team() -> None:
+        with _team(3) as team:
+            team.start([lambda: time.sleep(0.1)] * 3, on_failure=_unexpected)
+            raise ValueError("planned")
+
+    with pytest.raises(ValueError, match="planned"):
+        use_a_team()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_container_has_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(host, "_CONTAINER_LIMIT", limit)
+    total = host.host_bytes()
+    assert total is not None
+    limit.write_text("max\n")
+    assert host.host_bytes() == total
+    limit.write_text(f"{total // 2}\n")
+    assert host.host_bytes() == total // 2
+
+
+def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has no `sysconf`; the machine is measured there all the same."""
+    monkeypatch.delattr(os, "sysconf")
+    assert host.host_bytes() is None
+    measured = probe_hardware(num_workers=1, folder=tmp_path)
+    assert measured.host_bytes == host.UNKNOWN_BYTES
+
+
+@pytest.fixture
+def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("_no_accelerator")
+def test_a_cpu_is_measured_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = probe_hardware(num_workers=2, folder=tmp_path)
+    assert (spec.name, spec.num_devices, spec.shares_host_memory) == ("auto", 2, True)
+    assert spec.matrix_rates.of("float32") > 1e6
+    assert spec.host_bytes_per_second > 1e6
+    assert spec.device_bytes == pytest.approx(spec.host_bytes / 2, abs=1)
+    (path,) = tmp_path.iterdir()
+    assert torch.__version__ in path.name
+    monkeypatch.delattr(probe._Machine, "measured")
+    assert probe_hardware(num_workers=2, folder=tmp_path) == spec
+
+
+@pytest.mark.usefixtures("_no_accelerator")
+def test_a_damaged_memory_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = load_hardware("cpu")
+    monkeypatch.setattr(probe._Machine, "measured", lambda self: known)
+    assert probe_hardware(folder=tmp_path) == known
+    (path,) = tmp_path.iterdir()
+    for text in ("{", "[]", json.dumps({"name": "x"})):
+        path.write_text(text)
+        assert probe_hardware(folder=tmp_path) == known
+        assert json.loads(path.read_text())["name"] == "cpu"
+    monkeypatch.setattr(probe._Machine, "measured", lambda self: load_hardware("rtx3090x1"))
+    assert probe_hardware(folder=tmp_path) == known
+    assert probe_hardware(folder=tmp_path, fresh=True).name == "rtx3090x1"
+
+
+@pytest.mark.usefixtures("_no_accelerator")
+def test_a_folder_that_cannot_be_written_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = load_hardware("cpu")
+    monkeypatch.setattr(probe._Machine, "measured", lambda self: known)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert probe_hardware(folder=blocked) == known
+
+
+def test_accelerators_are_measured_alone_and_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures' way into the machine; the measurements themselves need a device."""
+    properties = SimpleNamespace(name="Fast 1", total_memory=24 * 2**30)
+    rates = load_hardware("rtx4090x1").matrix_rates
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(probe, "_properties", lambda device: properties)
+    monkeypatch.setattr(probe, "_matrix_rates", lambda device, share: rates)
+    monkeypatch.setattr(probe, "_copy_rate", lambda device: 1e12 if device.type == "cuda" else 1e11)
+    both = {(1, True): 25e9, (1, False): 24e9, (4, True): 60e9, (4, False): 50e9}
+    monkeypatch.setattr(
+        probe, "_transfer_rate", lambda devices, *, upload: both[len(devices), upload]
+    )
+    given_back: list[str] = []
+    for name in ("empty_cache", "empty_host_cache"):
+        monkeypatch.setattr(
+            torch.accelerator, name, functools.partial(given_back.append, name), raising=False
+        )
+    reached: set[tuple[int, int]] = {(0, 1)}
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b.index) in reached
+    )
+    spec = probe_hardware(folder=tmp_path)
+    assert not spec.devices_reach_each_other
+    reached.update(itertools.permutations(range(4), 2))
+    assert probe_hardware(folder=tmp_path) == replace(spec, devices_reach_each_other=True)
+    assert given_back == ["empty_cache", "empty_host_cache"]
+    assert (spec.device_name, spec.num_devices) == ("Fast 1", 4)
+    assert spec.device_bytes == 24 * 2**30
+    assert spec.upload_seconds(25e9) == pytest.approx(1)
+    assert spec.upload_seconds(15e9, num_devices=4) == pytest.approx(1)
+    assert spec.download_seconds(12.5e9, num_devices=4) == pytest.approx(1)
+    assert next(tmp_path.iterdir()).name.startswith("Fast-1_x4")
+    with pytest.raises(HardwareError, match="5 devices were asked for; this machine has 4"):
+        probe_hardware(num_workers=5, folder=tmp_path)
+
+
+def test_transfers_are_timed() -> None:
+    cpu = torch.device("cpu")
+    assert probe._transfer_rate([cpu], upload=True) > 1e6
+    assert probe._transfer_rate([cpu, cpu], upload=False) > 1e6
+
+
+def test_whatever_a_user_gives_is_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load_hardware("h100x8")
+    assert find_hardware(spec) is spec
+    assert find_hardware("h100x8") == spec
+    monkeypatch.setattr(probe, "probe_hardware", lambda **_: spec)
+    assert find_hardware("auto") is spec
+    with pytest.raises(HardwareError, match="nearest"):
+        find_hardware("h100x9")
+
+
+def test_the_cache_folder_is_the_user_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "roundpipe_lightning" / "hardware"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "roundpipe_lightning" / "hardware"

@@ -1,0 +1,290 @@
+"""What user code does outside the blocks and past the views."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from roundpipe_lightning.emulation.tagged_tensor import tag_of
+from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.torch_functions import ModeStack
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.engine import UnusedStackWarning
+from roundpipe_lightning.errors import CaptureError, ConfigurationError
+from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
+from tests.kit.engine import (
+    WIDTH,
+    Regressor,
+    check_parity,
+    cpu_workers,
+    differences,
+    emulated_workers,
+    engine_for,
+    engine_of,
+    engine_step,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+    training_step,
+)
+
+
+class ListedBlock(nn.Module):
+    """A block that keeps its own parameter in a plain list, too, and uses it from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.listed = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.linear(x, self.listed[0])
+
+
+class SlyBlock(nn.Module):
+    """A block that hands its own parameters to functions by keyword, and in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+        self.listed = [self.norm.weight, self.norm.bias, *self.scales]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, *scales = self.listed
+        x = x + functional.layer_norm(x, (WIDTH,), weight=weight, bias=bias)
+        return x * torch.stack(scales).mean(0)
+
+
+class BorrowingBlock(nn.Module):
+    """A block that uses a parameter of somebody else."""
+
+    def __init__(self, lender: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.lender = lender
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x) * self.lender[0]  # type: ignore[no-any-return]
+
+
+class NormedBlock(nn.Module):
+    """A block with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(x)  # type: ignore[no-any-return]
+
+
+class Skipping(Regressor):
+    """A step that uses the blocks' parameters, but never the stack."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = functional.mse_loss(self.tail(self.head(x)).squeeze(-1), y)
+        first: Any = self.layers[0]
+        return loss + first.inner.weight.square().mean()
+
+
+def devices_of(kind: str, num: int) -> list[Device]:
+    return cpu_workers(num) if kind == "cpu" else emulated_workers(num)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@pytest.mark.parametrize("make_block", [ListedBlock, SlyBlock])
+def test_a_block_may_reach_its_parameters_past_the_view(
+    kind: str, make_block: Callable[[], nn.Module]
+) -> None:
+    module = Regressor(make_block=make_block)
+    check_parity(module, devices=devices_of(kind, 2))
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+def test_a_parameter_of_somebody_else_is_refused_by_name(kind: str) -> None:
+    lender: list[nn.Parameter] = []
+    module = Regressor(make_block=lambda: BorrowingBlock(lender))
+    lender.append(module.tail.bias)
+    stack = layers_of(module)
+    with pytest.raises(CaptureError, match=r"'tail\.bias'.*not registered in it"):
+        engine_step(
+            module, stack, plan_of(stack), regression_batches(3), devices=devices_of(kind, 2)
+        )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@pytest.mark.parametrize(("round_size", "team_size"), [(2, 1), (4, 2)])
+def test_statistics_need_one_round_without_teams(
+    kind: str, round_size: int, team_size: int
+) -> None:
+    module = Regressor(make_block=NormedBlock)
+    stack = layers_of(module)
+    plan = plan_of(stack, num_microbatches=4, round_size=round_size, team_size=team_size)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"would write in no order.*hints=PartitionHints\(team_size=1, round_size=\d",
+    ):
+        engine_step(module, stack, plan, regression_batches(4), devices=devices_of(kind, 2))
+
+
+def test_a_stack_that_is_not_run_is_mentioned_once() -> None:
+    module = Skipping()
+    batches = regression_batches(3)
+    plain = plain_step(module, batches)
+    with engine_for(module) as engine:
+        with pytest.warns(UnusedStackWarning, match=r"'layers' as one chain.*blocks="):
+            result = mean_step(engine, batches)
+        mean_step(engine, batches)  # a second warning would be an error
+    assert not differences(module, result, plain)
+
+
+class Counts(TorchFunctionMode):
+    """Counts functions by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.seen[getattr(func, "__name__", "")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def negative(x: Tensor) -> None:
+    torch.neg(x)
+
+
+def test_modes_are_away_and_come_back_in_their_order() -> None:
+    stack, x = ModeStack(), torch.ones(1)
+    with Counts() as lower, Counts() as upper:
+        with stack.without():
+            negative(x)
+            assert lower.seen["neg"] == upper.seen["neg"] == 0
+            with stack.again():
+                negative(x)
+                with stack.without():
+                    negative(x)
+                negative(x)
+            negative(x)
+        negative(x)
+        assert lower.seen["neg"] == upper.seen["neg"] == 3
+        assert torch.overrides._get_current_function_mode() is upper
+
+
+def test_a_mode_sees_the_functions_of_the_blocks_and_few_of_the_engine() -> None:
+    module, batches = Regressor(4), regression_batches(2)
+    with Counts() as plain:
+        plain_step(module, batches)
+    modes: list[Counts] = []
+
+    def context() -> Counts:
+        modes.append(Counts())
+        return modes[-1]
+
+    with engine_for(
+        module, num_workers=2, num_microbatches=2, devices=emulated_workers(2)
+    ) as engine:
+        engine.step(batches, training_step, loss_scales=[0.5, 0.5], thread_context=context)
+    seen = sum((mode.seen for mode in modes), Counter[str]())
+    assert seen["linear"] == plain.seen["linear"] + 4 * 2 * 2, "the blocks once more: recomputed"
+    assert seen["mse_loss"] == 2
+    others = seen.total() - sum(seen[name] for name in plain.seen)
+    assert others < 40, f"{others} questions of the engine's own: {seen - plain.seen}"
+
+
+SERVERS: dict[str, Callable[[int], list[Device]]] = {
+    "processor": cpu_workers,
+    "emulated": emulated_workers,
+}
+
+
+class Linears:
+    """Notes the linear layers outside the blocks; gives zeros for those of one output."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.places: list[set[str | None]] = []
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is not functional.linear:
+            return NotImplemented
+        self.shapes.append(tuple(args[1].shape))
+        self.places.append({tag_of(x) for x in args[:2] if isinstance(x, nn.Parameter | Tensor)})
+        if args[1].shape[0] > 1:
+            return NotImplemented
+        return functional.linear(args[0] * 0, args[1] * 0)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_asked_in_training_outside_the_blocks_only(server: str) -> None:
+    module = Regressor(num_blocks=3)
+    stack, outside = layers_of(module), Linears()
+    plan, devices = plan_of(stack, num_microbatches=2), SERVERS[server](2)
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        result = engine.step(
+            regression_batches(2), training_step, loss_scales=[0.5, 0.5], outside=outside
+        )
+    assert sorted(outside.shapes) == [(1, 8), (1, 8), (8, 8), (8, 8)]
+    assert all(len(places) == 1 for places in outside.places)
+    batches = regression_batches(2)
+    for loss, (_, target) in zip(result.losses, batches, strict=True):
+        assert loss is not None
+        torch.testing.assert_close(loss, target.square().mean())
+
+
+def test_asked_in_evaluation() -> None:
+    module = Regressor(num_blocks=3)
+    outside = Linears()
+    with torch.no_grad(), engine_for(module, num_microbatches=1) as engine:
+        prediction = engine.evaluate(
+            lambda view, batch: view(batch[0]), regression_batches(1)[0], outside=outside
+        )
+    assert outside.shapes == [(8, 8), (1, 8)]
+    assert not prediction.any()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
+def test_a_cache_that_nobody_reads_is_not_kept(name: str) -> None:
+    module = tiny_causal_lm(name, tied=True)
+    stack, batches = decoder_stack(module), token_batches(2)
+    kept: list[Any] = []
+    caches: list[weakref.ref[Any]] = []
+
+    def call(view: Any, batch: dict[str, Tensor], index: int) -> Any:
+        output = view.model(**batch, labels=batch["input_ids"], use_cache=True)
+        cache = output.past_key_values
+        kept.append([type(layer.keys) for layer in cache.layers])
+        caches.append(weakref.ref(cache))
+        return output.loss
+
+    plain = plain_step(module, batches, call=call)
+    for make_workers in (cpu_workers, emulated_workers):
+        kept.clear()
+        caches.clear()
+        plan = plan_of(stack, num_workers=2, num_microbatches=2)
+        with engine_of(module, stack, plan, devices=make_workers(2)) as engine:
+            result = mean_step(engine, batches, call=call)
+            assert not differences(module, result, plain)
+            assert kept == [[LazyTensor] * len(stack.blocks)] * 2, "names of tensors, not tensors"
+            gc.collect()
+            assert [cache() for cache in caches] == [None, None]
