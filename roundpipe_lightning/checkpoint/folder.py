@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_with_path
 
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.files import new_folder, place_folder, sync_folder
@@ -47,52 +47,31 @@ def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> d
         What `torch.save` takes, by the name of its file: the structure first, then the tensors in
         the order of the checkpoint.
     """
-    splitter = _Splitter(max_file_bytes)
-    structure = splitter.without_tensors(dict(checkpoint), "")
-    numbered = enumerate(splitter.files)
-    return {
-        "structure": structure,
-        **{f"tensors-{number:05d}": content for number, content in numbered},
-    }
+    files: list[dict[str, Tensor]] = []
+    place_of: dict[int, int] = {}  # by storage
+    last_bytes = 0
 
+    def reference(path: tuple[Any, ...], value: Any) -> Any:
+        nonlocal last_bytes
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage()
+        if storage.nbytes() < _LEAST_BYTES:
+            return value
+        key = storage._cdata  # noqa: SLF001 - torch's own key for a storage
+        if key not in place_of:
+            if not files or last_bytes + storage.nbytes() > max_file_bytes:
+                files.append({})
+                last_bytes = 0
+            last_bytes += storage.nbytes()
+            place_of[key] = len(files) - 1
+        name = "/".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)
+        files[place_of[key]][name] = value
+        return {_REFERENCE: [place_of[key], name]}
 
-class _Splitter:
-    def __init__(self, max_file_bytes: int) -> None:
-        self._max_file_bytes = max_file_bytes
-        self._place_of: dict[int, int] = {}
-        self._last_bytes = 0
-        self.files: list[dict[str, Tensor]] = []
-
-    def without_tensors(self, value: Any, name: str) -> Any:
-        if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            return (
-                self._reference(value, storage, name) if storage.nbytes() >= _LEAST_BYTES else value
-            )
-        if type(value) in (dict, OrderedDict):
-            kind: Any = type(value)
-            return kind(
-                (key, self.without_tensors(entry, f"{name}/{key}" if name else str(key)))
-                for key, entry in value.items()
-            )
-        if type(value) in (list, tuple):
-            kind = type(value)
-            return kind(
-                self.without_tensors(entry, f"{name}/{index}") for index, entry in enumerate(value)
-            )
-        return value
-
-    def _reference(self, tensor: Tensor, storage: Any, name: str) -> dict[str, Any]:
-        place = self._place_of.get(storage._cdata)  # noqa: SLF001 - torch's own key for a storage
-        if place is None:
-            full = self._last_bytes + storage.nbytes() > self._max_file_bytes
-            if full or not self.files:
-                self.files.append({})
-                self._last_bytes = 0
-            self._last_bytes += storage.nbytes()
-            place = self._place_of[storage._cdata] = len(self.files) - 1  # noqa: SLF001
-        self.files[place][name] = tensor
-        return {_REFERENCE: [place, name]}
+    structure = tree_map_with_path(reference, dict(checkpoint))
+    numbered = {f"tensors-{number:05d}": content for number, content in enumerate(files)}
+    return {"structure": structure, **numbered}
 
 
 def write_folder(
@@ -181,18 +160,16 @@ def read_folder(
     structure = torch.load(
         path / files["structure"]["file"], map_location=map_location, weights_only=weights_only
     )
-    joined: dict[str, Any] = _with_tensors(structure, contents)
+
+    def tensor(value: Any) -> Any:
+        if not _is_reference(value):
+            return value
+        place, name = value[_REFERENCE]
+        return contents[place][name]
+
+    joined: dict[str, Any] = tree_map(tensor, structure, is_leaf=_is_reference)
     return joined
 
 
-def _with_tensors(value: Any, contents: list[dict[str, Tensor]]) -> Any:
-    if type(value) in (dict, OrderedDict):
-        if _REFERENCE in value:
-            place, name = value[_REFERENCE]
-            return contents[place][name]
-        kind: Any = type(value)
-        return kind((key, _with_tensors(entry, contents)) for key, entry in value.items())
-    if type(value) in (list, tuple):
-        kind = type(value)
-        return kind(_with_tensors(entry, contents) for entry in value)
-    return value
+def _is_reference(value: Any) -> bool:
+    return type(value) is dict and _REFERENCE in value

@@ -10,7 +10,6 @@ tensors and numbers, so that `weights_only=True` loads them.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ class HostRandomness:
     Attributes:
         torch: Torch's state, uint8; a numpy array on its way between processes.
         python: `random.getstate()`.
-        numpy: `numpy.random.get_state()`, or None where numpy is not in use.
+        numpy: `numpy.random.get_state()`, or None: a checkpoint may have none.
     """
 
     torch: Any
@@ -36,19 +35,14 @@ class HostRandomness:
 
     @classmethod
     def now(cls) -> HostRandomness:
-        numpy = sys.modules.get("numpy")
-        return cls(
-            torch=torch.get_rng_state(),
-            python=random.getstate(),
-            numpy=None if numpy is None else numpy.random.get_state(),
-        )
+        numpy = np.random.get_state()  # noqa: NPY002 - the global generator is what is kept
+        return cls(torch=torch.get_rng_state(), python=random.getstate(), numpy=numpy)
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and self.numpy is not None:
-            numpy.random.set_state(self.numpy)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)  # noqa: NPY002
 
     def packed(self) -> dict[str, Any]:
         version, words, gauss = self.python
