@@ -7,28 +7,15 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a program ended.
-
-    Attributes:
-        returncode: Its exit status.
-        stdout: What it printed.
-        stderr: What it printed as errors.
-    """
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run_program(program: Callable[[], object], folder: Path, *arguments: str) -> Ended:
+def run_program(
+    program: Callable[[], object], folder: Path, *arguments: str
+) -> CompletedProcess[str]:
     """Run a program's main function in `folder`, with arguments of the command line.
 
     Args:
@@ -50,7 +37,7 @@ def run_program(program: Callable[[], object], folder: Path, *arguments: str) ->
             program()
         except SystemExit as ended:
             returncode = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return Ended(returncode=returncode, stdout=output.getvalue(), stderr=errors.getvalue())
+    return CompletedProcess(arguments, returncode, output.getvalue(), errors.getvalue())
 
 
 @contextmanager

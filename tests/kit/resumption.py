@@ -140,6 +140,7 @@ def train(
     validation_data: Any = None,
     path: Path | None = None,
     callbacks: Sequence[Callback] = (),
+    more_callbacks: Callable[[], Sequence[Callback]] = tuple,
     make: Callable[[], LightningModule] = Restless,
     **flags: Any,
 ) -> Run:
@@ -162,7 +163,9 @@ def train(
         "logger": logger,
         "max_epochs": 3,
     }
-    trainer = make_trainer(folder, **{**defaults, **flags}, callbacks=[See(), *callbacks])
+    made = {name: value() if callable(value) else value for name, value in flags.items()}
+    everyone = [See(), *more_callbacks(), *callbacks]
+    trainer = make_trainer(folder, **{**defaults, **made}, callbacks=everyone)
     trainer.fit(module, train_data(), validation_data, ckpt_path=path)
     return Run(module, trainer, logger.rows, batches)
 
@@ -220,6 +223,9 @@ def assert_same_end(run: Run, expected: Run, moment: Moment) -> None:
     assert plain(run.trainer.callback_metrics) == plain(expected.trainer.callback_metrics), where
     assert run.trainer.current_epoch == expected.trainer.current_epoch, where
     assert run.trainer.global_step == expected.trainer.global_step, where
+    plugins: list[Any] = [one.trainer.precision_plugin for one in (run, expected)]
+    scalers = [plugin.scaler and plugin.scaler.state_dict() for plugin in plugins]
+    assert scalers[0] == scalers[1], where
 
 
 def plain(value: Any) -> Any:

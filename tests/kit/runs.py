@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 import roundpipe_commands
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.planning.model.hardware import config_folder
-from tests.kit.programs import Ended, run_program
+from tests.kit.programs import run_program
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -112,7 +112,7 @@ def run(
 
 def run_here(
     folder: Path, *overrides: str, options: tuple[str, ...] = (), status: int = 0
-) -> Ended:
+) -> subprocess.CompletedProcess[str]:
     """Run the command in this process, with `folder` as working directory."""
     done = run_program(roundpipe_commands.train, folder, *options, *SMALL, *overrides)
     assert done.returncode == status, done.stdout + done.stderr

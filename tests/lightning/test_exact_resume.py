@@ -115,6 +115,11 @@ class Counting(Shuffled):
         self.num_begun = state["num_begun"]
 
 
+def _scaling() -> RoundPipePrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    return RoundPipePrecision("16-mixed", scaler=scaler)
+
+
 HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "every hook": (
         [
@@ -133,6 +138,22 @@ HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "a limit of steps": (
         [*BATCH_END, "on_train_epoch_end"],
         {"picked": [1, 2, 3, 4], "max_epochs": -1, "max_steps": 7},
+    ),
+    "a loss scale and its growth": (
+        BATCH_END,
+        {
+            "picked": [6],
+            "plugins": lambda: [_scaling()],
+            "train_data": lambda: regression_data(40),
+        },
+    ),
+    "accumulation that a callback changes": (
+        BATCH_END,
+        {
+            "picked": [5],
+            "more_callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
+            "train_data": lambda: regression_data(32),
+        },
     ),
 }
 
@@ -274,36 +295,6 @@ def test_loaders_made_before_the_checkpoint_is_read(tmp_path: Path, loader: Any)
     resumed_everywhere(
         tmp_path, BATCH_END, picked=[2], train_data=loader, make=_Estimating, max_epochs=2
     )
-
-
-def test_loss_scale_and_its_growth(tmp_path: Path) -> None:
-    def plugin() -> RoundPipePrecision:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        return RoundPipePrecision("16-mixed", scaler=scaler)
-
-    saver = SaveEverywhere(tmp_path, BATCH_END)
-    options: dict[str, Any] = {"train_data": lambda: regression_data(40), "max_epochs": 2}
-    expected = train(tmp_path, seed=1, callbacks=[saver], plugins=[plugin()], **options)
-    run = train(tmp_path, seed=9, path=saver.moments[6].path, plugins=[plugin()], **options)
-    assert_same_end(run, expected, saver.moments[6])
-    scalers = [one.trainer.precision_plugin.state_dict() for one in (run, expected)]
-    assert scalers[0] == scalers[1]
-
-
-def test_accumulation_that_a_callback_changed(tmp_path: Path) -> None:
-    saver = SaveEverywhere(tmp_path, BATCH_END)
-    options: dict[str, Any] = {"train_data": lambda: regression_data(32), "max_epochs": 2}
-    runs = [
-        train(
-            tmp_path,
-            seed=seed,
-            path=saver.moments[5].path if saver.moments else None,
-            callbacks=[GradientAccumulationScheduler({0: 1, 1: 2}), *extra],
-            **options,
-        )
-        for seed, extra in ((1, [saver]), (9, []))
-    ]
-    assert_same_end(runs[1], runs[0], saver.moments[5])
 
 
 def test_saved_in_the_sanity_check(tmp_path: Path) -> None:
