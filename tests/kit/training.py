@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from roundpipe_lightning import RoundPipeStrategy
 from tests.kit.engine import WIDTH as WIDTH  # noqa: PLC0414 - the same one here
 from tests.kit.engine import Block as Block  # noqa: PLC0414
 
@@ -146,6 +147,29 @@ def make_trainer(folder: Path, **flags: Any) -> Trainer:
         "max_epochs": 3,
     }
     return Trainer(**{**defaults, **flags})
+
+
+def train_with(
+    folder: Path,
+    strategies: Sequence[Any],
+    make: Callable[[], LightningModule],
+    data: Any = None,
+    validation: Any = None,
+    **flags: Any,
+) -> list[tuple[Any, Trainer]]:
+    """Train the same module with each strategy; those of Lightning have one device, others two.
+
+    Flags that are functions are called for each training, and give a callback of its own, say.
+    """
+    runs: list[tuple[Any, Trainer]] = []
+    for strategy in strategies:
+        torch.manual_seed(3)
+        module, ours = make(), isinstance(strategy, RoundPipeStrategy) or strategy == "roundpipe"
+        given = {name: flag() if callable(flag) else flag for name, flag in flags.items()}
+        trainer = make_trainer(folder, strategy=strategy, **{"devices": 1 + ours, **given})
+        trainer.fit(module, regression_data() if data is None else data, validation)
+        runs.append((module, trainer))
+    return runs
 
 
 def parameter_error(module: nn.Module, reference: nn.Module) -> float:

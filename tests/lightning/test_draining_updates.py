@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -396,19 +397,10 @@ def test_a_checkpoint_and_a_resume_change_no_bit(
     assert same_bits(resumed, whole)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"detect_anomaly": True},
-    ],
-)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_where_it_is_not_done(tmp_path: Path, watched: Watched, flags: dict[str, Any]) -> None:
-    fit(tmp_path, watched=watched, num_batches=3, **flags)
+def test_where_every_batch_is_waited_for(tmp_path: Path, watched: Watched) -> None:
+    fit(tmp_path, watched=watched, num_batches=3, detect_anomaly=True)
     assert not watched.num_deferred
-
-
-def test_cpu_workers_wait_for_every_batch(tmp_path: Path, watched: Watched) -> None:
     trainer = make_trainer(
         tmp_path,
         strategy=RoundPipeStrategy(num_microbatches=2, update="async", dry_run=False),
@@ -417,3 +409,27 @@ def test_cpu_workers_wait_for_every_batch(tmp_path: Path, watched: Watched) -> N
     )
     trainer.fit(Scheduled(), regression_data())
     assert not watched.num_deferred
+
+
+class _Zeroes(Scheduled):
+    """Keeps the memory of its gradients, and sets it to zero for every window."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("requires_sync", [True, False])
+def test_gradients_that_are_zeroed_in_place(
+    tmp_path: Path, watched: Watched, requires_sync: bool
+) -> None:
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        time.sleep(0.01)
+        step.run(unit.parameters)
+
+    watched.run = run
+    torch.manual_seed(0)
+    kind = type("Zeroes", (_Zeroes,), {**vars(_Zeroes), "requires_optimizer_sync": requires_sync})
+    flags: Any = {"num_batches": 8, "accumulate_grad_batches": 2}
+    found, _ = fit(tmp_path, watched=watched, module=kind(), **flags)
+    assert bool(watched.num_deferred) is not requires_sync
+    assert parameter_error(found, plainly_stale(4, window=2)) < 1e-4

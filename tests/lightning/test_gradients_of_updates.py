@@ -13,7 +13,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import QUIET, make_trainer, regression_data, same_bits
+from tests.kit.training import QUIET, make_trainer, regression_data, same_bits, train_with
 from tests.lightning.test_updates import Grouped, Overlapping, PlainLoop
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -30,23 +30,18 @@ def fit(folder: Path, strategy: Any, module: LightningModule, **flags: Any) -> L
 def test_clipping_is_that_of_one_device(
     tmp_path: Path, algorithm: str, limit: float, window: int
 ) -> None:
-    modules = []
     kinds = (PlainLoop(2), Overlapping(num_microbatches=2), EmulatedStrategy(num_microbatches=2))
-    for strategy in kinds:
-        torch.manual_seed(3)
-        modules.append(
-            fit(
-                tmp_path,
-                strategy,
-                Grouped(),
-                devices=1 if isinstance(strategy, PlainLoop) else 2,
-                gradient_clip_val=limit,
-                gradient_clip_algorithm=algorithm,
-                accumulate_grad_batches=window,
-            )
-        )
-    assert same_bits(modules[1], modules[0])
-    assert same_bits(modules[2], modules[0])
+    runs = train_with(
+        tmp_path,
+        kinds,
+        Grouped,
+        regression_data(29, shuffle=True),
+        gradient_clip_val=limit,
+        gradient_clip_algorithm=algorithm,
+        accumulate_grad_batches=window,
+        max_epochs=2,
+    )
+    assert all(same_bits(module, runs[0][0]) for module, _ in runs)
 
 
 class Scales(Grouped):

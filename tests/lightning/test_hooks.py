@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
 from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     Regressor,
     make_trainer,
     parameter_error,
     regression_data,
+    train_with,
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-
-HOOKS = sorted(
-    name
-    for name in dir(Callback)
-    if name.startswith("on_")
-    and not name.startswith("on_predict")
-    and callable(getattr(Callback, name))
-)
-
-
-def _recording_callback(calls: list[str]) -> Callback:
-    """A callback that notes the names of all its hooks."""
-
-    def note(name: str) -> Any:
-        return lambda *_: calls.append(name)
-
-    callback: Callback = type("Recording", (Callback,), {name: note(name) for name in HOOKS})()
-    return callback
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_callback_hooks_in_order(tmp_path: Path, accumulate: int) -> None:
-    runs = []
-    for strategy in ("auto", RoundPipeStrategy(num_microbatches=4)):
-        calls: list[str] = []
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            callbacks=[_recording_callback(calls)],
-            accumulate_grad_batches=accumulate,
-            max_epochs=2,
-        )
-        trainer.fit(Regressor(), regression_data(), regression_data(8))
-        runs.append(calls)
-    assert runs[1] == runs[0]
-    assert "on_after_backward" in runs[0]
 
 
 class _Gradients(Regressor):
@@ -103,16 +70,10 @@ class _Gradients(Regressor):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_gradients_in_hooks(tmp_path: Path, accumulate: int) -> None:
-    modules = []
-    for strategy in ("auto", RoundPipeStrategy(num_microbatches=4)):
-        torch.manual_seed(3)
-        module = _Gradients()
-        trainer = make_trainer(
-            tmp_path, strategy=strategy, accumulate_grad_batches=accumulate, max_epochs=2
-        )
-        trainer.fit(module, regression_data())
-        modules.append(module)
-    one, many = modules
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=4)]
+    (one, _), (many, _) = train_with(
+        tmp_path, strategies, _Gradients, accumulate_grad_batches=accumulate, max_epochs=2
+    )
     assert [where for where, _ in many.seen] == [where for where, _ in one.seen]
     for (where, expected), (_, value) in zip(one.seen, many.seen, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6, msg=where)
@@ -165,25 +126,6 @@ def test_evaluation_and_prediction_equal_one_device_to_the_bit(tmp_path: Path) -
     assert torch.equal(results[1][2], results[0][2])
 
 
-def test_callbacks_see_the_trained_parameters(tmp_path: Path) -> None:
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.sums: list[float] = []
-
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            self.sums.append(sum(float(p.detach().sum()) for p in pl_module.parameters()))
-
-    runs = []
-    for strategy in ("auto", RoundPipeStrategy(num_microbatches=2)):
-        torch.manual_seed(3)
-        watch = Watch()
-        trainer = make_trainer(tmp_path, strategy=strategy, callbacks=[watch], max_epochs=1)
-        trainer.fit(Regressor(), regression_data())
-        runs.append(watch.sums)
-    assert runs[1] == pytest.approx(runs[0], abs=1e-5)
-    assert len(set(runs[0])) == 4
-
-
 # The graph of one node ---------------------------------------------------------------------------
 
 
@@ -215,3 +157,121 @@ def test_held_gradients_follow_what_the_user_does_with_the_loss() -> None:
     (loss * 3).backward()
     assert parameter.grad is not None
     assert torch.equal(parameter.grad, torch.full((3,), 6.0))
+
+
+# Called once per microbatch, so not as often as on one device; or no hooks.
+PER_MICROBATCH = {"training_step", "forward"}
+NO_HOOKS = {
+    *("all_gather", "clip_gradients", "print", "freeze", "unfreeze", "manual_backward"),
+    *("optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "log", "log_dict"),
+    *("toggled_optimizer", "save_hyperparameters", "from_datasets", "load_from_checkpoint"),
+    *("to_onnx", "to_torchscript", "to_tensorrt", "configure_sharded_model"),
+}
+
+
+def hooks_of(kind: type, base: type = object) -> list[str]:
+    """Names of the methods that Lightning offers to be overridden."""
+    inherited = set(dir(torch.nn.Module)) | set(dir(base)) - {"forward"}
+    return [
+        name
+        for name in dir(kind)
+        if callable(getattr(kind, name))
+        and not name.startswith("_")
+        and name not in inherited | NO_HOOKS | PER_MICROBATCH
+    ]
+
+
+def recording(kind: type, calls: list[str], names: list[str]) -> Any:
+    """Return a subclass whose hooks note their names, then do what they always did."""
+
+    def noted(name: str) -> Callable[..., Any]:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(f"{kind.__name__}.{name}")
+            return getattr(super(made, self), name)(*args, **kwargs)
+
+        return hook
+
+    made = type(kind.__name__, (kind,), {name: noted(name) for name in names})
+    return made
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return regression_data(16)
+
+    def val_dataloader(self) -> Any:
+        return [regression_data(8), regression_data(4)]
+
+    def test_dataloader(self) -> Any:
+        return regression_data(8)
+
+    def predict_dataloader(self) -> Any:
+        return regression_data(12)
+
+
+class Model(Regressor):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Plain(Callback):
+    """A callback that does nothing."""
+
+
+def _calls(folder: Path, strategy: Any, **flags: Any) -> list[str]:
+    calls: list[str] = []
+    torch.manual_seed(3)
+    module = recording(Model, calls, hooks_of(LightningModule))()
+    data = recording(Data, calls, hooks_of(LightningDataModule, LightningModule.__mro__[-2]))()
+    callback = recording(Plain, calls, hooks_of(Callback))()
+    devices = 1 if strategy == "auto" else 2
+    trainer = make_trainer(
+        folder,
+        strategy=strategy,
+        devices=devices,
+        callbacks=[callback],
+        **{"max_epochs": 2, "num_sanity_val_steps": 1, **flags},
+    )
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.test(module, datamodule=data, verbose=False, ckpt_path=folder / "saved.ckpt")
+    trainer.predict(module, datamodule=data)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, datamodule=data, ckpt_path=folder / "saved.ckpt")
+    return calls
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "validation in the middle": {"val_check_interval": 1, "reload_dataloaders_every_n_epochs": 1},
+    "a development run": {"fast_dev_run": True},
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.filterwarnings("ignore:You have overridden")
+def test_all_hooks_in_order(tmp_path: Path, name: str) -> None:
+    expected = _calls(tmp_path, "auto", **FLAGS[name])
+    strategies = [RoundPipeStrategy(num_microbatches=2)]
+    if name == "plain":
+        strategies.append(EmulatedStrategy(num_microbatches=2))
+    for strategy in strategies:
+        assert _calls(tmp_path, strategy, **FLAGS[name]) == expected
+    called = {call.partition(".")[2] for call in expected}
+    assert {"setup", "teardown", "configure_model", "on_predict_batch_end"} <= called
+    assert expected.count("Model.configure_model") == 5
+    assert expected.count("Model.configure_optimizers") == 2
+
+
+def test_training_step_is_called_once_per_microbatch(tmp_path: Path) -> None:
+    numbers: list[int] = []
+    module = Regressor(on_step=lambda module, batch, batch_idx: numbers.append(batch_idx))
+    strategy = RoundPipeStrategy(num_microbatches=4, dry_run=False)
+    make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(module, regression_data(16))
+    assert sorted(numbers) == [0, 0, 0, 0, 1, 1, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, default_collate
 from torchmetrics import (
     MeanAbsoluteError,
     MeanSquaredError,
@@ -22,6 +24,7 @@ from torchmetrics.aggregation import CatMetric
 
 from roundpipe_lightning.strategy.logging import LogRecorder, replay_logs, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
     Regressor,
@@ -235,25 +238,23 @@ def test_wrong_arguments_of_log_are_lightnings_own_errors(tmp_path: Path) -> Non
 # Merging by itself -------------------------------------------------------------------------------
 
 
-def test_weighted_mean_of_equal_values_is_that_value() -> None:
-    value = torch.tensor(0.1)
-    assert weighted_mean([value, value.clone(), value.clone()], weights=[0.2, 0.5, 0.3]) is value
-    assert weighted_mean([0.1, 0.1], weights=[1, 2]) == 0.1
+NAN, HALF = torch.tensor(float("nan")), torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
 
 
-def test_weighted_mean_leaves_out_what_has_no_weight() -> None:
-    nan, two = torch.tensor(float("nan")), torch.tensor(2.0)
-    assert weighted_mean([nan, two], weights=[0.0, 1.0]) == 2.0
-    assert weighted_mean([two, nan, torch.tensor(4.0)], weights=[0.5, 0.0, 0.5]) == 3.0
-
-
-def test_weighted_mean_keeps_kind_and_precision() -> None:
-    assert weighted_mean([1.0, 2.0], weights=[1, 3]) == 1.75
-    half = [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)]
-    assert weighted_mean(half, weights=[1, 3]).dtype is torch.float32
-    wide = weighted_mean([x.double() for x in half], weights=[0, 0])
-    assert wide.dtype is torch.float64
-    assert float(wide) == 1.5
+@pytest.mark.parametrize(
+    ("values", "weights", "expected"),
+    [
+        ([0.1, 0.1, 0.1], [0.2, 0.5, 0.3], 0.1),  # equal values give that value
+        ([NAN, torch.tensor(2.0)], [0.0, 1.0], torch.tensor(2.0)),  # no weight, no say
+        ([1.0, 2.0], [1, 3], 1.75),
+        (list(HALF), [1, 3], torch.tensor(1.75)),  # at least float32
+        (list(HALF.double()), [0, 0], torch.tensor(1.5, dtype=torch.float64)),
+    ],
+)
+def test_weighted_means(values: list[Any], weights: list[float], expected: Any) -> None:
+    found = weighted_mean(values, weights=weights)
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    assert getattr(found, "dtype", None) is getattr(expected, "dtype", None)
 
 
 def test_value_that_is_the_loss_follows_the_loss_whatever_its_batch_size() -> None:
@@ -272,3 +273,80 @@ def test_value_that_is_the_loss_follows_the_loss_whatever_its_batch_size() -> No
     )
     assert calls["loss"] == (2.5, {"batch_size": 10})
     assert calls["other"] == (3.0, {"prog_bar": True, "batch_size": 10})
+
+
+class _Takes(Regressor):
+    """Takes what is no tensor, and a number that belongs to all samples, out of its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scale, texts = batch.pop("scale"), batch["more"].pop("texts")
+        assert len(texts) == len(batch["x"])
+        loss = functional.mse_loss(self(batch["x"]) * scale, batch["more"]["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
+class _TakesByHand(_Takes):
+    """Does so and steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        if self.training:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+KINDS = (RoundPipeStrategy, EmulatedStrategy)
+
+
+def _named(samples: list[Any]) -> dict[str, Any]:
+    x, y = default_collate(samples)
+    texts = [f"sample {index}" for index in range(len(x))]
+    return {"scale": torch.tensor(1.5), "x": x, "more": {"texts": texts, "y": y}}
+
+
+class _Keeps(Callback):
+    """Keeps the batches that hooks are given."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.kept.append(batch)
+
+
+@pytest.mark.parametrize("make", [_Takes, _TakesByHand])
+def test_what_a_step_takes_out_is_not_looked_at(
+    tmp_path: Path, make: Callable[[], Regressor]
+) -> None:
+    """Lightning warns of batches whose entries disagree about their size; here are none left."""
+    runs = []
+    count = 3 if make is _Takes else 1
+    strategies: list[Any] = ["auto", *(k(num_microbatches=count) for k in KINDS)]
+    for strategy in strategies:
+        torch.manual_seed(3)
+        keeps = _Keeps()
+        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[keeps])
+        data: Any = regression_data(20).dataset
+        trainer.fit(
+            make(),
+            DataLoader(data, batch_size=8, collate_fn=_named),
+            DataLoader(data, batch_size=7, collate_fn=_named),
+        )
+        runs.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+        if count > 1 and strategy != "auto":
+            assert [list(batch) for batch in keeps.kept] == [["scale", "x", "more"]] * 3
+    for metrics in runs[1:]:
+        assert metrics == pytest.approx(runs[0], rel=1e-5)

@@ -301,15 +301,6 @@ def test_fast_dev_run_evaluation_and_failures(tmp_path: Path) -> None:
     assert len([row for row in seen.rows if row]) == 4 + 1 - 2
 
 
-def test_checkpoints_do_not_depend_on_it(tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
-    _, trainer = _fit(tmp_path, Regressor(), regression_data(), max_epochs=1)
-    trainer.save_checkpoint(path)
-    resumed = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=2)
-    resumed.fit(Regressor(), regression_data(), ckpt_path=str(path), weights_only=True)
-    assert resumed.global_step == 8
-
-
 @pytest.mark.parametrize("steps", [0, -2])
 def test_bad_intervals_are_refused(steps: int) -> None:
     with pytest.raises(ConfigurationError, match=f"every_n_steps={steps}.* must be 1 or more"):

@@ -35,14 +35,10 @@ from tests.kit.training import (
     parameter_error,
     regression_data,
     same_bits,
+    train_with,
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-
-
-def one_and_many(strategy: RoundPipeStrategy) -> list[Any]:
-    """Lightning's strategy for one device, and ours."""
-    return ["auto", strategy]
 
 
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-3}
@@ -59,16 +55,15 @@ def fit(folder: Path, strategy: Any, module: LightningModule, data: Any, **flags
 def test_20_steps_on_padded_batches(
     tmp_path: Path, optimizer: str, devices: int, num_microbatches: Any
 ) -> None:
-    modules = []
-    for strategy in one_and_many(RoundPipeStrategy(num_microbatches=num_microbatches)):
-        torch.manual_seed(3)
-        module = LanguageModel(optimizer)
-        data = DataLoader(PaddedSequences(32), batch_size=8)
-        workers = 1 if strategy == "auto" else devices
-        trainer = fit(tmp_path, strategy, module, data, devices=workers, max_epochs=5)
-        assert trainer.global_step == 20
-        modules.append((module, trainer))
-    (expected, one), (module, many) = modules
+    data = DataLoader(PaddedSequences(32), batch_size=8)
+    ours = RoundPipeStrategy(num_microbatches=num_microbatches)
+    ((expected, one),) = train_with(
+        tmp_path, ["auto"], lambda: LanguageModel(optimizer), data, max_epochs=5
+    )
+    ((module, many),) = train_with(
+        tmp_path, [ours], lambda: LanguageModel(optimizer), data, max_epochs=5, devices=devices
+    )
+    assert one.global_step == many.global_step == 20
     assert parameter_error(module, expected) < TOLERANCE[optimizer]
     for key, value in one.callback_metrics.items():
         torch.testing.assert_close(many.callback_metrics[key], value, rtol=1e-5, atol=1e-6)
@@ -76,28 +71,14 @@ def test_20_steps_on_padded_batches(
 
 def test_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
     modules = []
-    for devices in (1, 2, 4):
+    for devices, per_device in ((1, 1), (2, 1), (2, 2), (4, 1)):
         torch.manual_seed(3)
         module = Regressor("adamw", dropout=0.3)
-        strategy = RoundPipeStrategy(num_microbatches=4)
+        strategy = RoundPipeStrategy(num_microbatches=4, workers_per_device=per_device)
         fit(tmp_path, strategy, module, regression_data(shuffle=True), devices=devices)
         modules.append(module)
-        assert strategy.num_workers == devices
-    assert same_bits(modules[1], modules[0])
-    assert same_bits(modules[2], modules[0])
-
-
-def test_several_workers_on_one_device_are_as_good_as_several_devices(tmp_path: Path) -> None:
-    modules = []
-    for devices, workers_per_device in ((4, 1), (2, 2)):
-        torch.manual_seed(3)
-        module = Regressor()
-        strategy = RoundPipeStrategy(workers_per_device=workers_per_device)
-        fit(tmp_path, strategy, module, regression_data(), devices=devices)
-        assert strategy.num_workers == 4
-        assert strategy.num_microbatches == 8
-        modules.append(module)
-    assert same_bits(modules[1], modules[0])
+        assert strategy.num_workers == devices * per_device
+    assert all(same_bits(module, modules[0]) for module in modules)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -122,18 +103,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:Swapping scheduler", "ignore:Anomaly Detection")
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_trainer_features(tmp_path: Path, name: str) -> None:
-    modules = []
-    for strategy in one_and_many(RoundPipeStrategy()):
-        torch.manual_seed(3)
-        module = Regressor()
-        flags = dict(FEATURES[name])
-        if "callbacks" in flags:
-            flags["callbacks"] = flags["callbacks"]()
-        devices = 1 if strategy == "auto" else 2
-        data = regression_data(27, shuffle=True)
-        fit(tmp_path, strategy, module, data, devices=devices, **flags)
-        modules.append(module)
-    assert parameter_error(modules[1], modules[0]) < 1e-5
+    data = regression_data(27, shuffle=True)
+    runs = train_with(tmp_path, ["auto", RoundPipeStrategy()], Regressor, data, **FEATURES[name])
+    assert parameter_error(runs[1][0], runs[0][0]) < 1e-5
 
 
 def test_tuner_finds_what_it_finds_on_one_device(tmp_path: Path) -> None:
@@ -152,7 +124,7 @@ def test_tuner_finds_what_it_finds_on_one_device(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     found = []
-    for strategy in one_and_many(RoundPipeStrategy()):
+    for strategy in ("auto", RoundPipeStrategy()):
         torch.manual_seed(3)
         module = Tunable()
         trainer = make_trainer(
@@ -185,25 +157,21 @@ class _Scheduled(Regressor):
 
 @pytest.mark.parametrize("kind", ["step", "epoch", "plateau"])
 def test_schedulers_and_learning_rates(tmp_path: Path, kind: str) -> None:
-    runs: list[Any] = []
-    for strategy in one_and_many(RoundPipeStrategy()):
-        torch.manual_seed(3)
-        module = _Scheduled(kind)
-        folder = tmp_path / str(len(runs))
-        trainer = make_trainer(
-            folder,
-            strategy=strategy,
-            devices=1 if strategy == "auto" else 2,
-            logger=CSVLogger(folder, version=0),
-            callbacks=[LearningRateMonitor()],
-        )
-        trainer.fit(module, regression_data(), regression_data(8))
-        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-        header = (folder / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
+    runs = train_with(
+        tmp_path,
+        ["auto", RoundPipeStrategy()],
+        lambda: _Scheduled(kind),
+        validation=regression_data(8),
+        logger=lambda: CSVLogger(tmp_path),
+        callbacks=lambda: [LearningRateMonitor()],
+    )
+    rates = []
+    for module, trainer in runs:
+        header = (Path(str(trainer.log_dir)) / "metrics.csv").read_text().splitlines()[0]
         assert "lr-SGD" in header
-        runs.append((module, rates))
-    assert runs[1][1] == runs[0][1]
-    assert parameter_error(runs[1][0], runs[0][0]) < 1e-5
+        rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+        assert parameter_error(module, runs[0][0]) < 1e-5
+    assert rates[1] == rates[0]
 
 
 class _Normalised(Regressor):
@@ -224,14 +192,13 @@ class _Normalised(Regressor):
 def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging(
     tmp_path: Path,
 ) -> None:
-    modules = []
-    for strategy in one_and_many(RoundPipeStrategy(num_microbatches=1)):
-        torch.manual_seed(3)
-        module = _Normalised()
-        averaging = StochasticWeightAveraging(0.02, swa_epoch_start=1)
-        devices = 1 if strategy == "auto" else 2
-        fit(tmp_path, strategy, module, regression_data(), devices=devices, callbacks=[averaging])
-        modules.append(module)
+    runs = train_with(
+        tmp_path,
+        ["auto", RoundPipeStrategy(num_microbatches=1)],
+        _Normalised,
+        callbacks=lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1)],
+    )
+    modules = [module for module, _ in runs]
     assert same_bits(modules[1], modules[0])
     for (name, buffer), (_, expected) in zip(
         modules[1].named_buffers(), modules[0].named_buffers(), strict=True
@@ -270,29 +237,20 @@ class _FrozenAware(Regressor):
 
 
 def test_parameters_that_thaw_during_training(tmp_path: Path) -> None:
-    modules = []
-    for strategy in one_and_many(RoundPipeStrategy()):
-        torch.manual_seed(3)
-        module = _FrozenAware()
-        devices = 1 if strategy == "auto" else 2
-        fit(tmp_path, strategy, module, regression_data(), devices=devices, callbacks=[_Unfreeze()])
-        modules.append(module)
-    assert all(parameter.requires_grad for parameter in modules[1].parameters())
-    assert parameter_error(modules[1], modules[0]) < 1e-5
+    (one, _), (module, _) = train_with(
+        tmp_path, ["auto", RoundPipeStrategy()], _FrozenAware, callbacks=lambda: [_Unfreeze()]
+    )
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    assert parameter_error(module, one) < 1e-5
 
 
 def test_last_batch_smaller_than_the_number_of_microbatches(tmp_path: Path) -> None:
-    modules = []
-    for strategy in one_and_many(RoundPipeStrategy()):
-        torch.manual_seed(3)
-        module = Regressor()
-        devices = 1 if strategy == "auto" else 2
-        fit(tmp_path, strategy, module, regression_data(9), devices=devices)
-        modules.append(module)
-        if strategy != "auto":
-            assert strategy.num_microbatches == 4
-            assert strategy.last_plan.num_microbatches == 1
-    assert parameter_error(modules[1], modules[0]) < 1e-5
+    ours = RoundPipeStrategy()
+    (one, _), (module, _) = train_with(tmp_path, ["auto", ours], Regressor, regression_data(9))
+    assert ours.num_microbatches == 4
+    assert ours.last_plan is not None
+    assert ours.last_plan.num_microbatches == 1
+    assert parameter_error(module, one) < 1e-5
 
 
 def test_first_batch_smaller_than_wanted_limits_the_number_of_microbatches(tmp_path: Path) -> None:
@@ -321,14 +279,9 @@ def test_model_without_blocks_trains_as_one_stage(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
-    torch.manual_seed(3)
-    expected = OneLayer()
-    fit(tmp_path, "auto", expected, regression_data())
-    torch.manual_seed(3)
-    module = OneLayer()
     with pytest.warns(NoBlocksWarning, match="blocks='model.layers'"):
-        fit(tmp_path, RoundPipeStrategy(), module, regression_data(), devices=2)
-    assert parameter_error(module, expected) < 1e-5
+        (one, _), (module, _) = train_with(tmp_path, ["auto", RoundPipeStrategy()], OneLayer)
+    assert parameter_error(module, one) < 1e-5
 
 
 class _Manual(Regressor):
@@ -354,27 +307,20 @@ class _Manual(Regressor):
 def test_manual_optimization_with_several_optimizers_and_one_microbatch(
     tmp_path: Path, precision: Any
 ) -> None:
-    modules = []
-    for strategy in one_and_many(RoundPipeStrategy(num_microbatches=1)):
-        torch.manual_seed(3)
-        module = _Manual()
-        fit(tmp_path, strategy, module, regression_data(), precision=precision, max_epochs=2)
-        modules.append(module)
-    assert same_bits(modules[1], modules[0])
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=1)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, _Manual, precision=precision, max_epochs=2
+    )
+    assert same_bits(module, one)
 
 
 def test_early_stopping_stops_at_the_same_batch(tmp_path: Path) -> None:
-    steps = []
-    for strategy in one_and_many(RoundPipeStrategy()):
-        torch.manual_seed(3)
-        trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            devices=1 if strategy == "auto" else 2,
-            callbacks=[EarlyStopping("val_loss", patience=1, min_delta=0.02)],
-            max_epochs=30,
-        )
-        trainer.fit(Regressor(), regression_data(), regression_data(8))
-        steps.append(trainer.global_step)
-    assert steps[1] == steps[0]
-    assert steps[0] < 120
+    (_, one), (_, many) = train_with(
+        tmp_path,
+        ["auto", RoundPipeStrategy()],
+        Regressor,
+        validation=regression_data(8),
+        callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=0.02)],
+        max_epochs=30,
+    )
+    assert many.global_step == one.global_step < 120

@@ -39,6 +39,7 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
     same_bits,
+    train_with,
 )
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -103,13 +104,17 @@ class Grouped(Regressor):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+def shuffled() -> Any:
+    return regression_data(29, shuffle=True)
+
+
 def fit(
     folder: Path, strategy: Any, module: LightningModule | None = None, **flags: Any
 ) -> tuple[LightningModule, Trainer]:
     torch.manual_seed(3)
     module = Grouped() if module is None else module
     trainer = make_trainer(folder, strategy=strategy, **{"max_epochs": 2, **flags})
-    trainer.fit(module, regression_data(29, shuffle=True), regression_data(9))
+    trainer.fit(module, shuffled(), regression_data(9))
     return module, trainer
 
 
@@ -232,10 +237,9 @@ def test_who_looks_at_all_gradients_gets_them(
 def test_hooks_of_parameters_get_their_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early = _Early(monkeypatch)
-    module: Any = Grouped()
-    seen: list[Any] = []
-    module.layers[1].inner.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    early, module, seen = _Early(monkeypatch), Grouped(), []
+    weight = module.get_parameter("layers.1.inner.weight")
+    weight.register_hook(lambda gradient: seen.append(gradient.shape))
     fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), module, max_steps=3)
     assert len(seen) == 3
     assert not early.num_begun
@@ -305,11 +309,9 @@ def test_other_optimizers(tmp_path: Path, kind: Any, slow_updates: None) -> None
         pass
 
     Chosen.kind = staticmethod(kind)
-    modules = []
-    for strategy, devices in ((PlainLoop(4), 1), (Overlapping(num_microbatches=4), 2)):
-        torch.manual_seed(3)
-        modules.append(fit(tmp_path, strategy, Chosen(), devices=devices)[0])
-    assert same_bits(*modules)
+    strategies = [PlainLoop(4), Overlapping(num_microbatches=4)]
+    runs = train_with(tmp_path, strategies, Chosen, shuffled(), max_epochs=2)
+    assert same_bits(*(module for module, _ in runs))
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
@@ -322,12 +324,14 @@ def test_optimizers_of_bitsandbytes(tmp_path: Path, name: str) -> None:
 
     Chosen.kind = staticmethod(partial(kind, min_8bit_size=64))
     assert "keeps tensors" in str(reason_not_separable(kind(Regressor().parameters(), lr=0.01)))
-    modules = []
-    for strategy, devices in ((PlainLoop(2), 1), (EmulatedStrategy(num_microbatches=2), 2)):
-        torch.manual_seed(3)
-        modules.append(fit(tmp_path, strategy, Chosen(), devices=devices)[0])
-    assert same_bits(*modules)
-    assert all(p.isfinite().all() for p in modules[0].parameters())
+    strategies = [PlainLoop(2), EmulatedStrategy(num_microbatches=2)]
+    (one, _), (module, _) = train_with(tmp_path, strategies, Chosen, shuffled(), max_epochs=2)
+    assert same_bits(one, module)
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def waiting_and_not() -> list[RoundPipeStrategy]:
+    return [RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)]
 
 
 class _Reader(Callback):
@@ -360,13 +364,13 @@ def _reader_of(hook: str) -> _Reader:
     ],
 )
 def test_callbacks_see_finished_parameters(tmp_path: Path, hook: str, slow_updates: None) -> None:
-    callbacks = []
-    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
-        callbacks.append(_reader_of(hook))
-        fit(tmp_path, strategy, callbacks=[callbacks[-1]])
-    expected, found = (callback.seen for callback in callbacks)
-    assert len(found) == len(expected) > 0
-    assert all(map(torch.equal, found, expected))
+    seen = []
+    for strategy in waiting_and_not():
+        reader = _reader_of(hook)
+        fit(tmp_path, strategy, callbacks=[reader])
+        seen.append(reader.seen)
+    assert len(seen[0]) == len(seen[1]) > 0
+    assert all(map(torch.equal, *seen))
 
 
 @pytest.mark.parametrize(
@@ -383,7 +387,7 @@ def test_hooks_of_the_module_see_finished_parameters(
     tmp_path: Path, hook: str, slow_updates: None
 ) -> None:
     runs = []
-    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
+    for strategy in waiting_and_not():
         seen: list[Tensor] = []
 
         def note(self: Any, *args: Any, seen: list[Tensor] = seen, **kwargs: Any) -> Any:
@@ -394,9 +398,8 @@ def test_hooks_of_the_module_see_finished_parameters(
         torch.manual_seed(3)
         fit(tmp_path, strategy, type("Reads", (Grouped,), {hook: note})())
         runs.append(seen)
-    expected, found = runs
-    assert len(found) == len(expected) > 0
-    assert all(map(torch.equal, found, expected))
+    assert len(runs[0]) == len(runs[1]) > 0
+    assert all(map(torch.equal, *runs))
 
 
 def test_who_may_read() -> None:
@@ -505,7 +508,7 @@ def test_step_hooks_see_the_whole_step(tmp_path: Path) -> None:
             return made
 
     runs = []
-    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
+    for strategy in waiting_and_not():
         torch.manual_seed(3)
         module = Hooked()
         module.seen = []
@@ -578,7 +581,7 @@ def test_an_error_of_the_user_does_not_lose_the_last_step(
             raise KeyError("mine")
 
     modules = []
-    for strategy in (RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)):
+    for strategy in waiting_and_not():
         torch.manual_seed(3)
         modules.append(Regressor(on_step=fail))
         with pytest.raises(KeyError, match="mine"):
@@ -819,20 +822,13 @@ class _Starts(Grouped):
 
 
 def test_parameters_added_to_the_optimizer_later(tmp_path: Path, slow_updates: None) -> None:
-    modules = []
-    for strategy in (
-        PlainLoop(4),
-        Overlapping(num_microbatches=4),
-        EmulatedStrategy(num_microbatches=4),
-    ):
-        torch.manual_seed(3)
-        module = _Starts()
-        before = module.head.bias.detach().clone()
-        fit(tmp_path, strategy, module, callbacks=[_Unfreezes()])
-        assert not torch.equal(module.head.bias, before)
-        modules.append(module)
-    assert same_bits(modules[1], modules[0])
-    assert same_bits(modules[2], modules[0])
+    kinds = [PlainLoop(4), Overlapping(num_microbatches=4), EmulatedStrategy(num_microbatches=4)]
+    runs = train_with(
+        tmp_path, kinds, _Starts, shuffled(), callbacks=lambda: [_Unfreezes()], max_epochs=2
+    )
+    torch.manual_seed(3)
+    assert not torch.equal(runs[0][0].head.bias, _Starts().head.bias)
+    assert all(same_bits(module, runs[0][0]) for module, _ in runs)
 
 
 def test_the_second_copy_is_counted() -> None:
