@@ -18,7 +18,7 @@ when it is made; on paper a plan has room for all of them or for none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -27,7 +27,12 @@ from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
-from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, stage_dependencies
+from roundpipe_lightning.planning.schedule.schedule import (
+    Action,
+    ActionKey,
+    Schedule,
+    stage_dependencies,
+)
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     RecomputePolicy,
@@ -95,65 +100,6 @@ def _attention_bytes(profile: ModelProfile, stage: Stage, recompute: RecomputePo
     return sum(profile.blocks[block].attention_bytes for block in stage.blocks)
 
 
-class DirectCopies:
-    """Counts what workers of a schedule get by a copy from another one's device.
-
-    Args:
-        schedule: Every worker's actions.
-        partition: The stages.
-        profile: What boundaries and attention outputs weigh.
-        recompute: Whether attention outputs are kept.
-        route: What goes directly.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        *,
-        partition: Partition,
-        profile: ModelProfile,
-        recompute: RecomputePolicy,
-        route: BoundaryRoute,
-    ) -> None:
-        self._partition = partition
-        self._profile = profile
-        self._keeps_attention = recompute is RecomputePolicy.SELECTIVE
-        self._is_all = route is BoundaryRoute.DIRECT
-        self._boundary_bytes = max((block.boundary_bytes for block in profile.blocks), default=0)
-        self._workers = {
-            (action.kind, action.stage, action.microbatch): action.worker
-            for row in schedule.workers
-            for action in row
-        }
-
-    def num_bytes(self, stage: Stage, actions: Iterable[Action]) -> int:
-        """Return the bytes of a visit's copies: what was made on its own worker needs none."""
-        makers = self._makers(stage)
-        return sum(
-            size
-            for action in actions
-            for kind, index, size in makers
-            if self._workers[kind, index, action.microbatch] != action.worker
-        )
-
-    def _makers(self, stage: Stage) -> list[tuple[StageKind, int, int]]:
-        """Return the stages whose results a stage takes directly, and how large they are."""
-        rules = stage_dependencies(stage.kind, stage.index, self._partition)
-        found = [
-            (kind, index, self._boundary_bytes)
-            for kind, index, _ in rules
-            if self._is_all or kind is not StageKind.FORWARD
-        ]
-        if not (self._is_all and self._keeps_attention and stage.kind is StageKind.BACKWARD):
-            return found
-        for maker in self._partition.stages()[: self._partition.num_forward]:
-            both = set(maker.blocks).intersection(stage.blocks)
-            size = sum(self._profile.blocks[block].attention_bytes for block in both)
-            if size:
-                found.append((maker.kind, maker.index, size))
-        return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
     """What a stage moves.
@@ -172,25 +118,18 @@ class StageBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visit:
-    """A run of actions of one stage on one worker, and what is moved for it.
+class Visit(StageBytes):
+    """A run of actions of one stage on one worker, and what all of them move.
 
     Attributes:
         stage: The stage.
         actions: What runs.
-        weight_bytes: Parameters that are uploaded.
-        gradient_bytes: Gradients that are downloaded.
-        input_bytes: What all its actions need from the host.
-        output_bytes: What all its actions hand on by way of the host.
-        direct_bytes: What all its actions need from other devices, by one copy.
+        direct_bytes: What the actions need from other devices, by one copy; the inputs and outputs
+            are those by way of the host.
     """
 
     stage: Stage
     actions: tuple[Action, ...]
-    weight_bytes: int
-    gradient_bytes: int
-    input_bytes: int
-    output_bytes: int
     direct_bytes: int = 0
 
 
@@ -261,66 +200,87 @@ def worker_visits(
         resident: Blocks that stay on each worker; empty: none.
         route: The way that boundaries take.
     """
-    moved = {
-        (stage.kind, stage.index): (
-            stage,
-            stage_bytes(profile, stage=stage, partition=partition, recompute=recompute),
-        )
+    sizes = {
+        stage: stage_bytes(profile, stage=stage, partition=partition, recompute=recompute)
         for stage in partition.stages()
     }
-    rows = [
-        _visits(row, moved, profile=profile, resident=set(resident[worker]) if resident else set())
-        for worker, row in enumerate(schedule.workers)
-    ]
+    rows = []
+    for worker, actions in enumerate(schedule.workers):
+        visits = []
+        blocks = set(resident[worker]) if resident else set()
+        fresh: set[int] = set()
+        for (kind, index), group in groupby(actions, key=lambda each: (each.kind, each.stage)):
+            stage = partition.stage(kind, index)
+            visit = _visit(stage, sizes[stage], tuple(group))
+            staying = [profile.blocks[block] for block in blocks.intersection(stage.blocks)]
+            again = blocks.intersection(stage.blocks) - fresh
+            weight_bytes = visit.weight_bytes - sum(block.parameter_bytes for block in staying)
+            weight_bytes += sum(profile.blocks[block].trainable_bytes for block in again)
+            fresh |= again
+            visits.append(replace(visit, weight_bytes=weight_bytes) if staying else visit)
+        rows.append(visits)
     if route is BoundaryRoute.THROUGH_HOST:
         return rows
-    copies = DirectCopies(
-        schedule, partition=partition, profile=profile, recompute=recompute, route=route
-    )
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
-    return [[_directly(visit, copies, boundary, route) for visit in row] for row in rows]
+    makers = {stage: _makers(stage, partition, profile, recompute, route) for stage in sizes}
+    return [
+        [_directly(visit, makers[visit.stage], schedule, boundary, route) for visit in row]
+        for row in rows
+    ]
+
+
+def _visit(stage: Stage, sizes: StageBytes, actions: tuple[Action, ...]) -> Visit:
+    return Visit(
+        stage=stage,
+        actions=actions,
+        weight_bytes=sizes.weight_bytes,
+        gradient_bytes=sizes.gradient_bytes,
+        input_bytes=len(actions) * sizes.input_bytes,
+        output_bytes=len(actions) * sizes.output_bytes,
+    )
+
+
+def _makers(
+    stage: Stage,
+    partition: Partition,
+    profile: ModelProfile,
+    recompute: RecomputePolicy,
+    route: BoundaryRoute,
+) -> list[tuple[StageKind, int, int]]:
+    """Return the stages whose results a stage takes directly, and how large they are."""
+    is_all = route is BoundaryRoute.DIRECT
+    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
+    found = [
+        (kind, index, boundary)
+        for kind, index, _ in stage_dependencies(stage.kind, stage.index, partition)
+        if is_all or kind is not StageKind.FORWARD
+    ]
+    if is_all and recompute is RecomputePolicy.SELECTIVE and stage.kind is StageKind.BACKWARD:
+        for maker in partition.stages()[: partition.num_forward]:
+            both = set(maker.blocks).intersection(stage.blocks)
+            size = sum(profile.blocks[block].attention_bytes for block in both)
+            found += [(maker.kind, maker.index, size)] if size else []
+    return found
 
 
 def _directly(
-    visit: Visit, copies: DirectCopies, boundary_bytes: int, route: BoundaryRoute
+    visit: Visit,
+    makers: Sequence[tuple[StageKind, int, int]],
+    schedule: Schedule,
+    boundary_bytes: int,
+    route: BoundaryRoute,
 ) -> Visit:
-    """Take from a visit what does not pass the host."""
-    kind, direct = visit.stage.kind, copies.num_bytes(visit.stage, visit.actions)
+    """Take from a visit what does not pass the host; what its own worker made needs no copy."""
+    direct = sum(
+        size
+        for action in visit.actions
+        for kind, index, size in makers
+        if schedule.worker_of(ActionKey(kind, index, action.microbatch)) != action.worker
+    )
     if route is BoundaryRoute.DIRECT:
         return replace(visit, input_bytes=0, output_bytes=0, direct_bytes=direct)
-    if kind is StageKind.BACKWARD:
+    if visit.stage.kind is StageKind.BACKWARD:
         inputs = visit.input_bytes - len(visit.actions) * boundary_bytes  # the gradient
         return replace(visit, input_bytes=inputs, output_bytes=0, direct_bytes=direct)
-    outputs = 0 if kind is StageKind.FUSED else visit.output_bytes
+    outputs = 0 if visit.stage.kind is StageKind.FUSED else visit.output_bytes
     return replace(visit, output_bytes=outputs)
-
-
-def _visits(
-    row: Sequence[Action],
-    moved: dict[tuple[StageKind, int], tuple[Stage, StageBytes]],
-    *,
-    profile: ModelProfile,
-    resident: set[int],
-) -> list[Visit]:
-    visits = []
-    fresh: set[int] = set()
-    for key, group in groupby(row, key=lambda action: (action.kind, action.stage)):
-        actions = tuple(group)
-        stage, sizes = moved[key]
-        weight_bytes = sizes.weight_bytes
-        for index in resident.intersection(stage.blocks) if resident else ():
-            block = profile.blocks[index]
-            weight_bytes -= block.parameter_bytes
-            weight_bytes += 0 if index in fresh else block.trainable_bytes
-            fresh.add(index)
-        visits.append(
-            Visit(
-                stage=stage,
-                actions=actions,
-                weight_bytes=weight_bytes,
-                gradient_bytes=sizes.gradient_bytes,
-                input_bytes=len(actions) * sizes.input_bytes,
-                output_bytes=len(actions) * sizes.output_bytes,
-            )
-        )
-    return visits

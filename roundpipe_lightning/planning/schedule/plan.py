@@ -244,17 +244,26 @@ class Plan(PipelineLayout):
             )
         check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
 
+    def _values(self) -> dict[str, Any]:
+        """What is saved; the names from `num_batches` to `resident` are new in version 2."""
+        counts = {name: getattr(self, name) for name in (*_COUNTS, "num_batches", "weight_slots")}
+        return {
+            "model": self.model,
+            "partition": str(self.partition),
+            **counts,
+            "recompute": self.recompute.value,
+            "resident": format_resident(self.resident),
+            "block_names": list(self.block_names),
+            "schedule": self.schedule.to_text().splitlines(),
+        }
+
     def to_text(self) -> str:
-        head = [
-            f"roundpipe plan {FORMAT_VERSION}",
-            f"model: {self.model}",
-            f"partition: {self.partition}",
-            *(f"{name}: {getattr(self, name)}" for name in _COUNTS),
-            *(f"{name}: {value}" for name, value in self._added().items()),
-            f"block_names: {' '.join(self.block_names)}".rstrip(),
-            "schedule:",
-        ]
-        return "\n".join(head) + "\n" + self.schedule.to_text()
+        """Readable form, which `from_text` reads back."""
+        values = self._values()
+        rows = values.pop("schedule")
+        values["block_names"] = " ".join(values["block_names"])
+        head = [f"{name}: {value}".rstrip() for name, value in values.items()]
+        return "\n".join([f"roundpipe plan {FORMAT_VERSION}", *head, "schedule:", *rows]) + "\n"
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
@@ -264,32 +273,22 @@ class Plan(PipelineLayout):
             PlanError: If the text is not a plan of this version, or a plan that cannot run.
         """
         head, _, rows = text.partition("\nschedule:\n")
-        lines = head.splitlines()
+        first, *lines = head.splitlines() or [""]
         known = {f"roundpipe plan {version}": version for version in _VERSIONS}
-        if not lines or lines[0] not in known:
+        if first not in known:
             raise PlanError(
                 f"Expected 'roundpipe plan {FORMAT_VERSION}' in the first line, got "
-                f"{(lines or [''])[0][:80]!r}. Make a new plan with this version."
+                f"{first[:80]!r}. Make a new plan with this version."
             )
-        values: dict[str, Any] = {}
-        for line in lines[1:]:
-            name, _, value = line.partition(":")
-            values[name.strip()] = value.strip()
+        pairs = (line.partition(":") for line in lines)
+        values: dict[str, Any] = {name.strip(): value.strip() for name, _, value in pairs}
         values["block_names"] = values.get("block_names", "").split()
         values["schedule"] = rows.splitlines()
-        return cls._from_values(values, version=known[lines[0]], source="text")
+        return cls._from_values(values, version=known[first], source="text")
 
     def to_json(self) -> str:
-        values = {
-            "format_version": FORMAT_VERSION,
-            "model": self.model,
-            "partition": str(self.partition),
-            **{name: getattr(self, name) for name in _COUNTS},
-            **self._added(),
-            "block_names": list(self.block_names),
-            "schedule": self.schedule.to_text().splitlines(),
-        }
-        return json.dumps(values, indent=1) + "\n"
+        """JSON form, which `from_json` reads back."""
+        return json.dumps({"format_version": FORMAT_VERSION, **self._values()}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -310,39 +309,26 @@ class Plan(PipelineLayout):
             )
         return cls._from_values(values, version=version, source="JSON")
 
-    def _added(self) -> dict[str, Any]:
-        """What version 2 has beside version 1."""
-        return {
-            "num_batches": self.num_batches,
-            "weight_slots": self.weight_slots,
-            "recompute": self.recompute.value,
-            "resident": format_resident(self.resident),
-        }
-
     @classmethod
     def _from_values(cls, values: dict[str, Any], *, version: int, source: str) -> Plan:
         if version == 1:
             values = {**values, **_ADDED}
         try:
-            counts = {name: int(values[name]) for name in _COUNTS}
-            model, partition = str(values["model"]), Partition.parse(values["partition"])
-            names, rows = values["block_names"], values["schedule"]
+            counts = {name: int(values[name]) for name in (*_COUNTS, "num_batches", "weight_slots")}
             return cls(
-                model=model,
-                partition=partition,
-                block_names=tuple(map(str, names)),
-                schedule=Schedule.from_text("\n".join(rows)),
-                num_batches=int(values["num_batches"]),
-                weight_slots=int(values["weight_slots"]),
+                model=str(values["model"]),
+                partition=Partition.parse(values["partition"]),
+                block_names=tuple(map(str, values["block_names"])),
+                schedule=Schedule.from_text("\n".join(values["schedule"])),
                 recompute=RecomputePolicy(values["recompute"]),
                 resident=parse_resident(values["resident"]),
                 **counts,
             )
+        except PlanError:
+            raise
         except KeyError as error:
             raise PlanError(f"The plan ({source}) has no {error}: make a new plan.") from error
         except (AttributeError, TypeError, ValueError) as error:
-            if isinstance(error, PlanError):
-                raise
             raise PlanError(f"The plan ({source}) is malformed: {error}.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -5,7 +5,6 @@ A hint that cannot be kept is refused with the reason, never bent.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +18,21 @@ from roundpipe_lightning.planning.schedule.cuts import (
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.partition import StageLimits, even_cuts
+
+_LEAST = {
+    "most_forward": 1,
+    "most_backward": 1,
+    "most_fused": 0,
+    "team_size": 1,
+    "round_size": 1,
+    "resident": 0,
+}
+"""The least that a hint may be."""
+
+
+def _key(name: str) -> str:
+    """Key in a configuration of a field of `PartitionHints`."""
+    return "partition." + name.replace("most_", "limits.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +67,23 @@ class PartitionHints:
     resident: int | None = None
 
     def __post_init__(self) -> None:
-        counts = (
-            ("limits.forward", self.most_forward, 1),
-            ("limits.backward", self.most_backward, 1),
-            ("limits.fused", self.most_fused, 0),
-            ("team_size", self.team_size, 1),
-            ("round_size", self.round_size, 1),
-            ("resident", self.resident, 0),
-        )
-        for name, value, least in counts:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
             if value is not None and value < least:
-                raise PlanError(f"partition.{name}={value} must be {least} or more.")
+                raise PlanError(f"{_key(name)}={value} must be {least} or more.")
         if self.weight_slots not in (None, 1, 2):
             raise PlanError(f"partition.weight_slots={self.weight_slots} must be 1 or 2.")
         self._check_cuts()
-        self._check_recompute()
+        if self._fuses_all:
+            for name, counts, is_ruled_out in (
+                ("forward", self.forward, bool(self.forward)),
+                ("backward", self.backward, len(self.backward or ()) > 1),
+            ):
+                if is_ruled_out:
+                    raise PlanError(
+                        f"partition.recompute=none has all blocks in the fused stage, but "
+                        f"partition.{name}={list(counts or ())} has others: drop one of the two."
+                    )
         if self.team_size and self.round_size and self.round_size < self.team_size:
             raise PlanError(
                 f"partition.round_size={self.round_size} leaves workers of a team of "
@@ -77,50 +93,40 @@ class PartitionHints:
 
     def _check_cuts(self) -> None:
         """Refuse cuts that cut nothing, disagree, or break the limits beside them."""
-        if self.forward is not None and self.backward is not None:
-            Partition(forward=self.forward, backward=self.backward)
-        for name, counts in (("forward", self.forward), ("backward", (self.backward or (0,))[1:])):
-            if any(count < 1 for count in counts or ()):
-                raise PlanError(
-                    f"partition.{name}={list(counts or ())}: every stage needs at least one block."
-                )
         if self.backward is not None and (not self.backward or self.backward[0] < 0):
             raise PlanError(
                 f"partition.backward={list(self.backward)} must begin with the blocks of the fused "
                 "stage, 0 or more."
             )
-        backward = self.backward or (0,)
-        for name, most, count in (
-            ("forward", self.most_forward, max(self.forward or (0,))),
-            ("backward", self.most_backward, max(backward[1:], default=0)),
-            ("fused", self.most_fused, backward[0]),
+        if self.forward is not None and self.backward is not None:
+            Partition(forward=self.forward, backward=self.backward)
+        forward = self.forward or ()
+        fused, *backward = self.backward or (0,)
+        for name, counts, stages in (
+            ("forward", forward, forward),
+            ("backward", self.backward or (), backward),
         ):
-            if most is not None and count > most:
+            if min(stages, default=1) < 1:
+                raise PlanError(
+                    f"partition.{name}={list(counts)}: every stage needs at least one block."
+                )
+        for name, stages in (("forward", forward), ("backward", backward), ("fused", [fused])):
+            most = getattr(self, f"most_{name}")
+            if most is not None and max(stages, default=0) > most:
                 cut = "forward" if name == "forward" else "backward"
                 raise PlanError(
-                    f"partition.{cut} has a stage of {count} blocks, but "
+                    f"partition.{cut} has a stage of {max(stages)} blocks, but "
                     f"partition.limits.{name}={most} allows at most {most}: drop one of the two."
                 )
 
-    def _check_recompute(self) -> None:
-        """Refuse a policy that the cuts beside it rule out."""
-        if self.recompute != (RecomputePolicy.NONE,):
-            return
-        backward = self.backward or (0,)
-        for name, value, is_ruled_out in (
-            ("forward", self.forward, bool(self.forward)),
-            ("backward", self.backward, len(backward) > 1),
-        ):
-            if is_ruled_out:
-                raise PlanError(
-                    f"partition.recompute=none has all blocks in the fused stage, but "
-                    f"partition.{name}={list(value or ())} has others: drop one of the two."
-                )
+    @property
+    def _fuses_all(self) -> bool:
+        return self.recompute == (RecomputePolicy.NONE,)
 
     def keys_given(self) -> list[str]:
-        """Return the keys of the configuration group `partition` that settle something."""
+        """Return the keys of the configuration that settle something, e.g. `limits.fused`."""
         given = [name for name, value in vars(self).items() if value is not None]
-        return [re.sub(r"^most_", "limits.", name) for name in given]
+        return [_key(name).removeprefix("partition.") for name in given]
 
     @property
     def cuts(self) -> bool:
@@ -139,8 +145,7 @@ class PartitionHints:
                     f"partition.{name}={list(counts or ())} has {total} blocks, the model has "
                     f"{num_blocks}."
                 )
-        none = self.recompute == (RecomputePolicy.NONE,)
-        if none and self.most_fused is not None and self.most_fused < num_blocks:
+        if self._fuses_all and self.most_fused is not None and self.most_fused < num_blocks:
             raise PlanError(
                 f"partition.recompute=none has all {num_blocks} blocks in the fused stage, but "
                 f"partition.limits.fused={self.most_fused}: drop one of the two."
