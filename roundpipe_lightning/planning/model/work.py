@@ -68,11 +68,7 @@ class Amount:
         return self.fixed + self.per_token * shape.tokens + self.per_square * squares
 
     def __add__(self, other: Amount) -> Amount:
-        return Amount(
-            fixed=self.fixed + other.fixed,
-            per_token=self.per_token + other.per_token,
-            per_square=self.per_square + other.per_square,
-        )
+        return Amount(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     @classmethod
     def fit(cls, short: float, long: float, double: float, *, seq_len: int) -> Amount:
@@ -132,12 +128,11 @@ class Work:
     memory_bytes: Amount = Amount()
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            matrix_operations=self.matrix_operations + other.matrix_operations,
-            matrix_bytes=self.matrix_bytes + other.matrix_bytes,
-            attention_operations=self.attention_operations + other.attention_operations,
-            memory_bytes=self.memory_bytes + other.memory_bytes,
-        )
+        return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def operations(self, shape: MicrobatchShape) -> float:
+        """Operations of matrix products and attention."""
+        return self.matrix_operations.of(shape) + self.attention_operations.of(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,17 +264,14 @@ def time_model(
     """
 
     def timed(part: BlockWork, sized: BlockProfile) -> BlockProfile:
-        seconds = [
-            work_seconds(each, hardware=hardware, shape=shape, dtype=dtype)
-            for each in (part.forward, part.backward)
-        ]
+        attention = part.forward.attention_operations.of(shape)
         return replace(
             sized,
-            forward_seconds=seconds[0],
-            backward_seconds=seconds[1],
-            attention_seconds=hardware.attention_seconds(
-                part.forward.attention_operations.of(shape), dtype=dtype
+            forward_seconds=work_seconds(part.forward, hardware=hardware, shape=shape, dtype=dtype),
+            backward_seconds=work_seconds(
+                part.backward, hardware=hardware, shape=shape, dtype=dtype
             ),
+            attention_seconds=hardware.attention_seconds(attention, dtype=dtype),
         )
 
     sized = size_model(work, shape=shape)
@@ -354,8 +346,7 @@ def microbatch_operations(
         recompute: What BACKWARD stages start from; with SELECTIVE attention is not run again.
     """
     model = sum(
-        _forward(part, shape) + _backward(part, shape)
-        for part in (work.head, *work.blocks, work.tail)
+        part.forward.operations(shape) + part.backward.operations(shape) for part in work.segments
     )
     again = 0.0
     for stage in partition.stages():
@@ -363,17 +354,7 @@ def microbatch_operations(
             continue
         for block in (work.blocks[index] for index in stage.blocks):
             if block.has_backward:
-                again += _forward(block, shape)
+                again += block.forward.operations(shape)
                 if recompute is RecomputePolicy.SELECTIVE:
                     again -= block.forward.attention_operations.of(shape)
     return Operations(model=model, recompute=again)
-
-
-def _forward(part: BlockWork, shape: MicrobatchShape) -> float:
-    work = part.forward
-    return work.matrix_operations.of(shape) + work.attention_operations.of(shape)
-
-
-def _backward(part: BlockWork, shape: MicrobatchShape) -> float:
-    work = part.backward
-    return work.matrix_operations.of(shape) + work.attention_operations.of(shape)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from roundpipe_lightning.planning.cost.memory import MemoryNeed, MemoryReport
-from roundpipe_lightning.planning.cost.predict import StepPrediction, predict_step
+from roundpipe_lightning.planning.cost.predict import StepPrediction
 from roundpipe_lightning.planning.cost.traffic import boundary_route, worker_visits
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -63,17 +63,7 @@ class PlanDescription:
             profile: The model with measured durations; None: those that follow from the machine.
         """
         layout = plan.layout
-        if profile is None:
-            prediction = job.predict(layout)
-        else:
-            prediction = predict_step(
-                profile,
-                hardware=job.hardware,
-                layout=layout,
-                num_trainable=job.work.num_trainable,
-                storage=job.storage,
-                timing=job.timing,
-            )
+        prediction = job.predict(layout, profile=profile)
         return cls(job=job, plan=plan, memory=job.report(layout), prediction=prediction)
 
     @property
@@ -104,7 +94,7 @@ class PlanDescription:
             route=boundary_route(footprint, layout),
         )
         each = [visit for row in rows for visit in row]
-        count = job.step_microbatches / layout.num_microbatches
+        count = job.num_microbatches * job.num_batches / layout.num_microbatches
         sizes = (
             self.prediction.uploaded_bytes,
             self.prediction.downloaded_bytes,

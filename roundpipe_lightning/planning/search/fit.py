@@ -89,10 +89,16 @@ class TrainingJob:
         """What plans for this job need."""
         return MemoryModel(work=self.work, hardware=self.hardware, storage=self.storage)
 
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """The model on the machine, parameters of 16 bits."""
+        return time_model(self.work, hardware=self.hardware, shape=self.shape, dtype=self.dtype)
+
     @property
-    def step_microbatches(self) -> int:
-        """Microbatches of an optimizer step."""
-        return self.num_microbatches * self.num_batches
+    def recompute_start(self) -> RecomputeStart:
+        """When the workers begin a recompute: CPU workers run an action in one go."""
+        on_host = self.hardware.shares_host_memory
+        return RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY
 
     @property
     def step_tokens(self) -> int:
@@ -103,10 +109,12 @@ class TrainingJob:
     def report(self, layout: PipelineLayout) -> MemoryReport:
         return self.memory.report(layout, shape=self.shape)
 
-    def predict(self, layout: PipelineLayout) -> StepPrediction:
-        profile = time_model(self.work, hardware=self.hardware, shape=self.shape, dtype=self.dtype)
+    def predict(
+        self, layout: PipelineLayout, *, profile: ModelProfile | None = None
+    ) -> StepPrediction:
+        """Predict an optimizer step; `profile` is the model with measured durations."""
         return predict_step(
-            profile,
+            self.profile if profile is None else profile,
             hardware=self.hardware,
             layout=layout,
             num_trainable=self.work.num_trainable,
@@ -242,8 +250,7 @@ def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
 
     def profile(num_microbatches: int) -> ModelProfile:
         each = jobs[num_microbatches]
-        timed = time_model(each.work, hardware=each.hardware, shape=each.shape, dtype=each.dtype)
-        return each.storage.stored(timed)
+        return each.storage.stored(each.profile)
 
     def admits(layout: PipelineLayout) -> bool:
         each = jobs[layout.num_microbatches // layout.num_batches]
@@ -258,11 +265,9 @@ def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
 
 
 def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
-    hints, hardware = job.hints, job.hardware
-    limits = _hint_limits(job)
-    on_host = hardware.shares_host_memory
+    hints, limits = job.hints, _hint_limits(job)
     quick = job.search is Search.QUICK
-    teams = (1, hardware.num_devices) if quick else ()
+    teams = (1, job.hardware.num_devices) if quick else ()
     return PlanningRequest(
         num_microbatches=counts,
         num_batches=job.num_batches,
@@ -271,7 +276,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
         limits=limits,
         partitions=hints.partitions(job.work.block_names, limits=limits, cuts=job.work.cuts),
         effort=QUICK if quick else job.effort,
-        recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
+        recompute_start=job.recompute_start,
         recompute=hints.recompute or (_SIMPLE if quick else tuple(RecomputePolicy)),
         weight_slots=(2, 1) if hints.weight_slots is None else (hints.weight_slots,),
         at_least_resident=hints.resident or 0,
@@ -346,7 +351,9 @@ def improved_plan(
     try:
         before = _planned(plan, profile, job, partitions=(plan.partition,))
         seconds = before.timeline.makespan_seconds
-        possible = seconds - _least_seconds(plan, profile)
+        # a step in which no worker ever waits and no block runs forward twice
+        least = profile.busy_seconds * plan.num_microbatches / plan.num_workers
+        possible = seconds - least
         if possible < LEAST_GAIN * seconds:
             return None
         if remaining_steps is not None and possible * remaining_steps < planning_seconds:
@@ -362,17 +369,11 @@ def improved_plan(
     return improvement if improvement.gain >= LEAST_GAIN else None
 
 
-def _least_seconds(plan: Plan, profile: ModelProfile) -> float:
-    """A step in which no worker ever waits and no block runs forward twice."""
-    return profile.busy_seconds * plan.num_microbatches / plan.num_workers
-
-
 def _planned(
     plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
 ) -> PlannedTraining:
     """Plan with the teams and rounds that there are."""
     limits = StageLimits.none(profile.num_blocks)
-    on_host = job.hardware.shares_host_memory
     return plan_training(
         job.storage.stored(profile),
         hardware=job.storage.links(job.hardware),
@@ -386,6 +387,6 @@ def _planned(
             recompute=(plan.recompute,),
             weight_slots=(plan.weight_slots,),
             at_most_resident=max(map(len, plan.resident), default=0),
-            recompute_start=RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY,
+            recompute_start=job.recompute_start,
         ),
     )
