@@ -375,7 +375,7 @@ def run_model(
     case = case_of(model, timings)
     steps = measure(case, num_steps=options.steps, time_scale=options.time_scale, tags=options.tags)
     result = {
-        "simulated_idle_share": case.simulated.idle_share,
+        "simulated_idle_share": case.simulated.bubble_fraction,
         "measured_idle_share": statistics.median(step.idle_share for step in steps),
         "simulated_makespan_ms": case.simulated.makespan_seconds * 1e3,
         "measured_makespan_ms": statistics.median(step.makespan_seconds for step in steps) * 1e3,

@@ -178,7 +178,7 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         case = case_of(model, timings, num_batches=options.batches, team_sizes=(options.team_size,))
-        result[model.name] = {"idle_share_of_one_batch": case.simulated.idle_share}
+        result[model.name] = {"idle_share_of_one_batch": case.simulated.bubble_fraction}
         for way, goes_round in WAYS.items():
             expected = simulated(
                 case,
@@ -194,7 +194,7 @@ def main() -> None:
                 goes_round=goes_round,
             )
             result[model.name][way] = {
-                "simulated_idle_share": expected.idle_share,
+                "simulated_idle_share": expected.bubble_fraction,
                 "measured_idle_share": statistics.median(s.idle_share for s in streams),
                 "simulated_makespan_ms": expected.makespan_seconds * 1e3,
                 "measured_makespan_ms": statistics.median(s.makespan_seconds for s in streams)

@@ -159,7 +159,7 @@ def _plan_row(
     planned: PlannedTraining, planning_seconds: float, *, num_batches: int
 ) -> dict[str, Any]:
     timeline, partition = planned.timeline, planned.plan.partition
-    idle_share = timeline.idle_share
+    idle_share = timeline.bubble_fraction
     if num_batches > 1:
         idle_share = idle_share_after(
             timeline, first_microbatch=planned.plan.num_microbatches // num_batches

@@ -27,7 +27,7 @@ from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.planning.cost.memory import MemoryModel
-from roundpipe_lightning.planning.cost.predict import PipelineLayout, UpdateTiming, predict_step
+from roundpipe_lightning.planning.cost.predict import UpdateTiming, predict_step
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
@@ -38,6 +38,7 @@ from roundpipe_lightning.planning.model.work import (
     time_model,
     work_seconds,
 )
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.plans import balanced_partition
 

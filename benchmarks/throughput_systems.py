@@ -352,7 +352,7 @@ class Ours(System):
                 "weight_slots": strategy.last_plan.weight_slots,
                 "num_resident": sum(map(len, strategy.last_plan.resident)),
             },
-            "idle_share": strategy.last_timeline.idle_share,
+            "idle_share": strategy.last_timeline.bubble_fraction,
             "planned_gib": self._planned_gib,
         }
 

@@ -133,7 +133,7 @@ def _step_lines(event: PlanEvent) -> list[str]:
         (
             f"Predicted step: {prediction.step_seconds:.4g} s{source}, of which the optimizer "
             f"{prediction.optimizer_seconds:.3g} s; workers wait "
-            f"{max(0.0, prediction.idle_share):.1%}"
+            f"{max(0.0, prediction.bubble_fraction):.1%}"
         )
     ]
     if not event.description.job.hardware.shares_host_memory:

@@ -96,12 +96,12 @@ class PipelineTimeline(Callback):
     def predicted_idle_share(self) -> float | None:
         """Share of the workers' time in which the prediction has them idle, from 0 to 1."""
         predicted = self.predicted
-        return None if predicted is None else predicted.idle_share
+        return None if predicted is None else predicted.bubble_fraction
 
     @property
     def measured_idle_share(self) -> float | None:
         """Median over the recorded steps of the share in which the workers were idle."""
-        shares = [timeline.idle_share for timeline in self.measured.values()]
+        shares = [timeline.bubble_fraction for timeline in self.measured.values()]
         return median(shares) if shares else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -123,8 +123,8 @@ class PlanOutput:
             "pipeline_seconds": prediction.pipeline_seconds,
             "optimizer_seconds": prediction.optimizer_seconds,
             "tokens_per_second": self.answer.tokens_per_second,
-            "idle_share": max(0.0, prediction.idle_share),
-            "pipeline_idle_share": max(0.0, planned.timeline.idle_share),
+            "idle_share": max(0.0, prediction.bubble_fraction),
+            "pipeline_idle_share": max(0.0, planned.timeline.bubble_fraction),
         }
 
     @property

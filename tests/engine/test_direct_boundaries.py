@@ -10,7 +10,7 @@ from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute
-from roundpipe_lightning.planning.cost.traffic import worker_visits
+from roundpipe_lightning.planning.cost.traffic import worker_stage_runs
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from tests.kit.engine import (
     Regressor,
@@ -91,7 +91,7 @@ def test_the_planner_counts_copies_that_are_made() -> None:
         name="block", forward_seconds=1.0, backward_seconds=1.0, boundary_bytes=size
     )
     profile = ModelProfile(blocks=(block,) * len(stack.blocks), fingerprint="")
-    rows = worker_visits(
+    rows = worker_stage_runs(
         plan.schedule, partition=plan.partition, profile=profile, route=BoundaryRoute.DIRECT
     )
     counted = [sum(visit.direct_bytes for visit in row) for row in rows]

@@ -12,10 +12,10 @@ from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.predict import StepPrediction, UpdateTiming, predict_step
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.cost.traffic import (
-    Visit,
+    StageRun,
     boundary_route,
     hop_seconds,
-    worker_visits,
+    worker_stage_runs,
 )
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
@@ -42,8 +42,8 @@ def profile(*, attention_bytes: int = 0) -> ModelProfile:
     return ModelProfile(blocks=(block, block), tail=replace(block, name="tail"), fingerprint="")
 
 
-def visits(route: BoundaryRoute, *, attention_bytes: int = 0) -> dict[str, Visit]:
-    rows = worker_visits(
+def visits(route: BoundaryRoute, *, attention_bytes: int = 0) -> dict[str, StageRun]:
+    rows = worker_stage_runs(
         TWO_WORKERS,
         partition=PARTITION,
         profile=profile(attention_bytes=attention_bytes),
@@ -102,7 +102,7 @@ def test_boundaries_go_directly_where_devices_reach_each_other_and_have_room() -
 def test_boundaries_stay_where_a_microbatch_never_changes_its_worker() -> None:
     assert boundary_route(footprint(machine(1)), LAYOUT) is DIRECT
     assert boundary_route(footprint(machine(2)), replace(LAYOUT, team_size=2)) is DIRECT
-    (row,) = worker_visits(
+    (row,) = worker_stage_runs(
         Schedule.from_text("worker 0: F0.0 F1.0 X0.0 B1.0 B2.0"),
         partition=PARTITION,
         profile=profile(),

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.planning.cost.memory import MemoryKind, MemoryModel
-from roundpipe_lightning.planning.cost.predict import PipelineLayout
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
@@ -19,6 +18,7 @@ from roundpipe_lightning.planning.model.work import (
     Peak,
     WorkProfile,
 )
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 
 SHAPE = MicrobatchShape(sequences=1, seq_len=100)

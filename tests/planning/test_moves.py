@@ -8,7 +8,7 @@ import pytest
 
 from roundpipe_lightning.planning.cost.costs import stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
-from roundpipe_lightning.planning.cost.traffic import stage_bytes, worker_visits
+from roundpipe_lightning.planning.cost.traffic import stage_bytes, worker_stage_runs
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
@@ -35,7 +35,7 @@ def profile(*, trainable_bytes: int = 0, parameter_bytes: int = 300) -> ModelPro
 
 
 def weights(model: ModelProfile, *, resident: tuple[tuple[int, ...], ...]) -> list[int]:
-    (row,) = worker_visits(ONE_WORKER, partition=PARTITION, profile=model, resident=resident)
+    (row,) = worker_stage_runs(ONE_WORKER, partition=PARTITION, profile=model, resident=resident)
     return [visit.weight_bytes for visit in row]
 
 

@@ -101,7 +101,7 @@ def test_a_stream_of_batches_idles_less_than_one() -> None:
     )
     one = plan_training(profile, hardware=machine(4), request=request)
     stream = plan_training(profile, hardware=machine(4), request=replace(request, num_batches=6))
-    assert stream.timeline.idle_share < one.timeline.idle_share
+    assert stream.timeline.bubble_fraction < one.timeline.bubble_fraction
     assert stream.plan.num_microbatches == 48
     assert stream.plan.round_size == 8
 

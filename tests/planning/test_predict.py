@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.cost.predict import PipelineLayout, UpdateTiming, predict_step
+from roundpipe_lightning.planning.cost.predict import UpdateTiming, predict_step
 from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import Partition
 
 LAYOUT = PipelineLayout(
@@ -66,7 +67,7 @@ def test_the_optimizer_comes_after_the_step_or_hides_behind_the_next() -> None:
         assert behind.step_seconds == pytest.approx(max(behind.pipeline_seconds, optimizer))
         assert work <= behind.pipeline_seconds + 1e-9
         assert behind.pipeline_seconds <= after.pipeline_seconds + 1e-9
-        assert 0 <= after.idle_share < 1
+        assert 0 <= after.bubble_fraction < 1
 
 
 def test_bytes_moved_are_counted() -> None:

@@ -50,7 +50,7 @@ def test_an_early_recompute_waits_inside_its_action() -> None:
     ]
     assert timeline.makespan_seconds == 7.0
     assert timeline.busy_seconds == 7.0 == COSTS.work_seconds
-    assert timeline.idle_share == pytest.approx(0.5)
+    assert timeline.bubble_fraction == pytest.approx(0.5)
 
 
 def test_a_recompute_with_its_gradient_begins_late() -> None:
@@ -107,7 +107,7 @@ def test_an_impossible_measurement_is_refused(
 
 def test_an_empty_timeline_is_idle_for_no_time() -> None:
     empty = Timeline(num_workers=3, entries=())
-    assert (empty.makespan_seconds, empty.idle_share, empty.rows()) == (0.0, 0.0, ((), (), ()))
+    assert (empty.makespan_seconds, empty.bubble_fraction, empty.rows()) == (0.0, 0.0, ((), (), ()))
 
 
 @given(random_profiles(), st.integers(1, 5), st.integers(1, 7), st.sampled_from(RecomputeStart))
@@ -124,7 +124,7 @@ def test_a_default_plan_is_valid_and_its_simulation_consistent(
     timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
     assert len(timeline.entries) == plan.partition.num_stages * microbatches
     assert timeline.busy_seconds == pytest.approx(costs.work_seconds * microbatches)
-    assert -1e-9 <= timeline.idle_share <= 1.0
+    assert -1e-9 <= timeline.bubble_fraction <= 1.0
     for row in timeline.rows():
         for before, after in pairwise(row):
             assert before.end_seconds <= after.start_seconds
@@ -134,7 +134,7 @@ def test_one_worker_never_idles_and_holds_few_blocks_at_once() -> None:
     plan = default_plan(uniform_profile(12), num_workers=1, num_microbatches=3)
     costs = stage_costs(uniform_profile(12), partition=plan.partition)
     timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
-    assert timeline.idle_share == 0.0
+    assert timeline.bubble_fraction == 0.0
     assert max(plan.partition.backward) <= 3
 
 
@@ -142,7 +142,7 @@ def test_four_workers_are_nearly_busy() -> None:
     profile = uniform_profile(32)
     plan = default_plan(profile, num_workers=4, num_microbatches=8)
     costs = stage_costs(profile, partition=plan.partition)
-    assert simulate(plan.schedule, partition=plan.partition, costs=costs).idle_share < 0.1
+    assert simulate(plan.schedule, partition=plan.partition, costs=costs).bubble_fraction < 0.1
 
 
 def test_durations_that_are_all_zero_balance_by_number_of_blocks() -> None:

@@ -111,7 +111,6 @@ def test_a_model_is_timed_block_by_block() -> None:
         blocks=(block, block), head=head, tail=tail, tied_parameters=2, fingerprint="f"
     )
     assert (work.num_parameters, work.num_trainable) == (16, 12)
-    assert (work.parameter_bytes, work.trainable_bytes) == (40, 24)
     profile = time_model(work, hardware=machine, shape=shape(2, 4), dtype="bfloat16")
     assert profile.fingerprint == "f"
     assert profile.num_blocks == 2

@@ -26,7 +26,7 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 from roundpipe_lightning.engine.device.events import StepAborted
-from roundpipe_lightning.planning.report.progress import Standing
+from roundpipe_lightning.planning.report.progress import StepProgress
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
 
@@ -228,7 +228,7 @@ class Turns:
         """Return the schedule as a grid, and what every worker runs or waits for."""
         now = time.monotonic()
         with self._mutex:
-            standing = Standing(
+            standing = StepProgress(
                 plan=self.graph.plan,
                 ended=set(self._ended),
                 running={

@@ -20,11 +20,11 @@ from roundpipe_lightning.planning.cost.costs import ActionCost, StageCosts, stag
 from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.cost.traffic import (
-    Visit,
+    StageRun,
     boundary_route,
     hop_seconds,
     stage_bytes,
-    worker_visits,
+    worker_stage_runs,
 )
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -70,7 +70,7 @@ class StepPrediction:
     downloaded_bytes: float
 
     @property
-    def idle_share(self) -> float:
+    def bubble_fraction(self) -> float:
         """Share of the devices' time in which they do not compute."""
         return 1.0 - self.compute_seconds / self.step_seconds
 
@@ -97,19 +97,23 @@ def predict_step(
     Raises:
         PlanError: The layout does not fit the model or the machine.
     """
-    run = _Run(profile=profile, hardware=hardware, layout=layout, storage=storage)
+    step = _Step(profile=profile, hardware=hardware, layout=layout, storage=storage)
     optimizer = hardware.host_seconds(num_trainable * storage.update_bytes)
-    uploaded, downloaded = run.moved_bytes
-    host = run.host_seconds
-    one = run.timeline(num_batches=1)
+    uploaded, downloaded = step.moved_bytes
+    transfers = storage.transfer_seconds(
+        uploaded_bytes=uploaded, downloaded_bytes=downloaded, hardware=hardware
+    )
+    host = transfers + hardware.host_seconds(storage.sum_bytes(downloaded))
+    one = step.timeline(num_batches=1)
     if timing is UpdateTiming.AFTER_STEP:
-        pipeline = one.makespan_seconds + run.edge_seconds
-        step = max(pipeline, host + run.edge_seconds) + optimizer
+        edges = step.edge_seconds
+        pipeline = one.makespan_seconds + edges
+        seconds = max(pipeline, host + edges) + optimizer
     else:
-        pipeline = run.timeline(num_batches=2).makespan_seconds - one.makespan_seconds
-        step = max(pipeline, host + optimizer)
+        pipeline = step.timeline(num_batches=2).makespan_seconds - one.makespan_seconds
+        seconds = max(pipeline, host + optimizer)
     return StepPrediction(
-        step_seconds=step,
+        step_seconds=seconds,
         pipeline_seconds=pipeline,
         optimizer_seconds=optimizer,
         host_seconds=host,
@@ -120,7 +124,7 @@ def predict_step(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _Step:
     """The simulations of one layout."""
 
     profile: ModelProfile
@@ -128,20 +132,14 @@ class _Run:
     layout: PipelineLayout
     storage: ParameterStorage
 
-    @property
+    @cached_property
     def stored(self) -> ModelProfile:
+        """The model as it is uploaded."""
         return self.storage.stored(self.profile)
 
-    @property
-    def moved_bytes(self) -> tuple[float, float]:
-        """Weights that go up in a step, and gradients that come down."""
-        visits = [visit for row in self._visits for visit in row]
-        uploaded = sum(visit.weight_bytes for visit in visits)
-        return float(uploaded), float(sum(visit.gradient_bytes for visit in visits))
-
     @cached_property
-    def _visits(self) -> list[list[Visit]]:
-        return worker_visits(
+    def _runs(self) -> list[list[StageRun]]:
+        return worker_stage_runs(
             self._schedule(num_batches=1),
             partition=self.layout.partition,
             profile=self.stored,
@@ -149,24 +147,20 @@ class _Run:
         )
 
     @property
-    def host_seconds(self) -> float:
-        """Transfers and sums of gradients, as the host's memory carries them."""
-        uploaded, downloaded = self.moved_bytes
-        transfers = self.storage.transfer_seconds(
-            uploaded_bytes=uploaded, downloaded_bytes=downloaded, hardware=self.hardware
-        )
-        return transfers + self.hardware.host_seconds(self.storage.sum_bytes(downloaded))
+    def moved_bytes(self) -> tuple[float, float]:
+        """Weights that go up in a step, and gradients that come down."""
+        runs = [run for row in self._runs for run in row]
+        uploaded = sum(run.weight_bytes for run in runs)
+        return float(uploaded), float(sum(run.gradient_bytes for run in runs))
 
     @property
     def edge_seconds(self) -> float:
         """The first block's upload and the last stage's download, which nothing hides."""
-        partition = self.layout.partition
-        first = self._visits[0][0]
+        partition, first = self.layout.partition, self._runs[0][0]
         last = stage_bytes(self.stored, stage=partition.stages()[-1], partition=partition)
         links = self.storage.links(self.hardware)
-        return links.upload_seconds(
-            first.weight_bytes / max(1, len(first.stage.blocks))
-        ) + links.download_seconds(last.gradient_bytes)
+        first_block = first.weight_bytes / max(1, len(first.stage.blocks))
+        return links.upload_seconds(first_block) + links.download_seconds(last.gradient_bytes)
 
     def timeline(self, *, num_batches: int) -> Timeline:
         layout = self.layout
@@ -182,45 +176,36 @@ class _Run:
         )
 
     def _schedule(self, *, num_batches: int) -> Schedule:
-        layout = self.layout
         return round_robin_schedule(
-            layout.partition,
+            self.layout.partition,
             num_workers=self.hardware.num_devices,
-            num_microbatches=num_batches * layout.num_microbatches,
-            round_size=layout.round_size,
-            team_size=layout.team_size,
+            num_microbatches=num_batches * self.layout.num_microbatches,
+            round_size=self.layout.round_size,
+            team_size=self.layout.team_size,
         )
 
     def _costs(self) -> StageCosts:
         """What stages cost, the expansion of compressed weights spread over a round."""
-        partition = self.layout.partition
+        layout, partition = self.layout, self.layout.partition
         footprint = Footprint(self.stored, hardware=self.hardware)
-        route = boundary_route(footprint, self.layout)
+        route = boundary_route(footprint, layout)
         costs = stage_costs(
             self.profile,
             partition=partition,
             hop_seconds=hop_seconds(self.hardware, footprint.boundary_bytes, route=route),
-            recompute=self.layout.recompute,
+            recompute=layout.recompute,
             route=route,
         )
-        extra = [self._expansion(stage) for stage in partition.stages()]
+
+        def expanded(cost: ActionCost, stage: Stage) -> ActionCost:
+            blocks = [self.profile.blocks[index] for index in stage.blocks]
+            seconds = sum(self.storage.expanded_seconds(block, self.hardware) for block in blocks)
+            seconds = seconds * layout.team_size / layout.round_size
+            return replace(cost, compute_seconds=cost.compute_seconds + seconds)
+
+        stages = partition.stages()
         return replace(
             costs,
-            forward=_longer(costs.forward, extra[: partition.num_forward]),
-            backward=_longer(costs.backward, extra[partition.num_forward :]),
+            forward=tuple(map(expanded, costs.forward, stages)),
+            backward=tuple(map(expanded, costs.backward, stages[partition.num_forward :])),
         )
-
-    def _expansion(self, stage: Stage) -> float:
-        blocks = [self.profile.blocks[index] for index in stage.blocks]
-        seconds = sum(self.storage.expanded_seconds(block, self.hardware) for block in blocks)
-        return seconds * self.layout.team_size / self.layout.round_size
-
-
-def _longer(costs: tuple[ActionCost, ...], extra: list[float]) -> tuple[ActionCost, ...]:
-    return tuple(
-        replace(cost, compute_seconds=cost.compute_seconds + seconds)
-        for cost, seconds in zip(costs, extra, strict=True)
-    )
-
-
-__all__ = ["PipelineLayout", "StepPrediction", "UpdateTiming", "predict_step"]

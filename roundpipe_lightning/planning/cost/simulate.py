@@ -3,28 +3,27 @@
 Workers run their actions in order. An action begins when its worker is free and what it needs
 (`dependencies()`) has arrived, which takes a hop where it comes from another worker.
 
-Each worker has one queue for each direction. A *visit* is a run of actions of one stage on one
-worker: its weights are uploaded once, before its first action, and the gradients of its trainable
-parameters are downloaded once, after its last (`moves`). Two slots: the weights of a worker's next
-visit are uploaded while the present one computes, no earlier; and a gradient is downloaded while
-the next visit computes, which must have ended by the time the visit after that has gradients of its
-own. With one slot for weights (`weight_slots=1`) the next visit's are uploaded when this one has
-ended.
+Each worker has one queue for each direction. A *stage run* is some actions of one stage in a row on
+one worker: its weights are uploaded once, before its first action, and the gradients of its
+trainable parameters are downloaded once, after its last. Two slots: the weights of a worker's next
+run are uploaded while the present one computes, no earlier; and a gradient is downloaded while the
+next run computes, which must have ended by the time the run after that has gradients of its own.
+With one slot for weights (`weight_slots=1`) the next run's are uploaded when this one has ended.
 
 ```
 upload    [ W0 ][ W1 ]      [ W2   ]
-compute         [ visit 0   ][ visit 1      ][ visit 2 ..
+compute         [ run 0     ][ run 1        ][ run 2 ..
 download                     [ G0  ]         [ G1 ..
 ```
 
 Boundaries go first on the same links. Their latency is the hop, and their bytes are charged to the
-link by adding those of a visit to the weights that are uploaded behind it and to the gradients that
+link by adding those of a run to the weights that are uploaded behind it and to the gradients that
 are downloaded behind it. Copies from device to device are charged to the receiver's uploads, and
 not to anybody's downloads (`BoundaryRoute`). Links share the bandwidth of their root of the bus and
 of the host's memory evenly. Workers begin with empty slots; a timeline's makespan counts from the
 first action, so the first block's first upload is not in it.
 
-A visit's first action begins with the weights of its first block, as the engine does, and waits
+A stage run's first action begins with the weights of its first block, as the engine does, and waits
 for those of the others inside: what runs forward (a recompute, too) ends no sooner than the last
 block's share of it after the last weights have come. Blocks count alike for this.
 """
@@ -40,8 +39,8 @@ from operator import attrgetter
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.traffic import (
-    Visit,
-    worker_visits,
+    StageRun,
+    worker_stage_runs,
 )
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -133,7 +132,7 @@ def simulate_transfers(
     Raises:
         PlanError: If the schedule deadlocks.
     """
-    visits = worker_visits(
+    runs = worker_stage_runs(
         schedule,
         partition=partition,
         profile=profile,
@@ -141,14 +140,13 @@ def simulate_transfers(
         resident=resident,
         route=costs.route,
     )
-    run = _Run(
-        visits, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
-    )
-    return run.timeline()
+    return _Simulation(
+        runs, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
+    ).timeline()
 
 
 @dataclass(eq=False, slots=True)
-class _Visit:
+class _TimedRun:
     """A run of actions of one stage on one worker, and what travels for it.
 
     Stages are counted in the order in which a microbatch passes them; `start` and `gradient` are
@@ -188,11 +186,11 @@ class _Flow:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """Where one worker stands: visits before `visit` have ended."""
+    """Where one worker stands: stage runs before `stage run` have ended."""
 
-    visits: list[_Visit]
+    runs: list[_TimedRun]
     root: int
-    visit: int = 0
+    run: int = 0
     action: int = 0
     computing: bool = False
     started: float | None = None
@@ -203,12 +201,12 @@ class _Worker:
     downloading: bool = False
 
 
-class _Run:
+class _Simulation:
     """One simulation: actions end at known times, flows at times that depend on all others."""
 
     def __init__(
         self,
-        visits: Sequence[Sequence[Visit]],
+        runs: Sequence[Sequence[StageRun]],
         *,
         partition: Partition,
         costs: StageCosts,
@@ -220,12 +218,10 @@ class _Run:
         self._host_bytes_per_second = hardware.host_bytes_per_second
         per_root = hardware.devices_per_root
         self._workers = [
-            _Worker(
-                visits=_transfers(row, partition=partition, costs=costs), root=worker // per_root
-            )
-            for worker, row in enumerate(visits)
+            _Worker(runs=_transfers(row, partition=partition, costs=costs), root=worker // per_root)
+            for worker, row in enumerate(runs)
         ]
-        actions = [action for row in visits for visit in row for action in visit.actions]
+        actions = [action for row in runs for run in row for action in run.actions]
         self._num_actions = len(actions)
         self._num_microbatches = max((action.microbatch for action in actions), default=0) + 1
         self._now = 0.0
@@ -313,23 +309,23 @@ class _Run:
         self._try_start(flow.worker)
 
     def _end_upload(self, worker: _Worker) -> None:
-        """Note that the first block's weights of the next visit have come, or those of all."""
+        """Note that the first block's weights of the next stage run have come, or those of all."""
         if worker.num_begun == worker.num_uploaded:
             worker.num_begun += 1
         else:
-            worker.visits[worker.num_uploaded].landed = self._now
+            worker.runs[worker.num_uploaded].landed = self._now
             worker.num_uploaded += 1
 
     def _end_action(self, index: int) -> None:
         worker = self._workers[index]
-        visit = worker.visits[worker.visit]
-        microbatch = visit.actions[worker.action].microbatch
-        key = visit.place * self._num_microbatches + microbatch
+        run = worker.runs[worker.run]
+        microbatch = run.actions[worker.action].microbatch
+        key = run.place * self._num_microbatches + microbatch
         self._ended[key] = (self._now, index)
         worker.computing, worker.started = False, None
         worker.action += 1
-        if worker.action == len(visit.actions):
-            worker.visit, worker.action = worker.visit + 1, 0
+        if worker.action == len(run.actions):
+            worker.run, worker.action = worker.run + 1, 0
             self._next_transfers(index)
         self._try_start(index)
         for waiter in self._waiters.pop(key, ()):
@@ -338,19 +334,19 @@ class _Run:
     def _next_transfers(self, index: int) -> None:
         """Begin the upload and the download that the worker's slots allow, one at a time each."""
         worker = self._workers[index]
-        visits = worker.visits
-        last_upload = min(worker.visit + self._weight_slots, len(visits))
+        runs = worker.runs
+        last_upload = min(worker.run + self._weight_slots, len(runs))
         while not worker.uploading and worker.num_uploaded < last_upload:
-            visit = visits[worker.num_uploaded]
+            run = runs[worker.num_uploaded]
             is_begun = worker.num_begun > worker.num_uploaded
-            size = visit.upload_bytes - visit.first_bytes if is_begun else visit.first_bytes
+            size = run.upload_bytes - run.first_bytes if is_begun else run.first_bytes
             if size > 0:
                 worker.uploading = True
                 self._begin_flow(index, 2 * worker.root, size, is_upload=True)
             else:
                 self._end_upload(worker)
-        while not worker.downloading and worker.num_downloaded < worker.visit:
-            size = visits[worker.num_downloaded].download_bytes
+        while not worker.downloading and worker.num_downloaded < worker.run:
+            size = runs[worker.num_downloaded].download_bytes
             if size > 0:
                 worker.downloading = True
                 self._begin_flow(index, 2 * worker.root + 1, size, is_upload=False)
@@ -365,23 +361,23 @@ class _Run:
     def _try_start(self, index: int) -> None:
         """Begin the worker's next action, or its backward, if everything it needs is there."""
         worker = self._workers[index]
-        if worker.computing or worker.visit == len(worker.visits):
+        if worker.computing or worker.run == len(worker.runs):
             return
-        if worker.num_begun <= worker.visit or worker.num_downloaded < worker.visit - 1:
+        if worker.num_begun <= worker.run or worker.num_downloaded < worker.run - 1:
             return
-        visit = worker.visits[worker.visit]
-        action = visit.actions[worker.action]
+        run = worker.runs[worker.run]
+        action = run.actions[worker.action]
         start = worker.started
         if start is None:
-            arrival = self._arrival(visit.start, action)
+            arrival = self._arrival(run.start, action)
             if arrival is None:
                 return
             start = worker.started = max(self._now, arrival)
-        gradient = self._arrival(visit.gradient, action)
-        if gradient is None or worker.num_uploaded <= worker.visit:
+        gradient = self._arrival(run.gradient, action)
+        if gradient is None or worker.num_uploaded <= worker.run:
             return
-        waiting = visit.waiting_seconds(start, gradient)
-        end = start + visit.seconds + waiting
+        waiting = run.waiting_seconds(start, gradient)
+        end = start + run.seconds + waiting
         worker.computing = True
         heapq.heappush(self._ends, (end, index))
         self._entries.append(
@@ -407,7 +403,9 @@ class _Run:
 _remaining_bytes = attrgetter("remaining_bytes")
 
 
-def _transfers(visits: Sequence[Visit], *, partition: Partition, costs: StageCosts) -> list[_Visit]:
+def _transfers(
+    runs: Sequence[StageRun], *, partition: Partition, costs: StageCosts
+) -> list[_TimedRun]:
     """Charge boundaries to the transfers behind them, and look up what actions cost and need."""
     late = costs.recompute_start is RecomputeStart.WITH_GRADIENT
     num_forward = partition.num_forward
@@ -415,22 +413,22 @@ def _transfers(visits: Sequence[Visit], *, partition: Partition, costs: StageCos
     def place(kind: StageKind, index: int) -> int:
         return index if kind is StageKind.FORWARD else num_forward + index
 
-    found: list[_Visit] = []
+    found: list[_TimedRun] = []
     boundary_bytes = 0
-    for visit in visits:
-        kind, index = visit.stage.kind, visit.stage.index
+    for run in runs:
+        kind, index = run.stage.kind, run.stage.index
         rules = stage_dependencies(kind, index, partition)
         at_start = [(late or needed is NeededFor.START) for _, _, needed in rules]
         places = [place(other, number) for other, number, _ in rules]
         cost = costs.of(kind, index)
         forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
-        num_blocks = max(1, len(visit.stage.blocks)) if forward else 1
+        num_blocks = max(1, len(run.stage.blocks)) if forward else 1
         found.append(
-            _Visit(
-                actions=visit.actions,
-                upload_bytes=visit.weight_bytes + boundary_bytes,
-                first_bytes=visit.weight_bytes / num_blocks + boundary_bytes,
-                download_bytes=visit.gradient_bytes + visit.output_bytes,
+            _TimedRun(
+                actions=run.actions,
+                upload_bytes=run.weight_bytes + boundary_bytes,
+                first_bytes=run.weight_bytes / num_blocks + boundary_bytes,
+                download_bytes=run.gradient_bytes + run.output_bytes,
                 place=place(kind, index),
                 start=tuple(p for p, first in zip(places, at_start, strict=True) if first),
                 gradient=tuple(p for p, first in zip(places, at_start, strict=True) if not first),
@@ -439,5 +437,5 @@ def _transfers(visits: Sequence[Visit], *, partition: Partition, costs: StageCos
                 num_blocks=num_blocks,
             )
         )
-        boundary_bytes = visit.input_bytes + visit.direct_bytes
+        boundary_bytes = run.input_bytes + run.direct_bytes
     return found

@@ -1,8 +1,9 @@
 """What a step moves between host and devices, and the way that boundaries take.
 
-A *visit* is a run of actions of one stage on one worker. Its weights are uploaded once before it,
-but for those of blocks that stay on the worker (`Plan.resident`): of these only the trainable part
-is uploaded, at the block's first visit of the step, because it has changed since the last one.
+A *stage run* is some actions of one stage in a row on one worker. Its weights are uploaded once
+before it, but for those of blocks that stay on the worker (`Plan.resident`): of these only the
+trainable part is uploaded, at the block's first run of the step, because it has changed since the
+last one.
 
 ```
 through the host    worker 0 ──download──▶ host ──upload──▶ worker 1
@@ -105,8 +106,8 @@ class StageBytes:
     """What a stage moves.
 
     Attributes:
-        weight_bytes: Parameters, once per visit.
-        gradient_bytes: Gradients of trainable parameters, once per visit; 0 for FORWARD.
+        weight_bytes: Parameters, once per stage run.
+        gradient_bytes: Gradients of trainable parameters, once per stage run; 0 for FORWARD.
         input_bytes: Boundaries, gradients and kept attention outputs that one action needs.
         output_bytes: What of these one action hands on.
     """
@@ -118,7 +119,7 @@ class StageBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visit(StageBytes):
+class StageRun(StageBytes):
     """A run of actions of one stage on one worker, and what all of them move.
 
     Attributes:
@@ -181,7 +182,7 @@ def stage_bytes(
     )
 
 
-def worker_visits(
+def worker_stage_runs(
     schedule: Schedule,
     *,
     partition: Partition,
@@ -189,8 +190,8 @@ def worker_visits(
     recompute: RecomputePolicy = RecomputePolicy.FULL,
     resident: Sequence[Sequence[int]] = (),
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
-) -> list[list[Visit]]:
-    """Return every worker's visits in order.
+) -> list[list[StageRun]]:
+    """Return every worker's stage runs in order.
 
     Args:
         schedule: Every worker's actions.
@@ -206,31 +207,31 @@ def worker_visits(
     }
     rows = []
     for worker, actions in enumerate(schedule.workers):
-        visits = []
+        runs = []
         blocks = set(resident[worker]) if resident else set()
         fresh: set[int] = set()
         for (kind, index), group in groupby(actions, key=lambda each: (each.kind, each.stage)):
             stage = partition.stage(kind, index)
-            visit = _visit(stage, sizes[stage], tuple(group))
+            run = _stage_run(stage, sizes[stage], tuple(group))
             staying = [profile.blocks[block] for block in blocks.intersection(stage.blocks)]
             again = blocks.intersection(stage.blocks) - fresh
-            weight_bytes = visit.weight_bytes - sum(block.parameter_bytes for block in staying)
+            weight_bytes = run.weight_bytes - sum(block.parameter_bytes for block in staying)
             weight_bytes += sum(profile.blocks[block].trainable_bytes for block in again)
             fresh |= again
-            visits.append(replace(visit, weight_bytes=weight_bytes) if staying else visit)
-        rows.append(visits)
+            runs.append(replace(run, weight_bytes=weight_bytes) if staying else run)
+        rows.append(runs)
     if route is BoundaryRoute.THROUGH_HOST:
         return rows
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     makers = {stage: _makers(stage, partition, profile, recompute, route) for stage in sizes}
     return [
-        [_directly(visit, makers[visit.stage], schedule, boundary, route) for visit in row]
+        [_directly(run, makers[run.stage], schedule, boundary, route) for run in row]
         for row in rows
     ]
 
 
-def _visit(stage: Stage, sizes: StageBytes, actions: tuple[Action, ...]) -> Visit:
-    return Visit(
+def _stage_run(stage: Stage, sizes: StageBytes, actions: tuple[Action, ...]) -> StageRun:
+    return StageRun(
         stage=stage,
         actions=actions,
         weight_bytes=sizes.weight_bytes,
@@ -264,23 +265,23 @@ def _makers(
 
 
 def _directly(
-    visit: Visit,
+    run: StageRun,
     makers: Sequence[tuple[StageKind, int, int]],
     schedule: Schedule,
     boundary_bytes: int,
     route: BoundaryRoute,
-) -> Visit:
-    """Take from a visit what does not pass the host; what its own worker made needs no copy."""
+) -> StageRun:
+    """Take from a stage run what does not pass the host; what its own worker made needs no copy."""
     direct = sum(
         size
-        for action in visit.actions
+        for action in run.actions
         for kind, index, size in makers
         if schedule.worker_of(ActionKey(kind, index, action.microbatch)) != action.worker
     )
     if route is BoundaryRoute.DIRECT:
-        return replace(visit, input_bytes=0, output_bytes=0, direct_bytes=direct)
-    if visit.stage.kind is StageKind.BACKWARD:
-        inputs = visit.input_bytes - len(visit.actions) * boundary_bytes  # the gradient
-        return replace(visit, input_bytes=inputs, output_bytes=0, direct_bytes=direct)
-    outputs = 0 if visit.stage.kind is StageKind.FUSED else visit.output_bytes
-    return replace(visit, output_bytes=outputs)
+        return replace(run, input_bytes=0, output_bytes=0, direct_bytes=direct)
+    if run.stage.kind is StageKind.BACKWARD:
+        inputs = run.input_bytes - len(run.actions) * boundary_bytes  # the gradient
+        return replace(run, input_bytes=inputs, output_bytes=0, direct_bytes=direct)
+    outputs = 0 if run.stage.kind is StageKind.FUSED else run.output_bytes
+    return replace(run, output_bytes=outputs)

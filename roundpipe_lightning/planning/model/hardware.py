@@ -27,24 +27,9 @@ from roundpipe_lightning.errors import HardwareError
 
 
 def _check_positive(name: str, value: object) -> None:
-    """Refuse a rate that is not a positive finite number.
-
-    Raises:
-        HardwareError: It is not.
-    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
         raise HardwareError(f"{name}={value!r}: give a number more than 0.")
-
-
-def _check_count(name: str, value: object) -> None:
-    """Refuse a number of things that is not a whole number of 1 or more.
-
-    Raises:
-        HardwareError: It is not.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise HardwareError(f"{name}={value!r}: give a whole number of 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +55,9 @@ class MatrixRates:
     float16_accumulate_float16: float | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.name == "float32":
-                _check_positive(f"matrix_rates.{field.name}", value)
+        for name, value in vars(self).items():
+            if value is not None or name == "float32":
+                _check_positive(f"matrix_rates.{name}", value)
 
     def of(self, dtype: str) -> float:
         """Return the rate for a dtype's name, e.g. `bfloat16`.
@@ -81,19 +65,14 @@ class MatrixRates:
         Raises:
             HardwareError: The device has no such rate.
         """
-        known = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        rate = known.get(dtype)
-        if rate is None:
-            names = ", ".join(name for name, value in known.items() if value is not None)
+        known = {name: rate for name, rate in vars(self).items() if rate is not None}
+        if dtype not in known:
+            names = ", ".join(known)
             raise HardwareError(f"No matrix rate for dtype {dtype!r}; there are those for {names}.")
-        return float(rate)
+        return float(known[dtype])
 
     def with_float32_sums(self, dtype: str) -> float:
-        """Return the rate for a dtype of kernels that sum in float32, whatever products do.
-
-        Raises:
-            HardwareError: The device has no such rate.
-        """
+        """Return the rate for a dtype of kernels that sum in float32, whatever products do."""
         if dtype == "float16_accumulate_float16" and self.float16 is not None:
             return float(self.float16)
         return self.of(dtype)
@@ -120,12 +99,11 @@ class Efficiency:
     host: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            _check_positive(f"efficiency.{field.name}", value)
+        for name, value in vars(self).items():
+            _check_positive(f"efficiency.{name}", value)
             if value > 1:
                 raise HardwareError(
-                    f"efficiency.{field.name}={value!r}: give the share of the peak rate that is "
+                    f"efficiency.{name}={value!r}: give the share of the peak rate that is "
                     "reached, at most 1."
                 )
 
@@ -176,12 +154,12 @@ class HardwareSpec:
     efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name.startswith(("num_", "devices_per")) or field.name.endswith("_bytes"):
-                _check_count(field.name, value)
-            elif field.name.endswith("_per_second"):
-                _check_positive(field.name, value)
+        for name, value in vars(self).items():
+            if name.startswith(("num_", "devices_per")) or name.endswith("_bytes"):
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise HardwareError(f"{name}={value!r}: give a whole number of 1 or more.")
+            elif name.endswith("_per_second"):
+                _check_positive(name, value)
         for name in ("shares_host_memory", "devices_reach_each_other"):
             if not isinstance(getattr(self, name), bool):
                 raise HardwareError(f"{name}={getattr(self, name)!r}: give true or false.")
@@ -207,27 +185,20 @@ class HardwareSpec:
 
     def upload_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:
         """Time to bring bytes to each of several devices at once; 0 where memory is shared."""
-        if self.shares_host_memory:
-            return 0.0
-        return num_bytes / min(
-            self.upload_bytes_per_second,
-            self._share(self.root_upload_bytes_per_second, num_devices),
-            self.host_bytes_per_second / num_devices,
-        )
+        own, root = self.upload_bytes_per_second, self.root_upload_bytes_per_second
+        return self._copy_seconds(num_bytes, own, root, num_devices)
 
     def download_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:
         """Time to bring bytes from each of several devices at once; 0 where it is shared."""
+        own, root = self.download_bytes_per_second, self.root_download_bytes_per_second
+        return self._copy_seconds(num_bytes, own, root, num_devices)
+
+    def _copy_seconds(self, num_bytes: float, own: float, root: float, num_devices: int) -> float:
+        """The devices are spread evenly over the roots."""
         if self.shares_host_memory:
             return 0.0
-        return num_bytes / min(
-            self.download_bytes_per_second,
-            self._share(self.root_download_bytes_per_second, num_devices),
-            self.host_bytes_per_second / num_devices,
-        )
-
-    def _share(self, root_bytes_per_second: float, num_devices: int) -> float:
-        """A device's part of a root, `num_devices` spread evenly over the roots."""
-        return root_bytes_per_second / -(-num_devices // self.num_roots)
+        per_root = -(-num_devices // self.num_roots)
+        return num_bytes / min(own, root / per_root, self.host_bytes_per_second / num_devices)
 
 
 _RUN_SETTINGS = frozenset({"accelerator", "devices", "cpu_workers", "workers_per_device"})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.cuts import check_cuts
@@ -96,6 +96,11 @@ class ModelProfile:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)
+
+    def each(self, change: Callable[[BlockProfile], BlockProfile]) -> ModelProfile:
+        """Return the model with every block and segment changed."""
+        blocks = tuple(map(change, self.blocks))
+        return replace(self, blocks=blocks, head=change(self.head), tail=change(self.tail))
 
     @property
     def busy_seconds(self) -> float:

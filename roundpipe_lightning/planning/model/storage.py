@@ -104,12 +104,7 @@ class ParameterStorage:
             expanded = part.parameter_bytes if size < part.parameter_bytes else 0
             return replace(part, parameter_bytes=size, expanded_bytes=expanded)
 
-        return replace(
-            profile,
-            blocks=tuple(smaller(block) for block in profile.blocks),
-            head=smaller(profile.head),
-            tail=smaller(profile.tail),
-        )
+        return profile.each(smaller)
 
     def expanded_seconds(self, part: BlockProfile, hardware: HardwareSpec) -> float:
         """Time of a device to expand a block's frozen parameters to 16 bits after an upload.

@@ -15,6 +15,7 @@ machine. The kinds of work add up, each at its own share of a rate (`Efficiency`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from roundpipe_lightning.errors import PlanError
@@ -220,15 +221,10 @@ class WorkProfile:
             tied = 0  # what is trained there is something else, a prompt say
         return sum(part.num_trainable for part in self.segments) - tied
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Size of all parameters in the compute dtype, tied ones twice."""
-        return sum(part.parameter_bytes for part in self.segments)
-
-    @property
-    def trainable_bytes(self) -> int:
-        """Size of the trainable parameters in the compute dtype, tied ones twice."""
-        return sum(part.trainable_bytes for part in self.segments)
+    def each(self, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
+        """Return the model with every block and segment changed."""
+        blocks = tuple(map(change, self.blocks))
+        return replace(self, blocks=blocks, head=change(self.head), tail=change(self.tail))
 
 
 def work_seconds(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_lightning.planning.cost.memory import MemoryNeed, MemoryReport
 from roundpipe_lightning.planning.cost.predict import StepPrediction
-from roundpipe_lightning.planning.cost.traffic import boundary_route, worker_visits
+from roundpipe_lightning.planning.cost.traffic import boundary_route, worker_stage_runs
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import WorkProfile
@@ -86,14 +86,14 @@ class PlanDescription:
         if job.hardware.shares_host_memory:
             return dict.fromkeys((*MOVED, "weights_saved"), 0.0)
         footprint = job.memory.footprint(job.shape)
-        rows = worker_visits(
+        rows = worker_stage_runs(
             self.plan.schedule,
             partition=layout.partition,
             profile=footprint.profile,
             recompute=layout.recompute,
             route=boundary_route(footprint, layout),
         )
-        each = [visit for row in rows for visit in row]
+        each = [run for row in rows for run in row]
         count = job.num_microbatches * job.num_batches / layout.num_microbatches
         sizes = (
             self.prediction.uploaded_bytes,
@@ -165,7 +165,7 @@ class PlanDescription:
             for need in (self.memory.device, self.memory.host)
             if need.total_bytes > _TIGHT_SHARE * need.available_bytes
         ]
-        idle = self.prediction.idle_share
+        idle = self.prediction.bubble_fraction
         if idle > _MUCH_IDLE_SHARE:
             found.append(
                 f"Workers wait {idle:.0%} of the step. More microbatches, larger batches or fewer "

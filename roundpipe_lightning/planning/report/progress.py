@@ -25,7 +25,7 @@ _COLUMNS_BEFORE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class StepProgress:
     """How far a step has come.
 
     Attributes:

@@ -32,7 +32,7 @@ def render_text(timeline: Timeline, *, width: int = 96) -> str:
                 overlap = min(end, (column + 1) * slot) - max(begin, column * slot)
                 best[column] = max(best[column], (overlap, entry.action.kind.value))
         lines.append(f"worker {worker} |{''.join(letter for _, letter in best)}|")
-    lines.append(f"{timeline.makespan_seconds:.6g} s, idle {timeline.idle_share:.1%}")
+    lines.append(f"{timeline.makespan_seconds:.6g} s, idle {timeline.bubble_fraction:.1%}")
     return "\n".join(lines) + "\n"
 
 
@@ -111,7 +111,7 @@ def render_svg(
     parts = []
     top = 6
     for title, timeline in timelines.items():
-        caption = f"{title}: {timeline.makespan_seconds:.4g} s, idle {timeline.idle_share:.1%}"
+        caption = f"{title}: {timeline.makespan_seconds:.4g} s, idle {timeline.bubble_fraction:.1%}"
         parts.append(f'<text x="8" y="{top + 18}" class="c">{escape(caption)}</text>')
         note = (notes or {}).get(title)
         if note:

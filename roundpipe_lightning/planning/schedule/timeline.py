@@ -69,7 +69,7 @@ class Timeline:
         return sum(entry.busy_seconds for entry in self.entries)
 
     @property
-    def idle_share(self) -> float:
+    def bubble_fraction(self) -> float:
         """Share of the workers' time in which they did not compute (the "bubble"), from 0 to 1."""
         available = self.num_workers * self.makespan_seconds
         return 1.0 - self.busy_seconds / available if available > 0 else 0.0

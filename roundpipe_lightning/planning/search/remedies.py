@@ -19,7 +19,7 @@ from roundpipe_lightning.planning.model.hardware import (
     hardware_names,
     load_hardware,
 )
-from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, WorkProfile
+from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     Search,
@@ -167,7 +167,7 @@ def _remedies(
         yield _remedy(
             "train adapters (peft) or few layers and freeze the other parameters",
             Price.TRAINABLE,
-            replace(job, work=_each(job.work, _mostly_frozen)),
+            replace(job, work=job.work.each(_mostly_frozen)),
         )
     for price, spec in other_machines(job):
         text = f"use larger devices, such as {spec.name}"
@@ -200,7 +200,7 @@ def _halved(job: TrainingJob) -> TrainingJob:
         optimizer_bytes=job.storage.optimizer_bytes / 2,
         disk_bytes=job.storage.disk_bytes / 2,
     )
-    return replace(job, work=_each(job.work, _narrow), storage=storage)
+    return replace(job, work=job.work.each(_narrow), storage=storage)
 
 
 def _narrow(part: BlockWork) -> BlockWork:
@@ -231,13 +231,4 @@ def _mostly_frozen(part: BlockWork) -> BlockWork:
         part,
         num_trainable=part.num_trainable // 100,
         trainable_bytes=part.trainable_bytes // 100,
-    )
-
-
-def _each(work: WorkProfile, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
-    return replace(
-        work,
-        blocks=tuple(map(change, work.blocks)),
-        head=change(work.head),
-        tail=change(work.tail),
     )

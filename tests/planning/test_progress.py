@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundpipe_lightning.planning.report.progress import Standing, earliest_columns
+from roundpipe_lightning.planning.report.progress import StepProgress, earliest_columns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import ActionKey, Schedule, dependencies
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
@@ -26,7 +26,7 @@ def _key(text: str) -> ActionKey:
 
 
 def _text(ended: str, running: dict[str, float], plan: Plan = PLAN) -> str:
-    return Standing(
+    return StepProgress(
         plan=plan,
         ended={_key(word) for word in ended.split()},
         running={_key(word): seconds for word, seconds in running.items()},
