@@ -1,4 +1,4 @@
-"""Samples, tokens and targets of batches of several kinds."""
+"""Samples, tokens, targets and lengths of batches of several kinds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_lightning.models.batch_counts import BatchCounts, count_batch
+from roundpipe_lightning.models.batch_sizes import (
+    BatchCounts,
+    count_batch,
+    length_of,
+    shortened,
+)
 
 IDS = torch.tensor([[5, 6, 7, 0], [5, 6, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
@@ -56,3 +61,42 @@ def test_counts(batch: Any, samples: int | None, tokens: int | None, targets: in
 def test_a_function_counts_tokens() -> None:
     found = count_batch((torch.zeros(3, 5), torch.zeros(3)), tokens=lambda batch: batch[0].numel())
     assert found == BatchCounts(samples=3, tokens=15, targets=None)
+
+
+# --- lengths --------------------------------------------------------------------------------------
+
+POSITIONS = torch.arange(12).view(2, 6)
+SQUARE_MASK = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+FEATURES = torch.randn(2, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        ({"input_ids": POSITIONS, "labels": POSITIONS, "mask": SQUARE_MASK}, 6),
+        ((POSITIONS, torch.zeros(2)), 6),
+        ({"inputs": FEATURES, "labels": torch.zeros(2)}, 6),
+        ({"input_ids": POSITIONS, "choices": POSITIONS[:, :4]}, None),  # two lengths
+        ((torch.randn(2, 8), torch.randn(2, 1)), None),  # features, of no sequence
+        ({"images": torch.randn(2, 3, 8, 8), "labels": torch.zeros(2)}, None),
+        ("text", None),
+    ],
+)
+def test_the_length_is_what_positions_share(batch: Any, length: int | None) -> None:
+    assert length_of(batch) == length
+
+
+def test_a_shorter_batch_has_its_first_positions() -> None:
+    batch: dict[str, Any] = {
+        "input_ids": POSITIONS,
+        "nested": [SQUARE_MASK, FEATURES],
+        "weight": torch.ones(2),
+        "name": "x",
+    }
+    short = shortened(batch, 4)
+    assert torch.equal(short["input_ids"], POSITIONS[:, :4])
+    assert short["nested"][0].shape == (2, 1, 4, 4)
+    assert torch.equal(short["nested"][1], FEATURES[:, :4])
+    assert torch.equal(short["weight"], batch["weight"])
+    assert short["name"] == "x"
+    assert length_of(short) == 4

@@ -1,0 +1,94 @@
+"""What a batch has: samples, tokens, targets, and how long its sequences are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.errors import BatchError
+from roundpipe_lightning.models.batches import batch_size_of
+from roundpipe_lightning.models.weights import count_targets
+
+__all__ = ["BatchCounts", "count_batch", "length_of", "shortened"]
+
+_IDS, _MASK = "input_ids", "attention_mask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCounts:
+    """How much a batch has of what is counted; None where it has nothing of the kind.
+
+    Attributes:
+        samples: Length of the first dimension.
+        tokens: Positions of `input_ids` that are not padding.
+        targets: Labels that the loss averages over.
+    """
+
+    samples: int | None
+    tokens: int | None
+    targets: int | None
+
+
+def count_batch(batch: Any, *, tokens: Callable[[Any], float] | None = None) -> BatchCounts:
+    """Count a batch's samples, tokens and targets.
+
+    Tokens are the positions of `input_ids`, and of every key that ends in `_input_ids`, where the
+    `attention_mask` of the same prefix and shape is not 0; all of them without such a mask.
+
+    Args:
+        batch: A batch, as the data loader gives it.
+        tokens: Counts the tokens of a batch of another form.
+    """
+    try:
+        samples: int | None = batch_size_of(batch)
+    except BatchError:
+        samples = None
+    return BatchCounts(
+        samples=samples,
+        tokens=_count_tokens(batch) if tokens is None else int(tokens(batch)),
+        targets=count_targets(batch),
+    )
+
+
+def _count_tokens(batch: Any) -> int | None:
+    counts = []
+    for key, ids in batch.items() if isinstance(batch, Mapping) else ():
+        is_ids = isinstance(key, str) and (key == _IDS or key.endswith(f"_{_IDS}"))
+        if is_ids and isinstance(ids, Tensor):
+            mask = batch.get(key.removesuffix(_IDS) + _MASK)
+            has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
+            counts.append(int(mask.count_nonzero()) if has_mask else ids.numel())
+    return sum(counts) if counts else None
+
+
+def length_of(batch: Any) -> int | None:
+    """Return how many positions the sequences of a batch have; None where that cannot be told.
+
+    It is the second dimension that all tensors of whole numbers share (tokens, labels, masks); with
+    none of these, of the tensors with three dimensions (features of every position).
+    """
+    tensors = list(tensors_in(batch))
+    lengths = {t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()}
+    if not lengths:
+        lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() == 3}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def shortened(batch: Any, length: int) -> Any:
+    """Return a batch that has a length with its first positions only, in every dimension but one.
+
+    The first dimension, that of the samples, is kept.
+    """
+    whole = length_of(batch)
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] == whole:
+                tensor = tensor.narrow(dim, 0, length)
+        return tensor
+
+    return map_tensors(cut, batch)
