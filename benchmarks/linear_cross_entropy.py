@@ -21,12 +21,12 @@ from typing import Any
 
 import psutil
 import torch
+from loss_memory import chunked_loss_bytes, plain_loss_bytes
 from torch import Tensor
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
-from roundpipe_lightning.models.losses.loss_memory import chunked_loss_bytes, plain_loss_bytes
 from roundpipe_lightning.models.work.meter import Meter
 
 LIMIT_PERCENT = 5

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from benchmarks.loss_memory import chunked_loss_bytes
 from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
-from roundpipe_lightning.models.losses.loss_memory import chunked_loss_bytes
 from tests.kit.architectures import tiny_causal_lm, token_batches
 
 pytestmark = pytest.mark.skipif(

@@ -7,12 +7,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.models.losses.loss_memory import (
+from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
+from roundpipe_lightning.models.losses.chunked_loss import (
     DEFAULT_CHUNK_BYTES,
     chunk_sizes,
-    chunked_loss_bytes,
     logit_bytes,
-    plain_loss_bytes,
 )
 
 VOCABULARY = 151_936

@@ -22,58 +22,13 @@ The hidden states and the weight themselves are not counted; their gradients are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from roundpipe_lightning.models.losses.chunked_loss import (
+    DEFAULT_CHUNK_BYTES,
+    chunk_sizes,
+    logit_bytes,
+)
 
-__all__ = ["ChunkSizes", "chunk_sizes", "chunked_loss_bytes", "logit_bytes", "plain_loss_bytes"]
-
-DEFAULT_CHUNK_BYTES = 128 * 2**20
-"""Device memory for one chunk of logits."""
-
-_MIN_TOKENS = 32  # fewer would make thin matrix products; the vocabulary is cut instead
 _SOFTMAX_BYTES = 4  # the softmax is computed in float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkSizes:
-    """How much of the logits is held at a time.
-
-    Attributes:
-        tokens: Rows of a chunk.
-        classes: Columns of a chunk; less than the vocabulary only where few rows are too large,
-            because every column is then computed twice.
-    """
-
-    tokens: int
-    classes: int
-
-
-def logit_bytes(*, compute_bytes: int, softcapped: bool = False) -> int:
-    """Return what one logit of a chunk takes at most; a soft cap's slope has to be kept, too."""
-    wide = max(compute_bytes, _SOFTMAX_BYTES)
-    return wide * (2 if softcapped else 1) + (compute_bytes if compute_bytes < wide else 0)
-
-
-def chunk_sizes(
-    *, num_tokens: int, vocabulary: int, bytes_per_logit: int, chunk_bytes: int
-) -> ChunkSizes:
-    """Return the largest chunk within a budget, cut so that the chunks are about equal.
-
-    Args:
-        num_tokens: Rows of logits, at least 1.
-        vocabulary: Columns.
-        bytes_per_logit: See `logit_bytes`.
-        chunk_bytes: The budget. Where it is too small for one logit, the chunk is one logit.
-    """
-    logits = max(1, chunk_bytes // bytes_per_logit)
-    tokens = min(num_tokens, max(logits // vocabulary, min(_MIN_TOKENS, logits)))
-    classes = min(vocabulary, max(1, logits // tokens))
-    return ChunkSizes(tokens=_evenly(num_tokens, tokens), classes=_evenly(vocabulary, classes))
-
-
-def _evenly(total: int, part: int) -> int:
-    """Return the size of equal parts, no more of them than parts of this size, no part larger."""
-    num_parts = -(-total // part)
-    return -(-total // num_parts)
 
 
 def chunked_loss_bytes(
