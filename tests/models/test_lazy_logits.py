@@ -67,52 +67,19 @@ def shifted(labels: Tensor) -> Tensor:
     return padded
 
 
+def flat(logits: Tensor) -> Tensor:
+    return logits.float().view(-1, VOCABULARY)
+
+
 def _as_transformers(logits: Tensor, labels: Tensor) -> Tensor:
-    flat = logits.float().view(-1, VOCABULARY)
-    return functional.cross_entropy(flat, shifted(labels).view(-1).to(logits.device))
-
-
-def _sum_over_items(logits: Tensor, labels: Tensor) -> Tensor:
-    flat = logits.float().view(-1, VOCABULARY)
-    return functional.cross_entropy(flat, shifted(labels).view(-1), reduction="sum") / 17
+    return functional.cross_entropy(flat(logits), shifted(labels).view(-1).to(logits.device))
 
 
 def _sliced(logits: Tensor, labels: Tensor) -> Tensor:
     logits = logits[..., :-1, :].contiguous()
-    flat = logits.view(-1, logits.size(-1))
-    loss: Tensor = nn.CrossEntropyLoss()(flat, labels[..., 1:].reshape(-1))
+    rows = logits.view(-1, logits.size(-1))
+    loss: Tensor = nn.CrossEntropyLoss()(rows, labels[..., 1:].reshape(-1))
     return loss
-
-
-def _capped(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = torch.tanh(logits / 2.5) * 2.5
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def _capped_and_scaled(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = 0.5 * (3.0 * (logits.mul(0.7) / 2).tanh()).to(torch.float32)
-    return functional.cross_entropy(logits.reshape(-1, VOCABULARY), labels.flatten())
-
-
-def _scaled(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = (logits * 0.0625).div(0.5)[:, -5:]
-    return functional.cross_entropy(
-        input=logits.flatten(0, -2), target=labels[:, -5:].flatten(), label_smoothing=0.1
-    )
-
-
-def _classes_second(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.transpose(1, 2), labels)
-
-
-def _permuted(logits: Tensor, labels: Tensor) -> Tensor:
-    losses = functional.cross_entropy(logits.permute(0, 2, 1), labels, reduction="none")
-    return (losses * torch.arange(TOKENS)).mean()
-
-
-def _log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    flat = torch.log_softmax(logits, dim=-1).view(SEQUENCES * TOKENS, -1)
-    return functional.nll_loss(flat, labels.view(-1))
 
 
 def _gathered(logits: Tensor, labels: Tensor) -> Tensor:
@@ -120,11 +87,6 @@ def _gathered(logits: Tensor, labels: Tensor) -> Tensor:
     likelihood = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1)
     total: Tensor = (likelihood * (labels >= 0)).sum(-1)
     return -total.mean()
-
-
-def _masked(logits: Tensor, labels: Tensor) -> Tensor:
-    keep = labels != -100
-    return functional.cross_entropy(logits[keep], labels[keep])
 
 
 def _indexed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -136,39 +98,54 @@ def _indexed(logits: Tensor, labels: Tensor) -> Tensor:
     ) + 0 * functional.cross_entropy(logits[0, 5], labels[0, 5])
 
 
-FUSED: list[Use] = [
-    _as_transformers,
-    _sum_over_items,
-    _sliced,
-    _capped,
-    _capped_and_scaled,
-    _scaled,
-    _classes_second,
-    _permuted,
-    _log_likelihood,
-    _gathered,
-    _masked,
-    _indexed,
-]
+FUSED: dict[str, Use] = {
+    "as transformers": _as_transformers,
+    "a sum over items": lambda x, y: (
+        functional.cross_entropy(flat(x), shifted(y).view(-1), reduction="sum") / 17
+    ),
+    "sliced": _sliced,
+    "capped": lambda x, y: functional.cross_entropy(
+        (torch.tanh(x / 2.5) * 2.5).flatten(0, 1), y.flatten()
+    ),
+    "capped and scaled": lambda x, y: functional.cross_entropy(
+        (0.5 * (3.0 * (x.mul(0.7) / 2).tanh()).to(torch.float32)).reshape(-1, VOCABULARY),
+        y.flatten(),
+    ),
+    "scaled": lambda x, y: functional.cross_entropy(
+        input=(x * 0.0625).div(0.5)[:, -5:].flatten(0, -2),
+        target=y[:, -5:].flatten(),
+        label_smoothing=0.1,
+    ),
+    "classes second": lambda x, y: functional.cross_entropy(x.transpose(1, 2), y),
+    "permuted": lambda x, y: (
+        functional.cross_entropy(x.permute(0, 2, 1), y, reduction="none") * torch.arange(TOKENS)
+    ).mean(),
+    "log-likelihood": lambda x, y: functional.nll_loss(
+        torch.log_softmax(x, dim=-1).view(SEQUENCES * TOKENS, -1), y.view(-1)
+    ),
+    "gathered": _gathered,
+    "masked": lambda x, y: functional.cross_entropy(x[y != -100], y[y != -100]),
+    "indexed": _indexed,
+}
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("use", FUSED)
-def test_losses_are_computed_without_the_logits(use: Use, bias: bool) -> None:
+def test_losses_are_computed_without_the_logits(use: str, bias: bool) -> None:
     fusion = LossFusion("fused")
-    got, want = run(use, fusion, bias=bias), run(use, None, bias=bias)
+    got, want = run(FUSED[use], fusion, bias=bias), run(FUSED[use], None, bias=bias)
     assert fusion.report.made == {}
-    assert fusion.report.num_fused == (2 if use is _indexed else 1)
+    assert fusion.report.num_fused == (2 if use == "indexed" else 1)
     for mine, plain in zip(got, want, strict=True):
         assert mine.dtype == plain.dtype
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("use", FUSED)
-def test_autocast_rounds_as_it_rounds_the_plain_loss(use: Use) -> None:
-    fusion, exact = LossFusion("fused"), run(use, None)
+def test_autocast_rounds_as_it_rounds_the_plain_loss(use: str) -> None:
+    fusion, exact = LossFusion("fused"), run(FUSED[use], None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, want = run(use, fusion), run(use, None)
+        got, want = run(FUSED[use], fusion), run(FUSED[use], None)
     assert fusion.report.num_fused > 0
     for mine, plain, true in zip(got, want, exact, strict=True):
         assert mine.dtype == plain.dtype
@@ -191,11 +168,6 @@ class _Squares(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return 2 * x * gradient
-
-
-def _with_penalty(logits: Tensor, labels: Tensor) -> Tensor:
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    return loss + logits.logsumexp(-1).square().mean()
 
 
 def _written_into(logits: Tensor, labels: Tensor) -> Tensor:
@@ -231,7 +203,9 @@ OTHER: dict[str, Use] = {
     "a list": lambda x, y: torch.stack([x, x]).std(),
     "a custom function": lambda x, y: _Squares.apply(x).mean(),  # type: ignore[no-untyped-call]
     "a custom function of a part": lambda x, y: _Squares.apply(x[:, 1:]).mean(),  # type: ignore[no-untyped-call]
-    "two losses": _with_penalty,
+    "two losses": lambda x, y: (
+        functional.cross_entropy(x.flatten(0, 1), y.flatten()) + x.logsumexp(-1).square().mean()
+    ),
     "writing": _written_into,
     "a kept gradient": _kept_gradient,
     "detached": lambda x, y: x.mean() * x.detach().std(),
@@ -262,10 +236,16 @@ def test_logits_are_made_once_and_then_used() -> None:
     with fusion.active(), Meter() as meter:
         logits = head(hidden)
         assert isinstance(logits, LazyLogits)
-        assert meter.count.matrix_operations == 0
+        assert logits.shape == (SEQUENCES, TOKENS, VOCABULARY)
+        assert (logits.dtype, logits.device, logits.dim()) == (torch.float32, hidden.device, 3)
+        assert logits.requires_grad
+        assert logits.grad_fn is not None
+        assert (logits.size(-1), len(logits)) == (VOCABULARY, SEQUENCES)
+        assert logits.numel() == SEQUENCES * TOKENS * VOCABULARY
+        assert meter.count.matrix_operations == 0  # for all these questions
+        assert fusion.report.made == {}
         largest = logits.amax()
-        again = logits.float().flatten(0, 1)
-        loss = functional.cross_entropy(again, labels.flatten())
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
     assert meter.count.matrix_operations == 2 * hidden.numel() * VOCABULARY
     assert fusion.report.num_fused == 0
     assert fusion.report.made == {"amax": 1}
@@ -273,48 +253,25 @@ def test_logits_are_made_once_and_then_used() -> None:
     assert loss.requires_grad
 
 
-def test_questions_do_not_make_them() -> None:
-    head, (hidden, _) = Head(), given()
-    fusion = LossFusion("fused")
-    with fusion.active(), Meter() as meter:
-        logits = head(hidden)
-        assert logits.shape == (SEQUENCES, TOKENS, VOCABULARY)
-        assert (logits.dtype, logits.device, logits.dim()) == (torch.float32, hidden.device, 3)
-        assert logits.requires_grad
-        assert logits.grad_fn is not None
-        assert logits.size(-1) == VOCABULARY
-        assert logits.numel() == SEQUENCES * TOKENS * VOCABULARY
-        assert len(logits) == SEQUENCES
-        assert isinstance(logits, Tensor)
-        del logits
-    assert meter.count.matrix_operations == 0
-    assert fusion.report.made == {}
-
-
-def test_what_somebody_holds_in_the_end_is_made() -> None:
-    head, (hidden, _) = Head(), given()
+def test_what_code_holds_in_the_end_is_made() -> None:
+    head, (hidden, labels) = Head(), given()
     fusion, kept = LossFusion("fused"), []
     with fusion.active():
         kept.append(head(hidden))
         head(hidden)
     assert fusion.report.made == {"kept": 1}
-    with torch.no_grad():
-        expected = head(hidden)
-        head.projection.weight.zero_()
-    assert torch.equal(kept[0], expected)
-
-
-def test_output_is_given_back_with_logits_in_it() -> None:
-    head, (hidden, labels) = Head(), given()
-    fusion = LossFusion("fused")
     with fusion.active():
         logits = head(hidden)
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         output = fusion.materialized({"loss": loss, "logits": logits})
     assert type(output["logits"]) is Tensor
-    assert torch.equal(output["logits"], head(hidden))
     assert output["loss"] is loss
     assert fusion.report.num_fused == 1
+    with torch.no_grad():
+        expected = head(hidden)
+        head.projection.weight.zero_()
+    assert torch.equal(kept[0], expected)
+    assert torch.equal(output["logits"], expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
