@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import TrainingJob
 from roundpipe_lightning.planning.search.request import PartitionHints
+from roundpipe_lightning.strategy.plan_inputs import state_bytes_per_parameter
 
 _MOST_SEQUENCES = 8
 """Sequences of a microbatch that are tried where the number of microbatches is not given."""
@@ -249,14 +250,7 @@ def _state_place(optimizer: functools.partial[Any], dtype: torch.dtype) -> State
     if says is not None:
         place: StatePlace = says(**optimizer.keywords)
         return place
-    rows = 256
-    parameter = nn.Parameter(torch.zeros(rows, rows, dtype=dtype))
-    parameter.grad = torch.zeros_like(parameter)
-    stepped = optimizer([parameter])
-    stepped.step()
-    states: Iterable[Mapping[str, Any]] = stepped.state.values()
-    tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    size = sum(t.nbytes for t in tensors if t.numel() > 1) / parameter.numel()
+    size = state_bytes_per_parameter(optimizer, dtype)
     return StatePlace(memory_bytes=size, disk_bytes=0.0)
 
 
@@ -270,6 +264,9 @@ def read_settings(config: DictConfig) -> PlanSettings:
         RoundPipeError: A setting cannot work.
     """
     hints, num_microbatches = config.partition, config.partition.num_microbatches
+    given: Any = OmegaConf.to_container(hints, resolve=True)
+    for key in ("plan", "num_microbatches", "blocks"):  # they are no hints
+        given.pop(key, None)
     adapters = read_adapters(config.peft)
     _check_word("loss", config.loss, ("fused", "eager"))
     _check_word("weights", config.weights, [storage.value for storage in WeightStorage])
@@ -292,7 +289,7 @@ def read_settings(config: DictConfig) -> PlanSettings:
             if num_microbatches == "auto"
             else _whole("partition.num_microbatches", num_microbatches)
         ),
-        hints=_hints(hints),
+        hints=PartitionHints.from_mapping(given),
         frozen_bits=16 if adapters is None else int(config.peft.frozen_bits),
         weights=WeightStorage(config.weights),
         eager_loss=config.loss == "eager",
@@ -342,41 +339,9 @@ def _probed(config: DictConfig, *, name: str) -> HardwareSpec:
     return spec
 
 
-def _hints(config: DictConfig) -> PartitionHints:
-    def cut(name: str) -> tuple[int, ...] | None:
-        counts = config.get(name)
-        if counts is None:
-            return None
-        if isinstance(counts, (str, int)) or not all(isinstance(n, int) for n in counts):
-            raise ConfigurationError(
-                f"partition.{name}={counts}: give whole numbers, such as partition.{name}=[2,3,3]."
-            )
-        return tuple(counts)
-
-    limits = config.limits
-    return PartitionHints(
-        forward=cut("forward"),
-        backward=cut("backward"),
-        most_forward=limits.forward,
-        most_backward=limits.backward,
-        most_fused=limits.fused,
-        team_size=config.team_size,
-        round_size=config.round_size,
-        recompute=_recompute(config.recompute),
-        weight_slots=config.weight_slots,
-        resident=config.resident,
-    )
-
-
-def _recompute(word: object) -> tuple[RecomputePolicy, ...] | None:
-    _check_word("partition.recompute", word, ("auto", *(each.value for each in RecomputePolicy)))
-    return None if word == "auto" else (RecomputePolicy(word),)
-
-
 def _with_plan(settings: PlanSettings, plan: Plan) -> PlanSettings:
     """Settle everything that a saved plan settles."""
-    given = settings.hints
-    taken = [name for name, value in dataclasses.asdict(given).items() if value is not None]
+    taken = settings.hints.keys_given()
     if taken:
         raise PlanError(
             f"partition.plan settles the stages, teams and rounds, but there is a hint beside it "

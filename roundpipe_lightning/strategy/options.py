@@ -32,16 +32,6 @@ HardwareSource: TypeAlias = HardwareSpec | str | os.PathLike[str]
 HintSource: TypeAlias = PartitionHints | Mapping[str, Any] | None
 """Hints, or a mapping with the keys of `conf/partition` (`forward`, `limits`, `team_size`, ...)."""
 
-_HINTS = (
-    "forward",
-    "backward",
-    "limits",
-    "team_size",
-    "round_size",
-    "weight_slots",
-    "resident",
-)
-_LIMITS = ("forward", "fused", "backward")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -173,22 +163,9 @@ class Options:
             return given
         if not isinstance(given, Mapping):
             raise ConfigurationError(
-                f"hints={given!r}: give PartitionHints, or a mapping with some of {_words(_HINTS)}."
+                f"hints={given!r}: give PartitionHints, or a mapping with keys of conf/partition."
             )
-        _check_keys("hints", given, _HINTS)
-        limits = given.get("limits") or {}
-        _check_keys("hints['limits']", limits, _LIMITS)
-        return PartitionHints(
-            forward=_cut("forward", given.get("forward")),
-            backward=_cut("backward", given.get("backward")),
-            most_forward=_whole("limits.forward", limits.get("forward")),
-            most_fused=_whole("limits.fused", limits.get("fused")),
-            most_backward=_whole("limits.backward", limits.get("backward")),
-            team_size=_whole("team_size", given.get("team_size")),
-            round_size=_whole("round_size", given.get("round_size")),
-            weight_slots=_whole("weight_slots", given.get("weight_slots")),
-            resident=_whole("resident", given.get("resident")),
-        )
+        return PartitionHints.from_mapping(given)
 
     def load_plan(self) -> Plan | None:
         """Return the plan that the user gave, or None for `"auto"`.
@@ -206,34 +183,6 @@ class Options:
                 f"{plan.num_microbatches}: leave num_microbatches out, or make another plan."
             )
         return plan
-
-
-def _words(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    unknown = [str(key) for key in given if key not in known]
-    if unknown:
-        raise ConfigurationError(
-            f"{what} has {_words(unknown)}, which is no hint: there are {_words(known)}."
-        )
-
-
-def _whole(name: str, value: object) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise ConfigurationError(f"partition.{name}={value!r}: give a whole number.")
-
-
-def _cut(name: str, counts: object) -> tuple[int, ...] | None:
-    if counts is None:
-        return None
-    if isinstance(counts, Sequence) and all(type(count) is int for count in counts):
-        return tuple(counts)
-    raise ConfigurationError(
-        f"partition.{name}={counts!r}: give whole numbers, such as partition.{name}=[2,3,3]."
-    )
 
 
 # The dtypes of uploads and gradients ------------------------------------------------------------

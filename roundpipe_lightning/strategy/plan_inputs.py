@@ -9,10 +9,11 @@ cannot be run so is estimated from the parameters instead.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -204,21 +205,28 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
         dtype = trained[0].dtype
         if in_float32 and dtype is torch.bfloat16:
             dtype = torch.float32
-        sample = torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype))
-        sample.grad = torch.zeros_like(sample)
         accepted = inspect.signature(kind).parameters
         settings = {key: value for key, value in group.items() if key in accepted}
         settings.pop("params", None)
         try:
-            with torch.enable_grad():
-                twin = kind([sample], **settings)
-                twin.step()
+            each = state_bytes_per_parameter(functools.partial(kind, **settings), dtype)
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             continue
-        tensors = [t for state in twin.state.values() for t in state.values() if torch.is_tensor(t)]
-        per_parameter = sum(t.nbytes for t in tensors if t.numel() > 1) / sample.numel()
-        total += per_parameter * sum(parameter.numel() for parameter in trained)
+        total += each * sum(parameter.numel() for parameter in trained)
     return total
+
+
+def state_bytes_per_parameter(
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer], dtype: torch.dtype
+) -> float:
+    """Return the bytes of an optimizer's state for a parameter: a small matrix is stepped."""
+    sample = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
+    sample.grad = torch.zeros_like(sample)
+    with torch.enable_grad():
+        stepped = make_optimizer([sample])
+        stepped.step()
+    tensors = [t for state in stepped.state.values() for t in state.values() if torch.is_tensor(t)]
+    return sum(t.nbytes for t in tensors if t.numel() > 1) / sample.numel()
 
 
 def _torchs_own(kind: type[Optimizer]) -> type[Optimizer]:

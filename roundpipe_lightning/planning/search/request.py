@@ -5,10 +5,12 @@ A hint that cannot be kept is refused with the reason, never bent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
 from roundpipe_lightning.planning.schedule.cuts import (
     check_partition,
@@ -28,6 +30,47 @@ _LEAST = {
     "resident": 0,
 }
 """The least that a hint may be."""
+
+
+_HINTS = (
+    "forward",
+    "backward",
+    "limits",
+    "team_size",
+    "round_size",
+    "recompute",
+    "weight_slots",
+    "resident",
+)
+
+
+def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = [str(key) for key in given if key not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"{what} has {', '.join(unknown)}, which is no hint: there are {', '.join(known)}."
+        )
+
+
+def _counts(name: str, counts: object) -> tuple[int, ...]:
+    if isinstance(counts, Sequence) and all(type(count) is int for count in counts):
+        return tuple(counts)
+    raise ConfigurationError(
+        f"partition.{name}={counts!r}: give whole numbers, such as partition.{name}=[2,3,3]."
+    )
+
+
+def _policies(word: str | None) -> tuple[RecomputePolicy, ...] | None:
+    known = ["auto", *(policy.value for policy in RecomputePolicy)]
+    if word in (None, "auto"):
+        return None
+    if word not in known:
+        near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
+        hint = f" The nearest is {near[0]}." if near else ""
+        raise ConfigurationError(
+            f"partition.recompute={word} is not one of {', '.join(known)}.{hint}"
+        )
+    return (RecomputePolicy(word),)
 
 
 def _key(name: str) -> str:
@@ -122,6 +165,29 @@ class PartitionHints:
     @property
     def _fuses_all(self) -> bool:
         return self.recompute == (RecomputePolicy.NONE,)
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> PartitionHints:
+        """Read hints from values with the keys of the configuration group `partition`.
+
+        Raises:
+            ConfigurationError: A hint is not known, or no whole number.
+            PlanError: A hint cannot be kept by itself, or two contradict each other.
+        """
+        _check_keys("hints", given, _HINTS)
+        limits = given.get("limits") or {}
+        _check_keys("hints['limits']", limits, ("forward", "fused", "backward"))
+        values = {name: value for name, value in given.items() if name != "limits"}
+        values |= {f"most_{name}": value for name, value in limits.items()}
+        policy = values.pop("recompute", None)
+        for name, value in values.items():
+            if value is None:
+                continue
+            if name in ("forward", "backward"):
+                values[name] = _counts(name, value)
+            elif not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigurationError(f"{_key(name)}={value!r}: give a whole number.")
+        return cls(**values, recompute=_policies(policy))
 
     def keys_given(self) -> list[str]:
         """Return the keys of the configuration that settle something, e.g. `limits.fused`."""
