@@ -22,6 +22,7 @@ again without a loss.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,7 +84,7 @@ class PowerCode:
         """
         out.copy_(codes)
         self._power(out.div_(self.largest), signed=self.signed)
-        _scale_blocks(out, scales)
+        _each_block(Tensor.mul_, out, scales)
         return out
 
     def encode(
@@ -112,7 +113,7 @@ class PowerCode:
     ) -> None:
         magnitude = numbers.abs() if self.signed else numbers
         _largest(magnitude, out=scales)
-        _divide_blocks(magnitude, torch.where(scales == 0, 1.0, scales))
+        _each_block(Tensor.div_, magnitude, torch.where(scales == 0, 1.0, scales))
         least = None if self.signed else magnitude.sign()  # 1 for what must not become 0
         rounded = self._rounded(magnitude, random).clamp_(max=self.largest)
         if least is not None:
@@ -152,24 +153,15 @@ def num_blocks(count: int) -> int:
     return math.ceil(count / BLOCK)
 
 
-def _whole(count: int) -> int:
-    return count // BLOCK * BLOCK
-
-
-def _scale_blocks(numbers: Tensor, scales: Tensor) -> None:
-    whole = _whole(numbers.numel())
-    numbers[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK, None])
-    numbers[whole:].mul_(scales[whole // BLOCK :])
-
-
-def _divide_blocks(numbers: Tensor, scales: Tensor) -> None:
-    whole = _whole(numbers.numel())
-    numbers[:whole].view(-1, BLOCK).div_(scales[: whole // BLOCK, None])
-    numbers[whole:].div_(scales[whole // BLOCK :])
+def _each_block(apply: Callable[[Tensor, Tensor], object], numbers: Tensor, by: Tensor) -> None:
+    """Apply an operation in place to every block and its number in `by`."""
+    whole = numbers.numel() // BLOCK * BLOCK
+    apply(numbers[:whole].view(-1, BLOCK), by[: whole // BLOCK, None])
+    apply(numbers[whole:], by[whole // BLOCK :])
 
 
 def _largest(numbers: Tensor, *, out: Tensor) -> None:
-    whole = _whole(numbers.numel())
+    whole = numbers.numel() // BLOCK * BLOCK
     torch.amax(numbers[:whole].view(-1, BLOCK), dim=1, out=out[: whole // BLOCK])
     if whole < numbers.numel():
         out[whole // BLOCK :] = numbers[whole:].amax()

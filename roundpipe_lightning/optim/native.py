@@ -39,7 +39,6 @@ from roundpipe_lightning.optim.blockwise import (
     PowerCode,
 )
 from roundpipe_lightning.optim.pieces import (
-    ALIGNMENT,
     ROUNDED,
     FlatParameter,
     Piece,
@@ -231,12 +230,13 @@ class Form:
     stochastic: bool
 
 
-def _plain(form: Form) -> Callable[..., None]:
-    """Return what steps arrays whose moments are arrays of numbers.
+def _loop(form: Form) -> Callable[..., None]:
+    """Return what steps some elements whose moments are numbers.
 
-    It takes master `p`, gradient `g`, `moments`, copy `c` (may be empty), `factors_of` the step,
-    `keys` (number of the first element, then two of `rounding.noise` for each of `ROUNDED`), and
-    `width` as in `_WIDTHS`.
+    It takes master `p`, gradient `g`, moments `m` and `v`, copy `c` (may be empty), `factors_of`
+    the step, `noise_keys`, and the first element, its place in the moments, how many there are, and
+    how many torch steps at a time. Places are unsigned: numba looks for negative ones, which LLVM
+    then makes no vectors of, and slices count references.
     """
     read, read_gradient = _READERS[form.values], _READERS[form.gradient]
     read_moment: Any = _same
@@ -247,52 +247,67 @@ def _plain(form: Form) -> Callable[..., None]:
     write_copy = _to_float32 if form.copy is None else _WRITERS[form.copy]
 
     @_compiled
-    def loop(p: Any, g: Any, m: Any, v: Any, c: Any, factors: Any, keys: Any, whole: Any) -> None:
+    def loop(p: Any, g: Any, m: Any, v: Any, c: Any, factors: Any, keys: Any, span: Any) -> None:
         first, low, high, m_low, m_high, v_low, v_high = keys
-        for i in range(len(p)):
-            index = _uint32(first + _uint32(i))
-            number, gradient = read(p[i]), read_gradient(g[i])
-            before = read_moment(m[i]), read_moment(v[i])
+        start, shift, count, whole = span
+        first = _uint32(first + _uint32(start))
+        for i in range(count):
+            at, here = start + np.uint64(i), shift + np.uint64(i)
+            number, gradient = read(p[at]), read_gradient(g[at])
+            before = read_moment(m[here]), read_moment(v[here])
             number, mean, square = _adamw(number, gradient, before, factors, whole)
-            m[i] = write_moment(mean, _noise(index, m_low, m_high))
-            v[i] = write_moment(square, _noise(index, v_low, v_high))
+            index = _uint32(first + _uint32(i))
+            m[here] = write_moment(mean, _noise(index, m_low, m_high))
+            v[here] = write_moment(square, _noise(index, v_low, v_high))
             kept = write(number, _noise(index, low, high))
-            p[i] = kept
+            p[at] = kept
             if len(c):
-                c[i] = write_copy(read(kept), _NONE)
+                c[at] = write_copy(read(kept), _NONE)
+
+    @_compiled
+    def step(p: Any, g: Any, m: Any, v: Any, c: Any, factors: Any, keys: Any, span: Any) -> None:
+        start, shift, count, width = span
+        end = count // width * width
+        loop(p, g, m, v, c, factors, keys, (start, shift, end, True))
+        rest = np.uint64(end)
+        loop(p, g, m, v, c, factors, keys, (start + rest, shift + rest, count - end, False))
+
+    return step
+
+
+def _plain(form: Form) -> Callable[..., None]:
+    """Return what steps arrays whose moments are (numbers, numbers)."""
+    some = _loop(form)
 
     @_compiled
     def step(p: Any, g: Any, moments: Any, c: Any, factors: Any, keys: Any, width: Any) -> None:
-        m, v = moments
-        end = len(p) // width * width
-        loop(p[:end], g[:end], m[:end], v[:end], c[:end], factors, keys, True)
-        keys = (_uint32(keys[0] + _uint32(end)), *keys[1:])
-        loop(p[end:], g[end:], m[end:], v[end:], c[end:], factors, keys, False)
+        start = np.uint64(0)
+        some(p, g, moments[0], moments[1], c, factors, keys, (start, start, len(p), width))
 
     return step
 
 
 def _blockwise(form: Form) -> Callable[..., None]:
     """Return what steps arrays whose moments are (codes, scales, codes, scales)."""
-    plain = _plain(form)
+    some = _loop(form)
     decode_first, decode_second = _decoder(FIRST_MOMENT), _decoder(SECOND_MOMENT)
     encode_first, encode_second = _encoder(FIRST_MOMENT), _encoder(SECOND_MOMENT)
 
     @_compiled
     def step(p: Any, g: Any, moments: Any, c: Any, factors: Any, keys: Any, width: Any) -> None:
         means, mean_scales, squares, square_scales = moments
-        one, two = np.empty(ALIGNMENT, np.float32), np.empty(ALIGNMENT, np.float32)
-        # More than a block at a time: every slice counts its references.
-        for start in range(0, len(p), ALIGNMENT):
-            stop, block = min(start + ALIGNMENT, len(p)), start // BLOCK
-            m, m_codes, m_scales = one[: stop - start], means[start:stop], mean_scales[block:]
-            v, v_codes, v_scales = two[: stop - start], squares[start:stop], square_scales[block:]
-            decode_first(m_codes, m_scales, m)
-            decode_second(v_codes, v_scales, v)
-            place = (_uint32(keys[0] + _uint32(start)), *keys[1:])
-            plain(p[start:stop], g[start:stop], (m, v), c[start:stop], factors, place, width)
-            encode_first(m, m_codes, m_scales, place[0], keys[3], keys[4])
-            encode_second(v, v_codes, v_scales, place[0], keys[5], keys[6])
+        m, v = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        for block in range(-(-len(p) // BLOCK)):
+            count = min(BLOCK, len(p) - block * BLOCK)
+            start = np.uint64(block * BLOCK)
+            decode_first(means, start, mean_scales[block], m, count)
+            decode_second(squares, start, square_scales[block], v, count)
+            some(p, g, m, v, c, factors, keys, (start, np.uint64(0), count, width))
+            first = _uint32(keys[0] + _uint32(start))
+            mean_scales[block] = encode_first(m, count, means, start, (first, keys[3], keys[4]))
+            square_scales[block] = encode_second(
+                v, count, squares, start, (first, keys[5], keys[6])
+            )
 
     return step
 
@@ -319,28 +334,26 @@ def _square_root(x: Any) -> Any:
 
 @functools.cache
 def _decoder(code: PowerCode) -> Callable[..., None]:
-    """Return what decodes blocks, with the bits of `PowerCode.decode`."""
+    """Return what decodes a block, with the bits of `PowerCode.decode`."""
     signed, largest = code.signed, np.float32(code.largest)
     power = _fourth_power if code.squarings == 2 else _squared
 
-    @_compiled
-    def decode_block(codes: Any, scale: Any, numbers: Any) -> None:
-        for i in range(len(codes)):
-            part = _float32(codes[i]) / largest
-            numbers[i] = (part * abs(part) if signed else power(part)) * scale
+    inverse = np.float32(1) / largest
 
     @_compiled
-    def decode(codes: Any, scales: Any, numbers: Any) -> None:
-        for start in range(0, len(codes), BLOCK):
-            stop = start + BLOCK
-            decode_block(codes[start:stop], scales[start // BLOCK], numbers[start:stop])
+    def decode(codes: Any, start: Any, scale: Any, numbers: Any, count: Any) -> None:
+        for i in range(count):
+            code = _float32(codes[start + np.uint64(i)])
+            part = code * inverse
+            part = _fma(_fma(-part, largest, code), inverse, part)  # code / largest, to the bit
+            numbers[i] = (part * abs(part) if signed else power(part)) * scale
 
     return decode
 
 
 @functools.cache
-def _encoder(code: PowerCode) -> Callable[..., None]:
-    """Return what encodes blocks, with the bits of `PowerCode.encode`."""
+def _encoder(code: PowerCode) -> Callable[..., Any]:
+    """Return what encodes a block and returns its scale, with the bits of `PowerCode.encode`."""
     signed, largest, stored = code.signed, np.float32(code.largest), _STORED[code.dtype]
     power = _fourth_power if code.squarings == 2 else _squared
     root = _fourth_root if code.squarings == 2 else _square_root
@@ -348,13 +361,14 @@ def _encoder(code: PowerCode) -> Callable[..., None]:
     nothing, one, magnitude = np.float32(0), np.float32(1), np.uint32(0x7FFFFFFF)
 
     @_compiled
-    def encode_block(numbers: Any, codes: Any, first: Any, low: Any, high: Any) -> Any:
+    def encode(numbers: Any, count: Any, codes: Any, start: Any, keys: Any) -> Any:
+        first, low, high = keys
         most = _uint32(0)  # as bits: in the same order, and beyond them what is not a number
-        for i in range(len(numbers)):
+        for i in range(count):
             most = max(most, _uint32(_bits_of(numbers[i]) & magnitude))
         scale = _number_of(most)
         unit = one if scale == nothing else scale
-        for i in range(len(numbers)):
+        for i in range(count):
             x = (abs(numbers[i]) if signed else numbers[i]) / unit
             below = np.floor(root(x) * largest)
             near = power(below * step)
@@ -370,15 +384,8 @@ def _encoder(code: PowerCode) -> Callable[..., None]:
             elif chosen < one and x != nothing:  # what is not 0 must not become 0
                 chosen = one
             is_number = chosen == chosen
-            codes[i] = stored(np.int32(chosen if is_number else nothing))
+            codes[start + np.uint64(i)] = stored(np.int32(chosen if is_number else nothing))
         return scale
-
-    @_compiled
-    def encode(numbers: Any, codes: Any, scales: Any, first: Any, low: Any, high: Any) -> None:
-        for start in range(0, len(codes), BLOCK):
-            stop, index = start + BLOCK, _uint32(first + _uint32(start))
-            scale = encode_block(numbers[start:stop], codes[start:stop], index, low, high)
-            scales[start // BLOCK] = scale
 
     return encode
 

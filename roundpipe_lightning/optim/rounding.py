@@ -1,4 +1,6 @@
-"""Stochastic rounding: float32 to bfloat16 so that the mean of the results is the exact value.
+"""Stochastic rounding, and steps of any optimizer on bfloat16 parameters that use it.
+
+float32 is rounded to bfloat16 so that the mean of the results is the exact value.
 
 A bfloat16 number keeps 8 bits of a float32's 24. Rounded to the nearest, a weight of 1.0 swallows
 every update smaller than 0.004, however many there are. Rounded at random, up with a probability
@@ -14,12 +16,28 @@ The noise is a hash of (seed, number of the element), so it does not depend on t
 on the order in which tensors are rounded: a kernel that follows the three lines of `noise` gives
 the same bits. The hash is the 32 bit finaliser "lowbias32" found by Wellons (Prospecting for Hash
 Functions, 2018).
+
+An optimizer adds its update to the parameter in the parameter's own dtype, so nothing that comes
+after it can bring back what was rounded away. For the time of a step the parameters and their
+gradients are therefore float32, and the optimizer, whichever it is, sees no bfloat16:
+
+```
+bfloat16 parameter ── widen ──▶ float32 ── optimizer.step() ── round ──▶ bfloat16, in place
+bfloat16 gradient  ── widen ──▶ float32
+                                float32 moments, made by the optimizer, kept
+```
+
+The memory for it is 8 bytes per parameter that has a gradient, until the step has ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 _CHUNK = 1 << 16  # elements at a time: the temporaries stay in the processor's cache
 
@@ -99,3 +117,81 @@ def _signed(value: int) -> int:
     """Read the lowest 32 bits as a signed number."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
+
+
+def step_in_float32(
+    optimizer: Optimizer, *, closure: Callable[[], Any], seed_of: Callable[[int], int], **given: Any
+) -> Any:
+    """Call `optimizer.step(closure)` with float32 parameters.
+
+    Should the step raise, the parameters are as they were before it.
+
+    Args:
+        optimizer: Any optimizer that calls the closure before it looks at gradients.
+        closure: Computes the loss and the gradients, on bfloat16 parameters.
+        seed_of: The seed of a parameter, by its number in the optimizer.
+        **given: Further arguments of `step`.
+
+    Returns:
+        What `step` returned.
+    """
+    narrow: list[tuple[Tensor, Tensor, Tensor, int]] = []
+
+    def widened() -> Any:
+        result = closure()
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if parameter.dtype is torch.bfloat16 and gradient is not None:
+                narrow.append((parameter, parameter.data, gradient, seed_of(number)))
+                parameter.data = parameter.data.float()
+                parameter.grad = gradient.float()
+        return result
+
+    try:
+        result = optimizer.step(closure=widened, **given)
+        for parameter, own, _, seed in narrow:
+            round_stochastically(parameter.data, out=own, seed=seed)
+    finally:
+        for parameter, own, gradient, _ in narrow:
+            parameter.data = own
+            parameter.grad = gradient
+    return result
+
+
+def rounds_itself(optimizer: object) -> bool:
+    """Return whether an optimizer rounds its bfloat16 parameters stochastically by itself."""
+    return bool(getattr(optimizer, "rounds_stochastically", False))
+
+
+def keep_wide_state(optimizer: Optimizer) -> None:
+    """Keep the state of bfloat16 parameters in float32 when it is loaded.
+
+    `Optimizer.load_state_dict` casts floating point state to the dtype of the parameter. What a
+    float32 step has made is float32 and must stay so; bfloat16 state, of a training without
+    stochastic rounding, becomes float32.
+    """
+    loaded: list[Mapping[str, Any]] = []
+
+    def before(_: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        loaded[:] = [state_dict]
+
+    def after(optimizer: Optimizer) -> None:
+        for source in loaded:
+            _widen_state(optimizer, source)
+        loaded.clear()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+
+
+def _widen_state(optimizer: Optimizer, source: Mapping[str, Any]) -> None:
+    numbers = [number for group in source["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if parameter.dtype is not torch.bfloat16:
+            continue
+        for key, value in source["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                dtype = torch.promote_types(value.dtype, torch.float32)
+                optimizer.state[parameter][key] = value.detach().to(dtype, copy=True)

@@ -36,7 +36,7 @@ from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanEr
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
 from roundpipe_lightning.models.work.work_profile import StepProfile, step_profile
 from roundpipe_lightning.optim import HostAdamW
-from roundpipe_lightning.optim.float32_step import rounds_itself
+from roundpipe_lightning.optim.rounding import rounds_itself
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile

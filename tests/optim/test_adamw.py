@@ -57,7 +57,10 @@ def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"maximize": True, "betas": (0.5, 0.9), "lr": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"maximize": True, "betas": (0.5, 0.9), "lr": 0.1}, {"betas": (0.3, 0.5), "eps": 0.0}],
+)
 @pytest.mark.parametrize("choice", ["torch", "native"])
 def test_is_torch_fused_to_the_bit(
     dtype: torch.dtype, options: dict[str, Any], choice: str

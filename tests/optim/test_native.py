@@ -87,18 +87,6 @@ def test_bits_are_those_of_torchs_operations(
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"maximize": True}, {"betas": (0.3, 0.5)}, {"eps": 0.0}])
-def test_bits_with_other_options(options: dict[str, Any]) -> None:
-    common: dict[str, Any] = {
-        "values": torch.float32,
-        "gradient": torch.float32,
-        "copy": None,
-        "offset": 0,
-    }
-    mine, theirs = (stepped(choice=c, **common, **options) for c in ("native", "torch"))
-    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(mine, theirs, strict=True))
-
-
 PLAIN = Settings(lr=0.1, beta1=0.0, beta2=0.5, eps=1e-8, weight_decay=0.0, maximize=False)
 UNMOVED = Settings(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, maximize=False)
 
@@ -225,17 +213,6 @@ def test_defaults_of_the_caller_do_not_matter() -> None:
             assert native.checked.__wrapped__(form)[1] is not None
     finally:
         torch.set_default_dtype(before)
-
-
-def test_parameters_of_float64_are_left_to_torch() -> None:
-    mine, theirs = (nn.Parameter(torch.ones(9, dtype=torch.float64)) for _ in range(2))
-    reference = torch.optim.AdamW([theirs], fused=True)
-    with closing(HostAdamW([mine], kernel="native")) as optimizer:
-        for parameter in (mine, theirs):
-            parameter.grad = torch.linspace(-1, 1, 9, dtype=torch.float64)
-        optimizer.step()
-    reference.step()
-    assert torch.equal(mine, theirs)
 
 
 # ------------------------------------------------------------------------ where it cannot be made
