@@ -240,7 +240,7 @@ class Turns:
         """Where callbacks stand. What they listen to fetches with notes the time, and stays."""
         trainer: Any = self.trainer
         strategy = trainer.strategy
-        return trainer.callbacks, strategy.plan_watchers, strategy.step_watchers
+        return trainer.callbacks, strategy.plan_listeners, strategy.step_listeners
 
     def _is_theirs(self, member: Any) -> bool:
         """Whether a callback or a watcher is of the callbacks'; nobody else watches here."""

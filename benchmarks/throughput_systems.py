@@ -390,7 +390,7 @@ class Ours(System):
             gradient_dtype=task.gradient_dtype,
             workers_per_device=task.workers,
         )
-        strategy.plan_watchers.append(self._note_plan)
+        strategy.plan_listeners.append(self._note_plan)
         return Trainer(
             strategy=strategy,
             accelerator="cpu" if device.type == "cpu" else "gpu",

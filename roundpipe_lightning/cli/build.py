@@ -92,7 +92,7 @@ def build_run(config: DictConfig) -> Run:
     """
     config = config.copy()
     config.trainer.devices = choose_devices(config)
-    checkpoint = find_checkpoint(config.ckpt_path)
+    checkpoint = find_checkpoint(config)
     source: ModelSource = build(config.model)
     data: LightningDataModule = build(config.data)
     check_fit(source, data)
@@ -183,14 +183,18 @@ def choose_devices(config: DictConfig) -> int | str | list[int]:
     return devices
 
 
-def find_checkpoint(path: str | None) -> Path | None:
-    """The checkpoint of `ckpt_path`.
+def find_checkpoint(config: DictConfig) -> Path | None:
+    """The checkpoint of `ckpt_path`; for `last` the newest `last.ckpt` of all runs.
 
     Raises:
         CheckpointError: There is none at that path.
     """
+    path: str | None = config.ckpt_path
     if path is None:
         return None
+    if path == "last":
+        runs = Path(config.paths.log_dir).glob("*/runs/*/checkpoints/last.ckpt")
+        path = str(max(runs, key=lambda file: file.stat().st_mtime, default=path))
     checkpoint = Path(path).expanduser()
     if not checkpoint.exists():
         raise CheckpointError(

@@ -47,7 +47,7 @@ def export(config: DictConfig) -> Path:
         RoundPipeError: The configuration cannot work, the checkpoint is of another model, or the
             folder cannot be written. What was there before is untouched.
     """
-    checkpoint = find_checkpoint(config.ckpt_path)
+    checkpoint = find_checkpoint(config)
     options = ExportOptions(
         dtype=config.dtype,
         merge=config.merge,

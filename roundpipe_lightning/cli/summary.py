@@ -1,21 +1,26 @@
 """The figures of a run: `summary.json` for programs, a table for people."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from roundpipe_lightning.callbacks.monitor import peak_host_bytes
+from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
+from roundpipe_lightning.callbacks.timeline import PipelineTimeline
 from roundpipe_lightning.cli.build import Run
-from roundpipe_lightning.cli.pipeline import pipeline_figures
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.models.quantized import is_quantized, tensors_of
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.report.description import count_text, size_text
+from roundpipe_lightning.planning.report.step_record import IdleCause
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +105,52 @@ class RunSummary:
 
 
 def summarize(run: Run, *, val_loss: float | None) -> RunSummary:
-    """Collect the figures of a run that has ended."""
-    statistics = run.statistics
-    pipeline = pipeline_figures(run.trainer, run.callbacks)
+    """The figures of a run that has ended, whatever its strategy.
+
+    The idle shares are those of a `PipelineTimeline` among the callbacks.
+    """
+    statistics, strategy = run.statistics, run.trainer.strategy
+    figures: dict[str, Any] = dict.fromkeys(("bubble_predicted", "bubble_measured"))
+    if isinstance(strategy, RoundPipeStrategy):
+        timelines = [each for each in run.callbacks if isinstance(each, PipelineTimeline)]
+        for timeline in timelines[:1]:
+            figures["bubble_predicted"] = timeline.predicted_idle_share
+            figures["bubble_measured"] = timeline.measured_idle_share
+        figures["peak_device_bytes"] = strategy.peak_device_bytes
+        figures["num_workers"] = strategy.num_workers
+        figures["num_microbatches"] = strategy.num_microbatches
+    else:
+        device = strategy.root_device
+        is_cuda = device.type == "cuda"
+        figures["peak_device_bytes"] = torch.cuda.max_memory_allocated(device) if is_cuda else None
+        figures["num_workers"], figures["num_microbatches"] = run.trainer.num_devices, 1
     return RunSummary(
         tokens_per_second=statistics.tokens_per_second,
         loss_first=statistics.loss_first,
         loss_last=statistics.loss_last,
         val_loss=val_loss,
-        bubble_predicted=pipeline.bubble_predicted,
-        bubble_measured=pipeline.bubble_measured,
-        peak_device_bytes=pipeline.peak_device_bytes,
         peak_host_bytes=peak_host_bytes(),
-        num_workers=pipeline.num_workers,
-        num_microbatches=pipeline.num_microbatches,
         num_steps=statistics.num_steps,
+        **figures,
     )
+
+
+def monitored_rows(callbacks: Iterable[Callback]) -> list[tuple[str, str]]:
+    """Rows of the summary's table that a `PipelineMonitor` has measured over the whole run."""
+    monitors = [callback for callback in callbacks if isinstance(callback, PipelineMonitor)]
+    figures = monitors[0].figures if monitors else {}
+    rows = []
+    if "tflop_per_second" in figures:
+        peak = figures.get("share_of_peak")
+        of_peak = "" if peak is None else f", {peak:.1%} of the devices' peak"
+        rows.append(("Arithmetic", f"{figures['tflop_per_second']:.3g} TFLOP/s{of_peak}"))
+    if "idle_share" in figures:
+        parts = {cause.value: figures[f"idle_{cause.value}_share"] for cause in IdleCause}
+        longest = sorted(parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{name} {share:.0%}" for name, share in longest if share >= 0.005)
+        idle = f"{figures['idle_share']:.0%} of the time: {named}"
+        rows.append(("Idle altogether", idle))
+    return rows
 
 
 def trained_row(module: nn.Module) -> list[tuple[str, str]]:

@@ -1,18 +1,23 @@
 """`python train.py` and `roundpipe-train`: the Hydra application that trains."""
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.cli.build import Run, build_run, run_explained
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
-from roundpipe_lightning.cli.pipeline import monitored_rows, save_plan, uncrowded_threads
-from roundpipe_lightning.cli.summary import summarize, trained_row
+from roundpipe_lightning.cli.summary import monitored_rows, summarize, trained_row
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +52,10 @@ def train(config: DictConfig) -> float | None:
     metrics: dict[str, float] = {}
     with run.interrupt, uncrowded_threads(run.trainer):
         try:
-            _run_stages(run, folder, metrics)
+            _run_stages(run, metrics)
         except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
             if isinstance(error.__context__, KeyboardInterrupt):
-                save_plan(run.trainer, folder)
+                _save_plan(run)
                 _report_interrupt(run)
                 raise KeyboardInterrupt from None
             raise
@@ -65,14 +70,14 @@ def train(config: DictConfig) -> float | None:
     return _choose_metric(run.config.optimized_metric, metrics)
 
 
-def _run_stages(run: Run, folder: Path, metrics: dict[str, float]) -> None:
+def _run_stages(run: Run, metrics: dict[str, float]) -> None:
     """Fit, validate and test as configured; `metrics` receives what they measured."""
     config, trainer = run.config, run.trainer
     checkpoint = None if run.checkpoint is None else str(run.checkpoint)
     if config.train:
         trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
         checkpoint = None  # from here on the weights are those that were trained
-        save_plan(trainer, folder)
+        _save_plan(run)
         _keep_metrics(run, metrics)
     if config.validate and run.statistics.validated_step != trainer.global_step:
         trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
@@ -103,3 +108,32 @@ def _report_interrupt(run: Run) -> None:
     for callback in run.callbacks:
         if isinstance(callback, LastCheckpoint) and callback.path.exists():
             sys.stderr.write(f"Go on with: ckpt_path={callback.path}\n")
+
+
+@contextlib.contextmanager
+def uncrowded_threads(trainer: Trainer) -> Iterator[None]:
+    """Let the Trainer's own thread compute alone where the CPU workers take every core.
+
+    Intra-op threads that wait for one another on busy cores cost far more than they save: steps
+    of the main job took four times as long on two busy cores. The setting of before is put back.
+    """
+    total = torch.get_num_threads()
+    strategy = trainer.strategy
+    crowded = (
+        isinstance(strategy, RoundPipeStrategy)
+        and isinstance(trainer.accelerator, CPUAccelerator)
+        and strategy.num_workers >= total > 1
+    )
+    if crowded:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if crowded:
+            torch.set_num_threads(total)
+
+
+def _save_plan(run: Run) -> None:
+    strategy = run.trainer.strategy
+    if isinstance(strategy, RoundPipeStrategy) and strategy.plan is not None:
+        strategy.plan.save(Path(run.config.paths.output_dir) / "plan.json")

@@ -70,11 +70,8 @@ class ChatDataModule(FileDataModule):
                 self.tokenizer, name=self.tokenizer_name, field=self.field
             )
         whole = self._encoder(record)
-        sample = self.options.policy.apply(whole, limit=self.seq_len, place=record.place)
-        if sample is None:
-            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
-            return None
-        if sample.num_targets == 0:
+        sample = self.fit_length(whole, place=record.place)
+        if sample is not None and sample.num_targets == 0:
             if self.no_target == "refuse":
                 raise DataError(
                     f"{record.place}: the assistant says nothing in the conversation"

@@ -46,11 +46,8 @@ class ClassificationDataModule(FileDataModule):
     def encode(self, record: Record) -> Row | None:
         label = self._label(record)
         whole = Sample.of(self.tokenizer(record.text(self.field))["input_ids"])
-        sample = self.options.policy.apply(whole, limit=self.seq_len, place=record.place)
-        if sample is None:
-            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
-            return None
-        return {**as_row(sample), "labels": torch.tensor(label)}
+        sample = self.fit_length(whole, place=record.place)
+        return None if sample is None else {**as_row(sample), "labels": torch.tensor(label)}
 
     @override
     def arrange(self, samples: Sequence[Row]) -> Sequence[Row]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +14,8 @@ from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong, as_r
 from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import DataError
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Pair:
-    """A prompt with two answers.
-
-    Attributes:
-        chosen: With the better answer.
-        rejected: With the worse one.
-    """
-
-    chosen: Sample
-    rejected: Sample
+Pair = tuple[Sample, Sample]
+"""A prompt with the better answer, and with the worse one."""
 
 
 class PreferenceDataModule(FileDataModule):
@@ -65,13 +54,13 @@ class PreferenceDataModule(FileDataModule):
                 f"{' as far as they are kept' if self.options.policy is TooLong.CUT_END else ''}, "
                 "so there is nothing to prefer. Remove the sample."
             )
-        return Pair(chosen=chosen, rejected=rejected)
+        return chosen, rejected
 
     @override
     def arrange(self, samples: Sequence[Pair]) -> Sequence[Row]:
         """Pairs as rows of shape (2, tokens), the chosen answer first."""
         stack = Padding(pad_token=self.pad_token_id)
-        return [stack([as_row(pair.chosen), as_row(pair.rejected)]) for pair in samples]
+        return [stack([as_row(chosen), as_row(rejected)]) for chosen, rejected in samples]
 
     def _answer(self, before: Sequence[Message], field: str, record: Record) -> Sample | None:
         """A prompt with one of its answers, the last message alone as the target."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
@@ -77,19 +76,6 @@ class TooLong(str, enum.Enum):
     CUT_START = "cut_start"
     """The beginning is cut off."""
 
-    @classmethod
-    def parse(cls, text: str) -> TooLong:
-        """Return the policy of a name.
-
-        Raises:
-            ConfigurationError: There is none of that name.
-        """
-        try:
-            return cls(text)
-        except ValueError:
-            known = ", ".join(policy.value for policy in cls)
-            raise ConfigurationError(f"data.too_long={text!r} is not one of {known}.") from None
-
     def apply(self, sample: Sample, *, limit: int, place: str) -> Sample | None:
         """Bring a sample within the limit; None: it is to be left out.
 
@@ -154,23 +140,6 @@ def packed_row(samples: Sequence[Sample]) -> Row:
         "labels": torch.cat([sample.labels for sample in samples]),
         "position_ids": torch.cat([torch.arange(len(sample)) for sample in samples]),
     }
-
-
-class Rows(Dataset[Row]):
-    """Rows in memory.
-
-    Args:
-        rows: The rows.
-    """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[index]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from roundpipe_lightning.data.records import Record, RecordSource
-from roundpipe_lightning.data.samples import Padding, Rows, Sample
+from roundpipe_lightning.data.samples import Padding, Sample
 from roundpipe_lightning.data.text import TextDataModule, WindowCutter, text_sample
 from roundpipe_lightning.data.token_data import Files, TokenizerMaker, as_source
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
@@ -214,7 +214,7 @@ class TextStreamDataModule(TextDataModule):
         """Find the files, and read those that are validated on."""
         self.files.parts()
         if self.validation_rows is None:
-            self.validation_rows = Rows(self.arrange(self.encode_all(self._validation_source)))
+            self.validation_rows = self.arrange(self.encode_all(self._validation_source))
 
     @override
     def train_dataloader(self) -> StreamLoader:

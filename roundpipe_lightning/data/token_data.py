@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
 from roundpipe_lightning.data.records import Record, RecordFiles, RecordSource
-from roundpipe_lightning.data.samples import Padding, Row, Rows, TooLong, pad_token_of
+from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong, pad_token_of
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,11 @@ class FileOptions:
             raise ConfigurationError(
                 f"data.validation_share={self.validation_share} must lie between 0 and 1."
             )
-        TooLong.parse(self.too_long)
+        known = [policy.value for policy in TooLong]
+        if self.too_long not in known:
+            raise ConfigurationError(
+                f"data.too_long={self.too_long!r} is not one of {', '.join(known)}."
+            )
 
     @property
     def policy(self) -> TooLong:
@@ -91,7 +95,7 @@ class TokenDataModule(LightningDataModule):
         options: How samples are split, cut and batched.
 
     Attributes:
-        train_rows: Rows to train on; None before `setup`.
+        train_rows: Rows to train on, a list or a `Dataset`; None before `setup`.
         validation_rows: Rows to validate on; None before `setup`.
     """
 
@@ -101,8 +105,8 @@ class TokenDataModule(LightningDataModule):
     def __init__(self, options: FileOptions) -> None:
         super().__init__()
         self.options = options
-        self.train_rows: Dataset[Row] | None = None
-        self.validation_rows: Dataset[Row] | None = None
+        self.train_rows: Any = None
+        self.validation_rows: Any = None
 
     @property
     @abstractmethod
@@ -123,7 +127,7 @@ class TokenDataModule(LightningDataModule):
         assert self.train_rows is not None, "Lightning calls setup first"
         return ResumableLoader(
             self.train_rows,
-            order=SeededOrder(len(self.train_rows), seed=self.options.seed),  # type: ignore[arg-type]
+            order=SeededOrder(len(self.train_rows), seed=self.options.seed),
             batch_size=self.batch_size,
             num_workers=self.options.num_workers,
             collate=self.collate(),
@@ -215,6 +219,17 @@ class FileDataModule(TokenDataModule):
         """Count a sample that is left out."""
         self.skipped[reason] += 1
 
+    def fit_length(self, sample: Sample, *, place: str) -> Sample | None:
+        """Bring a sample within `seq_len` tokens; None: it is to be left out, and was counted.
+
+        Raises:
+            DataError: It is too long, and such samples are refused.
+        """
+        fitting = self.options.policy.apply(sample, limit=self.seq_len, place=place)
+        if fitting is None:
+            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
+        return fitting
+
     @override
     def setup(self, stage: str | None = None) -> None:
         """Read and tokenise all files, once.
@@ -231,13 +246,13 @@ class FileDataModule(TokenDataModule):
             train, validation = _split(train, share=self.options.validation_share)
         else:
             validation = self.encode_all(as_source(self.options.validation_files))
-        rows = Rows(self.arrange(train))
+        rows = self.arrange(train)
         if len(rows) < self.batch_size:
             raise ConfigurationError(
                 f"The {len(train)} training samples make {len(rows)} rows, less than one batch of "
                 f"data.batch_size={self.batch_size}. Give more samples or lower data.batch_size."
             )
-        self.train_rows, self.validation_rows = rows, Rows(self.arrange(validation))
+        self.train_rows, self.validation_rows = rows, self.arrange(validation)
 
     @override
     def collate(self) -> Callable[[list[Row]], Any]:
@@ -330,7 +345,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         *,
         order: SeededOrder,
         batch_size: int,

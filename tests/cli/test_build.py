@@ -7,8 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from roundpipe_lightning.cli.build import build, build_run, choose_devices
-from roundpipe_lightning.cli.pipeline import uncrowded_threads
-from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.cli.train import train, uncrowded_threads
 from roundpipe_lightning.modules import CausalLanguageModule
 from tests.kit.runs import compose_small
 

@@ -141,12 +141,15 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     assert last.is_file()
     assert f"ckpt_path={last}" in errors
     assert "Traceback" not in errors
+    kept = tmp_path / "logs" / "train" / "runs" / "first" / "checkpoints" / "last.ckpt"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(last.read_bytes())
     done = torch.load(last, weights_only=True)["global_step"]
     run_here(
         tmp_path,
         "hydra.run.dir=more",
         f"trainer.max_steps={done + 2}",
-        f"ckpt_path={last}",
+        "ckpt_path=last",
     )
 
 

@@ -152,28 +152,34 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
     assert not (run / "export").exists()
 
 
-def test_refuses_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(run)
-    alone = tmp_path / "alone.ckpt"
-    alone.write_bytes(checkpoint.read_bytes())
-    with pytest.raises(ConfigurationError, match=r"no config\.yaml of a run beside it"):
-        run_export(f"ckpt_path={alone}")
-    with pytest.raises(ConfigurationError, match=r"output_dir=null"):
-        run_export("model=tiny")
-    with pytest.raises(ConfigurationError, match=r"model\.weights=random has none"):
-        run_export("model=tiny", f"output_dir={tmp_path / 'out'}")
-    with pytest.raises(CheckpointError, match=r"none\.ckpt.*does not exist"):
-        run_export(f"ckpt_path={tmp_path / 'none.ckpt'}")
-    with pytest.raises(ConfigurationError, match=r"dtype='int8'"):
-        run_export(f"ckpt_path={checkpoint}", "dtype=int8")
-    with pytest.raises(CheckpointError, match=r"no earlier export.*overwrite=true"):
-        run_export(f"ckpt_path={checkpoint}", f"output_dir={run}")
-    checkpoint.write_bytes(checkpoint.read_bytes()[:-3000])
-    with pytest.raises(CheckpointError, match=r"last\.ckpt"):
-        run_export(f"ckpt_path={checkpoint}")
-    torch.save({"weights": torch.zeros(2)}, checkpoint)
-    with pytest.raises(CheckpointError, match=r"is no checkpoint of Lightning"):
-        run_export(f"ckpt_path={checkpoint}")
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["ckpt_path={alone}"], ConfigurationError, r"no config\.yaml of a run beside it"),
+        (["model=tiny"], ConfigurationError, r"output_dir=null"),
+        (["model=tiny", "output_dir=out"], ConfigurationError, r"model\.weights=random has none"),
+        (["ckpt_path=none.ckpt"], CheckpointError, r"none\.ckpt.*does not exist"),
+        (["ckpt_path={good}", "dtype=int8"], ConfigurationError, r"dtype='int8'"),
+        (
+            ["ckpt_path={good}", "output_dir={run}"],
+            CheckpointError,
+            r"no earlier export",
+        ),
+        (["ckpt_path={short}"], CheckpointError, r"short\.ckpt"),
+        (["ckpt_path={other}"], CheckpointError, r"is no checkpoint of Lightning"),
+    ],
+)
+def test_refuses_what_cannot_be_exported(
+    run: Path, tmp_path: Path, overrides: list[str], error: type[Exception], message: str
+) -> None:
+    good = checkpoint_of(run)
+    paths = {"alone": tmp_path / "alone.ckpt", "good": good, "run": run}
+    paths |= {name: good.with_name(f"{name}.ckpt") for name in ("short", "other")}
+    shutil.copy(good, paths["alone"])
+    paths["short"].write_bytes(good.read_bytes()[:-3000])
+    torch.save({"weights": torch.zeros(2)}, paths["other"])
+    with pytest.raises(error, match=message):
+        run_export(*(override.format(**paths) for override in overrides))
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:

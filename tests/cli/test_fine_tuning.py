@@ -101,11 +101,6 @@ def test_a_broken_line_stops_the_run_with_its_number(tmp_path: Path) -> None:
         train(compose_experiment("chat_lora", tmp_path, f"data.files=[{chat}]"))
 
 
-def test_samples_longer_than_the_model_allows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"data\.seq_len=2048 is longer than the 1024"):
-        build_run(compose_experiment("chat_lora", tmp_path, "data.seq_len=2048"))
-
-
 def test_a_vocabulary_without_room_for_the_tokens_is_refused(tmp_path: Path) -> None:
     overrides = "model.architecture.vocab_size=257"
     with pytest.raises(ConfigurationError, match=r"257 tokens is smaller than the 259 tokens"):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from peft import PeftModel
 from torch import nn
 
 from roundpipe_lightning.cli.build import build_run, read_adapters
 from roundpipe_lightning.cli.summary import trained_row
 from roundpipe_lightning.cli.train import train
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
-from tests.kit.runs import compose_small, files, train_small
+from roundpipe_lightning.errors import CheckpointError
+from tests.kit.runs import compose_small, train_small
 
 FIXED = "scheduler.num_training_steps=4"
 STEPS = ("trainer.max_steps=4", FIXED)
@@ -65,60 +65,10 @@ def test_every_choice_trains(tmp_path: Path, choice: str) -> None:
     assert 4 < figures["val_loss"] < 6
 
 
-def test_a_saved_adapter_is_where_training_starts(tmp_path: Path) -> None:
-    first = build_run(compose_small(tmp_path, "peft=lora", "peft.r=2"))
-    first.module.configure_model()
-    model = first.module.model
-    assert isinstance(model, PeftModel)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter)
-    model.save_pretrained(str(tmp_path / "adapter"))
-    run = build_run(compose_small(tmp_path, "peft=lora", f"peft.adapter={tmp_path / 'adapter'}"))
-    run.module.configure_model()
-    found = dict(run.module.named_parameters())
-    for name, parameter in first.module.named_parameters():
-        assert torch.equal(found[name], parameter), name
-    other = "model.architecture.num_hidden_layers=5"
-    config = compose_small(
-        tmp_path / "other", "peft=lora", f"peft.adapter={tmp_path / 'adapter'}", other
-    )
-    with pytest.raises(ModelSourceError, match="8 missing in the file"):
-        train(config)
-
-
-REFUSED = {
-    "rank": (["peft=lora", "peft.r=0"], "peft.r=0 must be a whole number"),
-    "dropout": (["peft=lora", "peft.lora_dropout=1"], "peft.lora_dropout=1 must lie between"),
-    "method": (["peft=lora", "peft._target_=peft.LorraConfig"], "nearest are LoraConfig"),
-    "setting": (["peft=lora", "+peft.lora_alfa=3"], "nearest are lora_alpha"),
-    "old name": (["peft=lora", "+peft.rank=3"], "It is called peft.r now"),
-    "old method": (["peft=lora", "+peft.method=lora"], "is called peft._target_ now"),
-    "bits": (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3 is not one of 16, 8, 4"),
-}
-
-
-@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=list(REFUSED))
-def test_refuses_before_anything_is_written(
-    tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        train(compose_small(tmp_path, *overrides))
-    assert files(tmp_path) == set()
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("peft.target_modules=[q_prj]", "nearest are q_proj"),
-        ("peft.target_parameters=[experts.up_proj]", "no parameter 'experts.up_proj'"),
-        ("peft.modules_to_save=[lm_hed]", "nearest are lm_head"),
-    ],
-)
-def test_names_that_the_model_does_not_have(tmp_path: Path, override: str, message: str) -> None:
-    run = build_run(compose_small(tmp_path, "peft=lora", override))
-    with pytest.raises(ConfigurationError, match=message):
-        run.module.configure_model()
+def test_settings_reach_the_adapters(tmp_path: Path) -> None:
+    run = build_run(compose_small(tmp_path, "peft=lora", "peft.r=2", "peft.adapter=folder"))
+    adapters: Any = run.module.adapters
+    assert (adapters.config.r, adapters.adapter, adapters.seed) == (2, "folder", 42)
 
 
 def test_full_fine_tuning_has_no_adapters_and_no_row() -> None:

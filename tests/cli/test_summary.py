@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from roundpipe_lightning import PipelineMonitor, PlanReport
-from roundpipe_lightning.cli.pipeline import monitored_rows
-from roundpipe_lightning.cli.summary import RunSummary
+from roundpipe_lightning.cli.summary import RunSummary, monitored_rows
 from tests.kit.runs import SUMMARY_KEYS
 
 WHOLE = RunSummary(
