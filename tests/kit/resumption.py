@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import Regressor, make_trainer
 
@@ -95,31 +96,17 @@ class SaveEverywhere(Callback):
     hooks: Sequence[str]
     moments: list[Moment] = field(default_factory=list)
 
-    def _save(self, trainer: Trainer, hook: str) -> None:
-        if hook not in self.hooks or trainer.sanity_checking:
+    def _save(self, trainer: Trainer, *_: Any) -> None:
+        hook = compat.current_hook(trainer)
+        if hook is None or hook not in self.hooks or trainer.sanity_checking:
             return
         path = self.folder / f"{len(self.moments)}-{hook}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         assert isinstance(trainer.logger, MemoryLogger)
         self.moments.append(Moment(path, len(trainer.logger.rows), hook))
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "on_train_batch_end")
-
-    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "on_validation_end")
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "on_validation_batch_end")
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "on_train_epoch_end")
-
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "on_train_end")
-
-    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "on_before_zero_grad")
+    on_train_batch_end = on_validation_end = on_validation_batch_end = _save  # type: ignore[assignment]
+    on_train_epoch_end = on_train_end = on_before_zero_grad = _save  # type: ignore[assignment]
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,15 +41,24 @@ class _Small(Regressor):
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.0)
 
 
-def _train(folder: Path, *, rounds: bool = True, max_epochs: int = 4, **given: Any) -> Any:
-    seed_everything(given.pop("seed", 3), verbose=False)
-    module = _Small()
-    kind = given.pop("kind", RoundPipeStrategy)
-    strategy = kind(num_microbatches=2, stochastic_rounding=rounds)
-    trainer = make_trainer(
-        folder, strategy=strategy, devices=2, precision="bf16-true", max_epochs=max_epochs
+def _train(
+    folder: Path,
+    *,
+    rounds: bool = True,
+    seed: int = 3,
+    make: Callable[[], Any] = _Small,
+    kind: Any = RoundPipeStrategy,
+    ckpt_path: Path | None = None,
+    **flags: Any,
+) -> Any:
+    seed_everything(seed, verbose=False)
+    module = make()
+    strategy = kind(
+        num_microbatches=2 if module.automatic_optimization else 1, stochastic_rounding=rounds
     )
-    trainer.fit(module, regression_data(), **given)
+    options = {"devices": 2, "precision": "bf16-true", "max_epochs": 4, **flags}
+    trainer = make_trainer(folder, strategy=strategy, **options)
+    trainer.fit(module, regression_data(), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -100,7 +110,7 @@ def test_resume_is_exact(tmp_path: Path, kind: Any) -> None:
     half.save_checkpoint(tmp_path / "half.ckpt")
     state = torch.load(tmp_path / "half.ckpt", weights_only=True)["RoundPipePrecision"]
     assert state == {"rounding_seed": 3, "num_steps": 4}
-    path = str(tmp_path / "half.ckpt")
+    path = tmp_path / "half.ckpt"
     resumed, trainer = _train(tmp_path, seed=99, max_epochs=2, ckpt_path=path, **how)
     assert trainer.global_step == 8
     assert same_bits(resumed, whole)
@@ -109,7 +119,7 @@ def test_resume_is_exact(tmp_path: Path, kind: Any) -> None:
 def test_checkpoint_of_a_training_without_it_is_taken_over(tmp_path: Path) -> None:
     _, plain = _train(tmp_path, rounds=False, max_epochs=1)
     plain.save_checkpoint(tmp_path / "plain.ckpt")
-    module, trainer = _train(tmp_path, max_epochs=2, ckpt_path=str(tmp_path / "plain.ckpt"))
+    module, trainer = _train(tmp_path, max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
     assert trainer.global_step == 8
     state = trainer.optimizers[0].state[module.head.weight]
     assert {value.dtype for value in state.values()} == {torch.float32}
@@ -129,11 +139,7 @@ def test_manual_optimization(tmp_path: Path) -> None:
 
     runs = []
     for rounds in (False, True):
-        seed_everything(3, verbose=False)
-        module = Manual()
-        strategy = RoundPipeStrategy(stochastic_rounding=rounds)
-        trainer = make_trainer(tmp_path, strategy=strategy, precision="bf16-true", max_epochs=1)
-        trainer.fit(module, regression_data())
+        module, trainer = _train(tmp_path, rounds=rounds, make=Manual, max_epochs=1)
         assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
         runs.append((module, trainer.optimizers[0].state[module.head.weight]["exp_avg"].dtype))
     assert [dtype for _, dtype in runs] == [torch.bfloat16, torch.float32]
@@ -158,12 +164,7 @@ class _Hooks(_Small):
 
 
 def test_hooks_see_bfloat16(tmp_path: Path) -> None:
-    module = _Hooks()
-    strategy = RoundPipeStrategy(stochastic_rounding=True)
-    trainer = make_trainer(
-        tmp_path, strategy=strategy, precision="bf16-true", max_steps=2, gradient_clip_val=0.1
-    )
-    trainer.fit(module, regression_data())
+    module, _ = _train(tmp_path, make=_Hooks, max_steps=2, gradient_clip_val=0.1)
     assert module.seen == [
         ("before zero_grad", None),
         ("before step", torch.bfloat16),
@@ -187,11 +188,7 @@ def test_an_optimizer_that_rounds_by_itself_is_left_to_it(tmp_path: Path) -> Non
 
     modules = []
     for rounds in (False, True):
-        seed_everything(3, verbose=False)
-        module = Hosted()
-        strategy = RoundPipeStrategy(num_microbatches=2, stochastic_rounding=rounds)
-        trainer = make_trainer(tmp_path, strategy=strategy, precision="bf16-true", max_epochs=1)
-        trainer.fit(module, regression_data())
+        module, trainer = _train(tmp_path, rounds=rounds, make=Hosted, max_epochs=1)
         modules.append(module)
         optimizers = trainer.optimizers
         assert storage_of(optimizers, steps_in_float32=rounds) == storage_of(optimizers)
@@ -221,13 +218,10 @@ def test_ways_to_ask_for_it(tmp_path: Path) -> None:
     assert not rounds(make_trainer(tmp_path, strategy="roundpipe", precision="bf16-true"))
 
 
-def test_a_module_with_other_dtypes_keeps_them(tmp_path: Path) -> None:
+def test_a_parameter_that_is_not_trained_is_no_obstacle(tmp_path: Path) -> None:
     class Mixed(_Small):
         def configure_model(self) -> None:
             self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
 
-    module: LightningModule = Mixed()
-    strategy = RoundPipeStrategy(stochastic_rounding=True)
-    trainer = make_trainer(tmp_path, strategy=strategy, precision="bf16-true", max_steps=1)
-    trainer.fit(module, regression_data())
+    _, trainer = _train(tmp_path, make=Mixed, max_steps=1)
     assert trainer.global_step == 1
