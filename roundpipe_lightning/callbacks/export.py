@@ -88,7 +88,6 @@ class ExportPretrained(Callback):
         self._last_step = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Export after every `every_n_steps` optimizer steps."""
         step = trainer.global_step
         if self._every_n_steps is not None and step and step % self._every_n_steps == 0:
             self._export(trainer, pl_module)

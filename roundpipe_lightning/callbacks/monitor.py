@@ -120,23 +120,19 @@ class PipelineMonitor(Callback):
         self._clock.epoch_started()
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Note that the data loader has given a batch."""
         self._clock.batch_started(trainer)
         if self._have_reached_loggers:
             self._withdraw(trainer)
         self._optimizer_began = None
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        """Note that all gradients are there."""
         if self._optimizer_began is None:
             self._optimizer_began = time.perf_counter()
 
     def on_validation_start(self, *_: Any) -> None:
-        """Stop the clock."""
         self._paused_since = time.perf_counter()
 
     def on_validation_end(self, *_: Any) -> None:
-        """Let the clock go on."""
         if self._paused_since is not None:
             self._paused_seconds += time.perf_counter() - self._paused_since
             self._paused_since = None
@@ -255,7 +251,6 @@ class PipelineMonitor(Callback):
 
 
 def _memory_figures(trainer: Trainer) -> dict[str, float]:
-    """The most memory so far."""
     found = {"peak_host_gib": peak_host_bytes()}
     if isinstance(trainer.strategy, RoundPipeStrategy):
         found["peak_device_gib"] = trainer.strategy.peak_device_bytes
@@ -286,7 +281,6 @@ class FetchClock:
         self._listens: object = None
 
     def epoch_started(self) -> None:
-        """Begin to wait for the first batch of an epoch."""
         self._epoch_began = time.perf_counter()
 
     def batch_started(self, trainer: Trainer) -> None:

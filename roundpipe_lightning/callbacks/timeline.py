@@ -150,7 +150,6 @@ class PipelineTimeline(Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        """Write the files of a training that ended early."""
         self._write(trainer)
 
     def _is_chosen(self, number: int) -> bool:

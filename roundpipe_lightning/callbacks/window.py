@@ -93,14 +93,12 @@ class Window:
     waiting: list[MeasuredBatch] = field(default_factory=list)
 
     def add(self, batch: MeasuredBatch) -> None:
-        """Add a batch."""
         self.waiting.append(batch)
         if len(self.waiting) == _MOST_WAITING:
             self._add_waiting()
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no batch."""
         return not (self.num_batches or self.waiting)
 
     def _add_waiting(self) -> None:
@@ -139,7 +137,6 @@ class Window:
                 self.peak_operations += batch.wall_seconds * record.peak_operations_per_second
 
     def merge(self, later: Window) -> None:
-        """Add the batches of another window."""
         later._add_waiting()
         for name, value in vars(later).items():
             if not isinstance(value, (dict, list)):

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.view import is_compiled, is_rebound
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy import compat
 
 _STEPS: Mapping[TrainerFn | None, Sequence[str]] = {
     None: (),
@@ -31,56 +31,41 @@ _STEPS: Mapping[TrainerFn | None, Sequence[str]] = {
 }
 
 
-def check_trainer_flags(
-    *,
-    num_nodes: int,
-    syncs_batchnorm: bool,
-    environment: ClusterEnvironment | None,
-    devices: Sequence[torch.device],
-) -> None:
+def check_trainer_flags(strategy: ParallelStrategy) -> None:
     """Refuse flags of the Trainer that ask for something else than one process with N workers.
-
-    Args:
-        num_nodes: `Trainer(num_nodes=...)`.
-        syncs_batchnorm: Whether `Trainer(sync_batchnorm=True)` was given.
-        environment: What Lightning found about the cluster.
-        devices: The devices of `Trainer(accelerator=..., devices=...)`.
 
     Raises:
         ConfigurationError: A flag cannot work.
     """
+    num_nodes = getattr(strategy, "num_nodes", 1)
     if num_nodes > 1:
         raise ConfigurationError(
             f"num_nodes={num_nodes}: strategy='roundpipe' runs in one process on one machine. "
             "Set Trainer(num_nodes=1)."
         )
-    num_processes = _num_launched(environment)
+    environment = strategy.cluster_environment
+    try:
+        num_processes = 1 if environment is None else environment.world_size()
+    except KeyError:  # SLURMEnvironment() outside of a job step has launched none
+        num_processes = 1
     if num_processes > 1:
         raise ConfigurationError(
             f"{num_processes} processes were launched, but strategy='roundpipe' drives "
             "all devices from one process. Start the script once, without torchrun or with one "
             "task per node (--ntasks-per-node=1), and set Trainer(devices=N)."
         )
-    if syncs_batchnorm:
+    if compat.syncs_batchnorm(strategy):
         raise ConfigurationError(
             "sync_batchnorm=True: microbatches pass through a layer one after the other, so its "
             "statistics cannot be taken over all of them. Set Trainer(sync_batchnorm=False), and "
             "num_microbatches=1 if the statistics of the full batch matter."
         )
-    kinds = {device.type for device in devices}
+    kinds = {device.type for device in strategy.parallel_devices or ()}
     if not kinds <= {"cpu", "cuda"}:
         raise ConfigurationError(
             f"accelerator={', '.join(sorted(kinds))}: strategy='roundpipe' runs on "
             "Trainer(accelerator='cpu') and Trainer(accelerator='gpu')."
         )
-
-
-def _num_launched(environment: ClusterEnvironment | None) -> int:
-    """Number of processes; one where an environment was named that has launched none."""
-    try:
-        return 1 if environment is None else environment.world_size()
-    except KeyError:  # SLURMEnvironment() outside of a job step
-        return 1
 
 
 def check_module(module: LightningModule, *, num_microbatches: int | str, update: str) -> None:

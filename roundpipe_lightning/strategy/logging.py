@@ -225,7 +225,6 @@ def weighted_mean(values: Sequence[Any], *, weights: Sequence[float]) -> Any:
 
 
 def _like(first: Any, result: Tensor, *, at_least: torch.dtype | None = None) -> Any:
-    """Return a float64 result in the form of the values that it was made of."""
     if not isinstance(first, Tensor):
         return result.item()
     return result.to(torch.promote_types(first.dtype, at_least) if at_least else first.dtype)
@@ -236,7 +235,6 @@ def _as_float64(value: Any) -> Tensor:
 
 
 def _are_the_losses(values: Sequence[Any], losses: Sequence[Tensor | None]) -> bool:
-    """Whether every microbatch logged the very value that it returned as its loss."""
     return all(
         loss is not None and torch.equal(_as_float64(value), _as_float64(loss))
         for value, loss in zip(values, losses, strict=True)

@@ -272,7 +272,6 @@ class OptimizerSync:
             self._runtime.updater.join()
 
     def close(self) -> None:
-        """Let the Trainer have its callbacks as they were."""
         self._precision.takes_clipping = None
         with contextlib.suppress(ValueError):
             self._callbacks.remove(self._first_callback)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -32,6 +33,13 @@ HardwareSource: TypeAlias = HardwareSpec | str | os.PathLike[str]
 HintSource: TypeAlias = PartitionHints | Mapping[str, Any] | None
 """Hints, or a mapping with the keys of `conf/partition` (`forward`, `limits`, `team_size`, ...)."""
 
+_KNOWN_WORDS: Mapping[str, Sequence[str | None]] = {
+    "update": ("exact", "async"),
+    "upload_dtype": ("bf16", "fp16", None),
+    "gradient_dtype": ("fp32", "bf16", None),
+    "recompute": ("auto", *(policy.value for policy in RecomputePolicy)),
+    "loss": ("auto", "fused", "eager"),
+}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,7 +70,6 @@ class Options:
     gradient_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Check every value by itself."""
         count: object = self.num_microbatches
         if count != "auto" and not (isinstance(count, int) and count >= 1):
             raise ConfigurationError(
@@ -87,24 +94,17 @@ class Options:
                 "one of the two."
             )
         self._check_names()
-        _ = self.partition_hints  # made once, to have it refused here
+        _ = self.partition_hints, self.given_plan  # read once, to have them refused here
 
     def _check_names(self) -> None:
-        """Check the values that are words, and say which are for a later version."""
-        if self.update not in ("exact", "async"):
-            raise ConfigurationError(f"update={self.update!r}: set 'exact' or 'async'.")
-        if self.upload_dtype not in (None, "bf16", "fp16"):
-            raise ConfigurationError(
-                f"upload_dtype={self.upload_dtype!r}: set 'bf16', 'fp16' or None."
-            )
-        if self.gradient_dtype not in (None, "fp32", "bf16"):
-            raise ConfigurationError(
-                f"gradient_dtype={self.gradient_dtype!r}: set 'fp32', 'bf16' or None."
-            )
-        if self.recompute not in ("auto", *(policy.value for policy in RecomputePolicy)):
-            raise ConfigurationError(
-                f"recompute={self.recompute!r}: set 'auto', 'full', 'selective' or 'none'."
-            )
+        for name, known in _KNOWN_WORDS.items():
+            value = getattr(self, name)
+            if value not in known:
+                *others, last = map(repr, known)
+                old = " (was 'own')" if name == "loss" else ""
+                raise ConfigurationError(
+                    f"{name}={value!r}: set {', '.join(others)} or {last}{old}."
+                )
         if self.compile and self.recompute == RecomputePolicy.SELECTIVE.value:
             raise ConfigurationError(
                 "compile=True with recompute='selective': compiled code has no single operations "
@@ -118,10 +118,6 @@ class Options:
             )
         if self.hardware != "auto" and not isinstance(self.hardware, HardwareSpec):
             load_hardware(self.hardware)
-        if self.loss not in ("auto", "fused", "eager"):
-            raise ConfigurationError(
-                f"loss={self.loss!r}: set 'auto', 'fused' or 'eager' (was 'own')."
-            )
         rule = self.microbatch_weight
         if not callable(rule) and rule not in ("auto", "tokens", "samples"):
             raise ConfigurationError(
@@ -167,8 +163,9 @@ class Options:
             )
         return PartitionHints.from_mapping(given)
 
-    def load_plan(self) -> Plan | None:
-        """Return the plan that the user gave, or None for `"auto"`.
+    @cached_property
+    def given_plan(self) -> Plan | None:
+        """The plan that the user gave, or None for `"auto"`.
 
         Raises:
             PlanError: The file cannot be read.

@@ -293,7 +293,6 @@ def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
 
 
 def accelerators_of(devices: Sequence[Device]) -> tuple[torch.device, ...]:
-    """Return the accelerators that workers compute on, each once."""
     return tuple(dict.fromkeys(d.torch_device for d in devices if isinstance(d, AcceleratorDevice)))
 
 
@@ -312,7 +311,6 @@ def without_training(work: WorkProfile) -> WorkProfile:
 
 
 def num_values(tree: Any) -> int:
-    """Return how many values the tensors in nested containers have."""
     sizes: list[int] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -437,11 +435,9 @@ class _SilentMetric(nn.Module):
     """Takes whatever a metric takes, keeps nothing and gives a number."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Stand in for `metric(...)`."""
         return torch.zeros((), device="meta")
 
     def compute(self) -> Tensor:
-        """Stand in for the metric's value."""
         return torch.zeros((), device="meta")
 
     def update(self, *_: Any, **__: Any) -> None:

@@ -50,7 +50,6 @@ class Planned:
 
     @classmethod
     def unmeasured(cls, plan: Plan, job: TrainingJob, *, knows_activations: bool) -> Planned:
-        """Return a plan of which nothing has been measured yet."""
         measured = MeasuredProfile(timed_profile(job))
         return cls(plan=plan, job=job, measured=measured, knows_activations=knows_activations)
 
@@ -95,7 +94,6 @@ class PlanEvent:
     def describing(
         cls, planned: Planned, *, replaced: Plan | None, assumed_rates: bool
     ) -> PlanEvent:
-        """Describe a plan, with the times that have been measured for it."""
         measured = planned.measured
         return cls(
             description=PlanDescription.of(

@@ -90,7 +90,6 @@ class StepPlanner:
         computes_on_host: Whether the Trainer's are CPU workers.
         precision: The precision plugin.
         options: The strategy's settings.
-        given_plan: The user's own plan, or None: it is never changed.
         optimizers: The optimizers of the training; none for an evaluation.
 
     Attributes:
@@ -113,14 +112,13 @@ class StepPlanner:
         computes_on_host: bool,
         precision: RoundPipePrecision,
         options: Options,
-        given_plan: Plan | None,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self._module = module
         self._stack = stacks[0] if stacks else None
         self._num_workers = len(devices)
         self._options = options
-        self._given_plan = given_plan
+        self._given_plan = given_plan = options.given_plan  # never changed
         self._autocast_dtype = precision.autocast_dtype
         self._precision = str(precision.precision)
         self._keeps_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
@@ -383,7 +381,6 @@ class StepPlanner:
     # --- planning --------------------------------------------------------------------------------
 
     def _job(self, step: StepWork, count: int, *, search: Search = Search.FULL) -> TrainingJob:
-        """What is to be planned for batches of so many microbatches."""
         hints = self._constraints.users_hints(count, full=self.num_microbatches)
         return TrainingJob(
             work=self._sizes.of(step.work, self.chain),
@@ -447,7 +444,6 @@ class StepPlanner:
         return _length_advice(microbatches[0], job=job, shortage=shortage)
 
     def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:
-        """What could be changed about a batch."""
         count = len(microbatches)
 
         def smaller(num_microbatches: int) -> TrainingJob | None:

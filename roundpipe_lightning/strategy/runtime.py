@@ -27,7 +27,6 @@ from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
-from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat, sync_hooks
 from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
@@ -71,7 +70,6 @@ class ServedLast:
         self._fingerprints = [fingerprint(parameter) for parameter in served]
 
     def values(self) -> Mapping[nn.Parameter, Tensor]:
-        """Return the values; none once a parameter has been written to."""
         if [fingerprint(parameter) for parameter in self._served] != self._fingerprints:
             self._served, self._fingerprints = {}, []
         return self._served
@@ -87,7 +85,6 @@ class PipelineRuntime:
         devices: One per worker.
         precision: Gives the microbatch threads their context and the loss its scale.
         options: The strategy's settings.
-        given_plan: The user's own plan, or None.
         computes_on_host: Whether the Trainer's devices are CPU workers.
         optimizers: The optimizers of a training; none for an evaluation.
         overlaps_on_host: Whether the optimizer's steps are made while other things go on where
@@ -119,7 +116,6 @@ class PipelineRuntime:
         devices: Sequence[Device],
         precision: RoundPipePrecision,
         options: Options,
-        given_plan: Plan | None,
         computes_on_host: bool,
         optimizers: Sequence[Optimizer] = (),
         overlaps_on_host: bool = False,
@@ -148,7 +144,6 @@ class PipelineRuntime:
             computes_on_host=computes_on_host,
             precision=precision,
             options=options,
-            given_plan=given_plan,
             optimizers=optimizers,
         )
         self.plan = self._planner.first_plan()
@@ -181,7 +176,6 @@ class PipelineRuntime:
     # The engine ----------------------------------------------------------------------------------
 
     def _open_engine(self) -> Engine:
-        """Return the engine, opened when it is first needed."""
         if self._engine is not None:
             return self._engine
         engine = Engine(
@@ -207,7 +201,6 @@ class PipelineRuntime:
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
-        """The blocks by name."""
         return {n: b for s in self._stacks for n, b in zip(s.names, s.blocks, strict=True)}
 
     def close(self) -> None:
@@ -226,7 +219,6 @@ class PipelineRuntime:
 
     @property
     def profile(self) -> ModelProfile:
-        """The model as the planner sees it."""
         return self._planner.profile
 
     @property
@@ -241,7 +233,6 @@ class PipelineRuntime:
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most memory in use on one worker."""
         workers = () if self._engine is None else self._engine.workers
         return max((worker.peak_bytes() for worker in workers), default=self._peak_device_bytes)
 
@@ -360,7 +351,6 @@ class PipelineRuntime:
 
     @property
     def _batch_number(self) -> int:
-        """Number of the training batch that runs, over all epochs."""
         return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     def _log_once(
@@ -523,7 +513,6 @@ class PipelineRuntime:
         return {n: served[p] for n, p in self._module.named_parameters() if p in served}
 
     def load_previous_parameters(self, state: Mapping[str, Tensor]) -> None:
-        """Let the next step compute with what `previous_parameters` returned."""
         if self.overlaps_updates and self.is_stale:
             known = dict(self._module.named_parameters())
             self._previous = {known[name]: values for name, values in state.items()}

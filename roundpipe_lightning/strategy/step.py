@@ -209,7 +209,6 @@ class InFlightBatch:
 
 
 def _counters_of(result: StepResult) -> EngineCounters:
-    """Add up what the workers have moved in a step, and how long they waited for it."""
     traffic = result.traffic
     return EngineCounters(
         uploaded_bytes=sum(each.uploaded_bytes for each in traffic),
@@ -398,7 +397,6 @@ def output_of_batch(
     microbatches: Sequence[Any],
     shares: Sequence[float],
 ) -> STEP_OUTPUT:
-    """Put together what the microbatches returned."""
     if loss is None:
         return None
     mappings = {i: output for i, output in enumerate(outputs) if isinstance(output, Mapping)}

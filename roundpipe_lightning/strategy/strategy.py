@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -161,6 +161,8 @@ class RoundPipeStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        given = locals()
+        self._options = Options(**{field.name: given[field.name] for field in fields(Options)})
         self._stochastic_rounding = stochastic_rounding
         super().__init__(
             accelerator=accelerator,
@@ -169,26 +171,6 @@ class RoundPipeStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._options = Options(
-            num_microbatches=num_microbatches,
-            plan=plan,
-            update=update,
-            check_gradients=check_gradients,
-            recompute=recompute,
-            blocks=blocks,
-            microbatch_weight=microbatch_weight,
-            loss=loss,
-            hardware=hardware,
-            timeout_seconds=timeout_seconds,
-            workers_per_device=workers_per_device,
-            hints=hints,
-            replan=replan,
-            dry_run=dry_run,
-            compile=compile,
-            upload_dtype=upload_dtype,
-            gradient_dtype=gradient_dtype,
-        )
-        self._given_plan = self._options.load_plan()
         self._runtime: PipelineRuntime | None = None
         self._fit_runtime: PipelineRuntime | None = None
         self._optimizer_sync: OptimizerSync | None = None
@@ -227,7 +209,6 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def num_workers(self) -> int:
-        """Number of workers."""
         return len(self.parallel_devices or ()) * self._options.workers_per_device
 
     @property
@@ -240,7 +221,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def _wanted_microbatches(self) -> int | Literal["auto"]:
-        plan = self._given_plan
+        plan = self._options.given_plan
         return self._options.num_microbatches if plan is None else plan.num_microbatches
 
     @property
@@ -394,12 +375,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
-        checks.check_trainer_flags(
-            num_nodes=self.num_nodes,
-            syncs_batchnorm=compat.syncs_batchnorm(self),
-            environment=self.cluster_environment,
-            devices=self.parallel_devices or (),
-        )
+        checks.check_trainer_flags(self)
 
     def setup_environment(self) -> None:
         """Prepare the devices; nothing is to be done for CPU workers."""
@@ -445,7 +421,6 @@ class RoundPipeStrategy(ParallelStrategy):
             devices=devices,
             precision=self.precision_plugin,
             options=options,
-            given_plan=self._given_plan,
             computes_on_host=self._computes_on_host,
             optimizers=self.optimizers if fits else (),
             overlaps_on_host=self._overlaps_on_host,
@@ -464,7 +439,6 @@ class RoundPipeStrategy(ParallelStrategy):
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers and refuse those that cannot work."""
         precision = self.precision_plugin
         self._gradient_format = GradientFormat(self._options, precision)
         self._gradient_format.begin(self._module)
@@ -540,19 +514,16 @@ class RoundPipeStrategy(ParallelStrategy):
             return self._runtime.training_step(*args, *kwargs.values())
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run a validation batch as one."""
         with self.precision_plugin.val_step_context():
             output: STEP_OUTPUT = self._evaluate("validation_step", *args, **kwargs)
         return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run a test batch as one."""
         with self.precision_plugin.test_step_context():
             output: STEP_OUTPUT = self._evaluate("test_step", *args, **kwargs)
         return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prediction batch as one."""
         with self.precision_plugin.predict_step_context():
             return self._evaluate("predict_step", *args, **kwargs)
 
@@ -614,7 +585,6 @@ class RoundPipeStrategy(ParallelStrategy):
         super().on_train_end()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return an optimizer's state after its last step."""
         self.join_updates()
         return super().optimizer_state(optimizer)
 

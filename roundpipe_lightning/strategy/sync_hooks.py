@@ -197,7 +197,6 @@ def _knows(value: Any, module: nn.Module, *, steps: int, but_not: Sequence[Any])
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield what an object has."""
     if isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
     elif isinstance(value, FunctionType):
