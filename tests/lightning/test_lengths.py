@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
@@ -20,6 +20,7 @@ from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy.planned import PlanEvent
 from tests.kit.training import (
     QUIET,
     LanguageModel,
@@ -47,16 +48,13 @@ class Lengths:
         self.num_planned: list[int] = []
 
     def train(self, folder: Path, **settings: Any) -> RoundPipeStrategy:
-        planned = self.num_planned
-
-        class Watch(Callback):
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                planned.append(len(trainer.strategy._runtime._planner._planned))
-
+        events: list[PlanEvent] = []
+        watch = LambdaCallback(on_train_batch_end=lambda *_: self.num_planned.append(len(events)))
         settings = {"hardware": machine(), "num_microbatches": 2, **settings}
         strategy = RoundPipeStrategy(**settings)
+        strategy.plan_listeners.append(events.append)
         trainer = make_trainer(
-            folder, strategy=strategy, devices=2, max_epochs=1, callbacks=[Watch()]
+            folder, strategy=strategy, devices=2, max_epochs=1, callbacks=[watch]
         )
         trainer.fit(LanguageModel(), self.loader)
         return strategy

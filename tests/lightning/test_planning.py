@@ -186,11 +186,15 @@ def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not() -> None:
     for length in (8, 7, 16, 15, 4):
         tokens = torch.ones(4, length, dtype=torch.long)
         data.append({"input_ids": tokens, "labels": tokens})
-    planned: list[Any] = []
+    events: list[Any] = []
+    planned: list[int] = []
 
     class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            planned.append(len(trainer.strategy._runtime._planner._planned))
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.plan_listeners.append(events.append)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            planned.append(len(events))
 
     loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     fit(Path(), module, loader, steps=5, callbacks=[Watch()])

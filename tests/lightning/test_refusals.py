@@ -92,9 +92,7 @@ def test_several_processes(tmp_path: Path) -> None:
 
 def test_other_accelerators() -> None:
     with pytest.raises(ConfigurationError, match=r"accelerator=mps: .*accelerator='cpu'"):
-        checks.check_trainer_flags(
-            num_nodes=1, syncs_batchnorm=False, environment=None, devices=[torch.device("mps")]
-        )
+        checks.check_trainer_flags(RoundPipeStrategy(parallel_devices=[torch.device("mps")]))
 
 
 # The strategy's own settings ---------------------------------------------------------------------
@@ -140,18 +138,33 @@ def test_blocks_that_do_not_exist(tmp_path: Path) -> None:
 # Modules -----------------------------------------------------------------------------------------
 
 
-def test_several_optimizers(tmp_path: Path) -> None:
-    class Several(_Steps):
-        def configure_optimizers(self) -> Any:
-            return [
-                torch.optim.SGD(self.layers.parameters(), lr=0.1),
-                torch.optim.SGD(self.head.parameters(), lr=0.1),
-            ]
+class _Several(_Steps):
+    def configure_optimizers(self) -> Any:
+        parts = (self.layers.parameters(), self.head.parameters())
+        return [torch.optim.SGD(part, lr=0.1) for part in parts]
 
-    with pytest.raises(
-        ConfigurationError, match=r"several optimizers.*automatic_optimization=False"
-    ):
-        make_trainer(tmp_path, strategy="roundpipe").fit(Several(), regression_data())
+
+class _Searching(_Steps):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class _Captured(_Steps):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), capturable=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (_Several, r"several optimizers.*automatic_optimization=False"),
+        (_Searching, r"LBFGS evaluates the loss several times.*automatic_optimization=False"),
+        (_Captured, r"AdamW\(capturable=True\) .* Leave capturable"),
+    ],
+)
+def test_optimizers(tmp_path: Path, kind: type[_Steps], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(tmp_path, strategy="roundpipe").fit(kind(), regression_data())
 
 
 def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
@@ -164,18 +177,6 @@ def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="dataloader_iter"),
     ):
         make_trainer(tmp_path, strategy="roundpipe").fit(Fetching(), regression_data())
-
-
-def test_optimizers_that_evaluate_the_loss_again_and_again(tmp_path: Path) -> None:
-    class Searching(_Steps):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
-    with pytest.raises(
-        ConfigurationError,
-        match=r"LBFGS evaluates the loss several times.*automatic_optimization=False",
-    ):
-        make_trainer(tmp_path, strategy="roundpipe").fit(Searching(), regression_data())
 
 
 # Plans -------------------------------------------------------------------------------------------

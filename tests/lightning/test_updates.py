@@ -841,3 +841,62 @@ def test_the_second_copy_is_counted() -> None:
     narrow = storage_of([optimizer], keeps_previous=True, masters={master})
     saved = (after.optimizer_bytes - narrow.optimizer_bytes) * (WIDTH + 1)
     assert saved == pytest.approx(2 * WIDTH)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.01)])
+def test_clipping_is_that_of_one_device(
+    tmp_path: Path, algorithm: str, limit: float, window: int
+) -> None:
+    kinds = (PlainLoop(2), Overlapping(num_microbatches=2), EmulatedStrategy(num_microbatches=2))
+    runs = train_with(
+        tmp_path,
+        kinds,
+        Grouped,
+        regression_data(29, shuffle=True),
+        gradient_clip_val=limit,
+        gradient_clip_algorithm=algorithm,
+        accumulate_grad_batches=window,
+        max_epochs=2,
+    )
+    assert all(same_bits(module, runs[0][0]) for module, _ in runs)
+
+
+class Scales(Grouped):
+    """Notes the loss scale after every batch, and overflows with the largest one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        plugin: Any = self.trainer.precision_plugin
+        self.scales.append(plugin.loss_scale)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first is skipped
+@pytest.mark.parametrize("update", ["exact", "async"])
+@pytest.mark.parametrize("strategy", [Overlapping, EmulatedStrategy])
+def test_steps_whose_gradients_overflow_are_skipped(
+    tmp_path: Path, strategy: Any, update: str
+) -> None:
+    modules: list[Any] = []
+    for kind in (RoundPipeStrategy, strategy):
+        torch.manual_seed(3)
+        scaler = torch.amp.GradScaler(device="cpu", init_scale=2.0**24, growth_interval=3)
+        module, _ = fit(
+            tmp_path,
+            kind(num_microbatches=2, update=update, dry_run=False),
+            Scales(),
+            devices=2,
+            max_epochs=4,
+            plugins=[RoundPipePrecision("16-mixed", scaler=scaler)],
+            gradient_clip_val=0.5,
+        )
+        modules.append(module)
+    one, other = modules
+    assert one.scales == other.scales
+    fallen = [after < before for before, after in zip(one.scales, one.scales[1:], strict=False)]
+    assert any(fallen), "a step is skipped"
+    assert not all(fallen), "one is made"
+    assert same_bits(one, other)
