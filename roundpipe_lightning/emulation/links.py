@@ -19,7 +19,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker, Stamp
@@ -176,18 +176,19 @@ class CopyEvent(EmulatedEvent):
         callback()
 
 
+@dataclass
 class _RateGroup:
     """Copies in flight on links of one rate, all equally fast at every moment.
 
-    Args:
+    Attributes:
         bytes_per_second: The links' rate.
+        done_bytes: Of a copy that has always been in flight.
+        copies: A heap by `done_bytes` at their end; a number; called with the end.
     """
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self.bytes_per_second = bytes_per_second
-        self.done_bytes = 0.0  # of a copy that has always been in flight
-        # By `done_bytes` at their end.
-        self.copies: list[tuple[float, int, Callable[[float], None]]] = []
+    bytes_per_second: float
+    done_bytes: float = 0.0
+    copies: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
 
 
 class HostMemory:

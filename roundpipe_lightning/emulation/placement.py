@@ -16,17 +16,6 @@ import torch
 
 from roundpipe_lightning.errors import ConfigurationError
 
-__all__ = [
-    "DeviceMismatchError",
-    "Operand",
-    "check_places",
-    "device_of",
-    "is_foreach",
-    "operands_of",
-    "place_of_device",
-    "server_of",
-]
-
 _NAME = re.compile(r"(?P<server>[A-Za-z_]\w*):(?P<index>\d{1,3})")
 _MAX_INDEX = 127  # torch.device keeps its index in eight bits
 
@@ -36,18 +25,9 @@ _aten = torch.ops.aten
 _CROSSING = frozenset({_aten.copy, _aten.copy_, _aten._foreach_copy, _aten._foreach_copy_})
 # Operations that are not element-wise and yet take a host tensor of no dimension.
 _TAKES_HOST_SCALAR = frozenset(
-    {
-        _aten.fill,
-        _aten.fill_,
-        _aten.index_fill,
-        _aten.index_fill_,
-        _aten.index_put,
-        _aten.index_put_,
-        _aten._index_put_impl_,
-        _aten.masked_fill,
-        _aten.masked_fill_,
-        _aten.where,
-    }
+    getattr(_aten, name)
+    for name in "fill fill_ index_fill index_fill_ index_put index_put_ _index_put_impl_ "
+    "masked_fill masked_fill_ where".split()
 )
 # Operations whose `indices` may be on the host.
 _INDEXING = frozenset(
@@ -96,16 +76,21 @@ def _parse(device_name: str) -> tuple[str, int]:
 
 @dataclass(kw_only=True, slots=True)
 class Operand:
-    """A tensor argument of an operation and where it is."""
+    """A tensor argument of an operation and where it is.
+
+    Attributes:
+        name: The argument's name in the operation's schema.
+        tensor: The tensor.
+        place: Where it is.
+        column: Its position, where the argument is a list of tensors.
+        written: Whether the operation writes to it.
+    """
 
     name: str
-    """The argument's name in the operation's schema."""
     tensor: torch.Tensor
     place: str | None
     column: int | None
-    """Its position, where the argument is a list of tensors."""
     written: bool
-    """Whether the operation writes to it."""
 
     def __str__(self) -> str:
         position = "" if self.column is None else f"[{self.column}]"

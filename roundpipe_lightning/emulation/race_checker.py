@@ -46,16 +46,7 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """One use of a range of bytes.
-
-    Attributes:
-        line: Where it was done.
-        tick: Which piece of work of the line it was part of.
-        start: First byte.
-        stop: Behind the last byte.
-        writes: Whether it wrote.
-        what: For people.
-    """
+    """One use of the bytes from `start` to `stop`, by the piece of work `tick` of a line."""
 
     line: str
     tick: int
@@ -65,7 +56,6 @@ class Access:
     what: str
 
     def __str__(self) -> str:
-        """Write it for people."""
         return f"{self.what} ({self.line}, {'writes' if self.writes else 'reads'})"
 
 
@@ -87,7 +77,6 @@ class ProtocolChecker:
         self._clocks: dict[str, dict[str, int]] = {HOST: {}}
         self._memories: dict[int, _Memory] = {}
         self._num_new = 0
-        #: How many accesses it has seen.
         self.num_accesses = 0
 
     # ----------------------------------------------------------------------------------- order
@@ -123,7 +112,7 @@ class ProtocolChecker:
     # ---------------------------------------------------------------------------------- memory
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Say what errors are to call the storage of a tensor."""
+        """Name the storage of a tensor for messages."""
         with self._mutex:
             self._memory(tensor).name = name
 
@@ -145,7 +134,7 @@ class ProtocolChecker:
             tensor: A plain tensor.
             line: Where.
             writes: Whether it writes.
-            what: What it does, for people.
+            what: What it does, for messages.
 
         Raises:
             ProtocolError: If it is in no order with an earlier access.
@@ -156,14 +145,8 @@ class ProtocolChecker:
         with self._mutex:
             self.num_accesses += 1
             clock, memory = self._clock(line), self._memory(tensor)
-            new = Access(
-                line=line,
-                tick=clock.get(line, 0),
-                start=start,
-                stop=stop,
-                writes=writes,
-                what=what,
-            )
+            tick = clock.get(line, 0)
+            new = Access(line=line, tick=tick, start=start, stop=stop, writes=writes, what=what)
             for old in memory.accesses:
                 if _collide(old, new) and clock.get(old.line, 0) < old.tick:
                     raise ProtocolError(_message(memory.name, old, new))
@@ -179,12 +162,9 @@ class ProtocolChecker:
             memory = self._memories[key] = _Memory(StorageWeakRef(storage), name)
             self._num_new += 1
             if self._num_new % _FORGET_EVERY == 0:
-                self._forget_freed()
+                for freed in [k for k, m in self._memories.items() if m.reference.expired()]:
+                    del self._memories[freed]
         return memory
-
-    def _forget_freed(self) -> None:
-        for key in [key for key, m in self._memories.items() if m.reference.expired()]:
-            del self._memories[key]
 
 
 def _merge(clock: dict[str, int], stamp: Stamp) -> None:
@@ -254,9 +234,11 @@ class WatchedOperations(TorchDispatchMode):
             )
         result = func(*args, **kwargs)
         read = {id(operand.tensor) for operand in operands}
-        for made in _tensors(result):
-            if id(made) not in read:
-                self._made(made, line, what)
+        for made in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(made, Tensor) and id(made) not in read:
+                if (place := tag_of(made)) is not None:
+                    self._checker.computes_in(raw_of(made), self._lines[place])
+                self._checker.access(raw_of(made), line=line, writes=True, what=what)
         return result
 
     def _line(self, operands: Sequence[Operand]) -> str:
@@ -273,14 +255,3 @@ class WatchedOperations(TorchDispatchMode):
             if line != HOST:
                 self._checker.wait(HOST, self._checker.stamp(line))
         return HOST
-
-    def _made(self, tensor: Tensor, line: str, what: str) -> None:
-        place = tag_of(tensor)
-        if place is not None:
-            self._checker.computes_in(raw_of(tensor), self._lines[place])
-        self._checker.access(raw_of(tensor), line=line, writes=True, what=what)
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    values = result if isinstance(result, (list, tuple)) else [result]
-    return [value for value in values if isinstance(value, Tensor)]

@@ -41,7 +41,6 @@ What is not
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -59,9 +58,6 @@ from roundpipe_lightning.emulation.placement import (
     place_of_device,
     server_of,
 )
-
-__all__ = ["DeviceMismatchError", "TaggedMode", "TaggedTensor", "move", "raw_of", "tag"]
-__all__ += ["tag_of", "untag"]
 
 _aten = torch.ops.aten
 _RESIZING = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
@@ -126,7 +122,6 @@ class TaggedTensor(torch.Tensor):
         return func.decompose(*args, **kwargs) if _composite(func) else _execute(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The values, with the device's name."""
         return f"TaggedTensor({self._raw!r}, device_name={self._tag!r})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -205,7 +200,7 @@ def move(tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
     return _Move.apply(tensor, device_name)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class TaggedMode:
+class TaggedMode(ExitStack):
     """A context in which creating or moving a tensor with `device=cpu:<index>` tags what comes out.
 
     Needed where no tagged tensor takes part in the call: `torch.arange(n, device=x.device)`,
@@ -217,21 +212,13 @@ class TaggedMode:
     """
 
     def __init__(self, device_name: str) -> None:
+        super().__init__()
         self._server = server_of(device_name)
-        self._stack = ExitStack()
 
     def __enter__(self) -> "TaggedMode":
-        self._stack.enter_context(_FactoryDispatch(self._server))
-        self._stack.enter_context(_FactoryFunctions(self._server))
+        self.enter_context(_FactoryDispatch(self._server))
+        self.enter_context(_FactoryFunctions(self._server))
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
 
 
 # --- transfers -----------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ behind by a run that was killed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import shutil
@@ -26,9 +26,8 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ _SYNC_RANGE = 1 | 2 | 4  # sync_file_range: wait for older writes, write, wait
 _ZEROS = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
+class Range(NamedTuple):
     """Bytes of a file.
 
     Attributes:
@@ -59,19 +57,6 @@ class Range:
     file: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window(Generic[T]):
-    """Tasks whose state is in memory at the same time.
-
-    Attributes:
-        tasks: What is to be done.
-        ranges: Where their state is.
-    """
-
-    tasks: tuple[T, ...]
-    ranges: tuple[Range, ...]
 
 
 class StateFile:
@@ -182,15 +167,39 @@ class StateFiles:
             for parameter, tensors, offsets in zip(parameters, fields, places, strict=True)
         ]
 
-    def windows(
+    def in_windows(
         self, tasks: Sequence[T], state_of: Callable[[T], Iterable[Tensor]]
-    ) -> Iterator[Window[T]]:
-        """Divide tasks into windows.
+    ) -> Iterator[Sequence[T]]:
+        """Yield tasks whose state may be in memory at the same time, to be done before the next.
+
+        Meanwhile the next window is read ahead, and the one before is written behind.
 
         Args:
             tasks: In the order in which they are done.
             state_of: Returns the pieces of state that a task reads and writes.
+
+        Raises:
+            OffloadError: State could not be written, now or since the last time; it is in memory.
         """
+        for members, ranges in self._windows(tasks, state_of):
+            if self._last:
+                self._next[self._last] = ranges
+            self._last = ranges
+            if ahead := self._next.get(ranges):
+                read = functools.partial(self._each, ahead, StateFile.read_ahead)
+                self._started(0).start([read], on_failure=self._add_failure)
+            yield members
+            self._finish_writing()
+            write = functools.partial(self._each, ranges, StateFile.write_behind)
+            self._writing = self._started(1).start([write], on_failure=self._add_failure)
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0].error
+
+    def _windows(
+        self, tasks: Sequence[T], state_of: Callable[[T], Iterable[Tensor]]
+    ) -> Iterator[tuple[Sequence[T], tuple[Range, ...]]]:
         members: list[T] = []
         found: list[Range] = []
         for task in tasks:
@@ -198,35 +207,10 @@ class StateFiles:
             for piece in state_of(task):
                 found.extend(self._ranges(piece))
             if sum(part.stop - part.start for part in found) >= self._window_bytes:
-                yield Window(tasks=tuple(members), ranges=_merged(found))
+                yield members, _merged(found)
                 members, found = [], []
         if members:
-            yield Window(tasks=tuple(members), ranges=_merged(found))
-
-    @contextlib.contextmanager
-    def using(self, window: Sequence[Range]) -> Iterator[None]:
-        """Read the next window ahead while one is used, and write it behind afterwards."""
-        ranges = tuple(window)
-        if self._last:
-            self._next[self._last] = ranges
-        self._last = ranges
-        ahead = self._next.get(ranges, ())
-        if ahead:
-            self._started(0).start([lambda: self._read(ahead)], on_failure=self._note)
-        yield
-        self._finish_writing()
-        self._writing = self._started(1).start([lambda: self._write(ranges)], on_failure=self._note)
-
-    def check(self) -> None:
-        """Raise what the disk has failed with since the last time.
-
-        Raises:
-            OffloadError: State could not be written.
-        """
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise failures[0].error
+            yield members, _merged(found)
 
     def close(self) -> None:
         """Finish what is being written and end the threads. The state stays."""
@@ -248,20 +232,16 @@ class StateFiles:
             ]
         return self._teams[index]
 
-    def _read(self, ranges: Sequence[Range]) -> None:
+    def _each(self, ranges: Sequence[Range], act: Callable[[StateFile, Range], None]) -> None:
         for part in ranges:
-            self._files[part.file].read_ahead(part)
-
-    def _write(self, ranges: Sequence[Range]) -> None:
-        for part in ranges:
-            self._files[part.file].write_behind(part)
+            act(self._files[part.file], part)
 
     def _finish_writing(self) -> None:
         if self._writing is not None:
             self._writing.wait(_FOREVER)
             self._writing = None
 
-    def _note(self, failure: Failure) -> None:
+    def _add_failure(self, failure: Failure) -> None:
         with self._lock:
             self._failures.append(failure)
 
@@ -270,23 +250,18 @@ class StateFiles:
         address = piece.data_ptr()
         for index, file in enumerate(self._files):
             if file.address <= address < file.address + file.num_bytes:
-                start = address - file.address
-                stop = start + piece.nbytes
-                page = mmap.PAGESIZE
-                yield Range(
-                    file=index,
-                    start=start // page * page,
-                    stop=min(-(-stop // page) * page, file.num_bytes),
-                )
+                start, page = address - file.address, mmap.PAGESIZE
+                stop = -(-(start + piece.nbytes) // page) * page
+                yield Range(index, start // page * page, min(stop, file.num_bytes))
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Join ranges that touch."""
     merged: list[Range] = []
-    for part in sorted(ranges, key=lambda part: (part.file, part.start)):
+    for part in sorted(ranges):
         last = merged[-1] if merged else None
         if last is not None and last.file == part.file and part.start <= last.stop:
-            merged[-1] = Range(file=part.file, start=last.start, stop=max(last.stop, part.stop))
+            merged[-1] = Range(last.file, last.start, max(last.stop, part.stop))
         else:
             merged.append(part)
     return tuple(merged)

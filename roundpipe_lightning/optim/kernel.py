@@ -89,6 +89,7 @@ class StepKernel:
 
         Raises:
             ConfigurationError: Machine code is wanted, and has not the bits of torch here.
+            OffloadError: State could not be written; it is in memory.
         """
         work = self._work(parameters)
         tasks = list(cut_into_tasks(parameters, size=self._piece_elements))
@@ -96,10 +97,8 @@ class StepKernel:
         if files is None:
             threads.process(work, tasks)
             return
-        for window in files.windows(tasks, _state_of):
-            with files.using(window.ranges):
-                threads.process(work, window.tasks)
-        files.check()
+        for window in files.in_windows(tasks, _state_of):
+            threads.process(work, window)
 
     def close(self) -> None:
         """End the threads; a later `step` starts new ones."""

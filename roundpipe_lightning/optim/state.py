@@ -14,7 +14,6 @@ working dtype (its own memory where it already is that, else scratch memory), st
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -78,21 +77,22 @@ class Field:
         return self.place(torch.zeros(self.count(parameter), dtype=self.dtype), parameter)
 
 
-class Moment(ABC):
-    """One of the two moments in one format.
+class Moment:
+    """One of the two moments, as an ordinary tensor.
 
     Args:
         name: As `torch.optim.AdamW` calls it.
+        dtype: None: the working dtype, so nothing is converted.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, dtype: torch.dtype | None = None) -> None:
         self.name = name
+        self._dtype = dtype
 
-    @abstractmethod
     def fields(self, parameter: Tensor) -> dict[str, Field]:
         """Return the tensors that the state of a parameter has for this moment."""
+        return {self.name: Field(dtype=self._dtype or working_dtype(parameter))}
 
-    @abstractmethod
     def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
         """Return elements `start` (a multiple of `BLOCK`) to `stop` in the working dtype.
 
@@ -102,48 +102,21 @@ class Moment(ABC):
             stop: End of the piece.
             scratch: Where to put what has to be converted.
         """
-
-    @abstractmethod
-    def save(self, loaded: Tensor, flat: Mapping[str, Tensor], random: Noise) -> None:
-        """Write a piece back, which began at `random.offset`; `loaded` may be overwritten."""
-
-    @abstractmethod
-    def export(self, flat: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Return the whole moment as checkpoints have it: a tensor like the parameter."""
-
-    @abstractmethod
-    def restore(self, values: Tensor, flat: Mapping[str, Tensor]) -> None:
-        """Take the whole moment, flat, from a checkpoint; rounds to the nearest."""
-
-
-class PlainMoment(Moment):
-    """A moment as an ordinary tensor.
-
-    Args:
-        name: As `torch.optim.AdamW` calls it.
-        dtype: None: the working dtype, so nothing is converted.
-    """
-
-    def __init__(self, name: str, *, dtype: torch.dtype | None) -> None:
-        super().__init__(name)
-        self._dtype = dtype
-
-    def fields(self, parameter: Tensor) -> dict[str, Field]:
-        return {self.name: Field(dtype=self._dtype or working_dtype(parameter))}
-
-    def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
         piece = flat[self.name][start:stop]
         return piece if self._dtype is None else scratch.allocate(stop - start).copy_(piece)
 
     def save(self, loaded: Tensor, flat: Mapping[str, Tensor], random: Noise) -> None:
+        """Write a piece back, which began at `random.offset`; `loaded` may be overwritten."""
         if self._dtype is not None:
             piece = flat[self.name][random.offset : random.offset + loaded.numel()]
             round_stochastically(loaded, out=piece, seed=random.seed, offset=random.offset)
 
     def export(self, flat: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """Return the whole moment as checkpoints have it: a tensor like the parameter."""
         return shaped(flat[self.name], like)
 
     def restore(self, values: Tensor, flat: Mapping[str, Tensor]) -> None:
+        """Take the whole moment, flat, from a checkpoint; rounds to the nearest."""
         flat[self.name].copy_(values)
 
 
@@ -201,7 +174,7 @@ def moments_in(form: MomentFormat) -> tuple[Moment, Moment]:
             BlockwiseMoment("exp_avg_sq", code=SECOND_MOMENT),
         )
     dtype = torch.bfloat16 if form is MomentFormat.BF16 else None
-    return PlainMoment("exp_avg", dtype=dtype), PlainMoment("exp_avg_sq", dtype=dtype)
+    return Moment("exp_avg", dtype=dtype), Moment("exp_avg_sq", dtype=dtype)
 
 
 def working_dtype(parameter: Tensor) -> torch.dtype:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from roundpipe_lightning.emulation.placement import DeviceMismatchError
 from roundpipe_lightning.emulation.tagged_tensor import (
-    DeviceMismatchError,
     TaggedMode,
     TaggedTensor,
     move,
