@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -133,8 +132,6 @@ class Snapshots:
         self._copied_bytes = 0
         self.peak_copied_bytes = 0
         """The most bytes of copies that existed at once."""
-        self.waited_seconds = 0.0
-        """How long `release` has waited for writers."""
 
     @property
     def is_idle(self) -> bool:
@@ -175,10 +172,8 @@ class Snapshots:
             }
             for member in reversed(members):
                 self._copy_if_possible(member)
-            began = time.perf_counter()
             while any(member.num_readers and not member.is_copy for member in members):
                 self._changed.wait()
-            self.waited_seconds += time.perf_counter() - began
 
     def _copy_if_possible(self, member: _Protected) -> None:
         if not member.num_readers or member.is_read or member.storage is None:

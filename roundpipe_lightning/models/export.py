@@ -13,7 +13,7 @@ What was there before stays until the new folder is complete:
 ```
 model/                    the previous export
 .model.1f3a.tmp/          1. written beside it, flushed
-.model.1f3a.previous/     2. the previous one steps aside
+.model.1f3a.old/          2. the previous one steps aside
 model/                    3. the new one takes its place; the previous one is removed
 ```
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -39,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.files import new_folder, place_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -320,17 +320,16 @@ def _replaced_folder(folder: Path, *, about: Mapping[str, Any], overwrite: bool)
 
     folder = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - links stay as they are
     check_replaceable(folder, overwrite=overwrite)
-    token = secrets.token_hex(4)
-    temporary = folder.with_name(f".{folder.name}.{token}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        (temporary / MARKER).write_text(json.dumps(dict(about), indent=1) + "\n", encoding="utf-8")
-        for path in temporary.rglob("*"):  # what was written survives a power cut
-            if path.is_file():
-                with path.open("r+b") as file:  # Windows flushes only what may be written
-                    os.fsync(file.fileno())
-        _swap(temporary, folder, previous=folder.with_name(f".{folder.name}.{token}.previous"))
+        with new_folder(folder) as temporary:
+            yield temporary
+            marker = json.dumps(dict(about), indent=1) + "\n"
+            (temporary / MARKER).write_text(marker, encoding="utf-8")
+            for path in temporary.rglob("*"):  # what was written survives a power cut
+                if path.is_file():
+                    with path.open("r+b") as file:  # Windows flushes only what may be written
+                        os.fsync(file.fileno())
+            place_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -338,17 +337,3 @@ def _replaced_folder(folder: Path, *, about: Mapping[str, Any], overwrite: bool)
             f"The export to {folder} failed: {error}. What was there before is untouched. Free "
             "some space or choose another output_dir."
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _swap(temporary: Path, folder: Path, *, previous: Path) -> None:
-    if folder.exists():
-        folder.rename(previous)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if previous.exists():
-            previous.rename(folder)
-        raise
-    shutil.rmtree(previous, ignore_errors=True)
