@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundpipe_lightning.engine.chain.chain import BlockStack
@@ -112,6 +113,16 @@ def token_batches(num_microbatches: int, *, length: int = 9) -> list[dict[str, T
         mask[1, length - 2 :] = 0
         batches.append({"input_ids": ids, "attention_mask": mask})
     return batches
+
+
+def token_data() -> DataLoader[Any]:
+    """Return the rows of four such microbatches, in batches of four."""
+    rows: Any = [
+        {name: tensor[row] for name, tensor in batch.items()}
+        for batch in token_batches(4)
+        for row in range(2)
+    ]
+    return DataLoader(rows, batch_size=4)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from roundpipe_lightning.checkpoint.compatibility import (
     check_base,
@@ -20,7 +19,7 @@ from roundpipe_lightning.checkpoint.compatibility import (
 )
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.architectures import build_model, token_batches
+from tests.kit.architectures import build_model, token_data
 from tests.kit.training import QUIET, make_trainer, same_bits
 
 pytestmark = [
@@ -60,15 +59,6 @@ class Tuned(LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def data() -> DataLoader[Any]:
-    rows: Any = [
-        {name: tensor[row] for name, tensor in batch.items()}
-        for batch in token_batches(4)
-        for row in range(2)
-    ]
-    return DataLoader(rows, batch_size=4)
-
-
 def fit(folder: Path, *, num_epochs: int, module: Tuned | None = None, **options: Any) -> Tuned:
     torch.manual_seed(1)
     module = Tuned() if module is None else module
@@ -81,7 +71,7 @@ def fit(folder: Path, *, num_epochs: int, module: Tuned | None = None, **options
         enable_checkpointing=True,
         max_epochs=num_epochs,
     )
-    trainer.fit(module, data(), **options)
+    trainer.fit(module, token_data(), **options)
     return module
 
 
@@ -115,7 +105,7 @@ def test_it_can_be_validated_and_read_by_one_device(tmp_path: Path) -> None:
         module = Tuned()
         module.strict_loading = strategy != "auto"
         trainer = make_trainer(tmp_path, strategy=strategy)
-        losses += trainer.validate(module, data(), ckpt_path=path, verbose=False)
+        losses += trainer.validate(module, token_data(), ckpt_path=path, verbose=False)
         assert same_bits(module, trained)
     assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"], rel=1e-5)
 
@@ -133,7 +123,7 @@ def test_another_base_is_refused(tmp_path: Path, module: Tuned, message: str) ->
     fit(tmp_path, num_epochs=1)
     trainer = make_trainer(tmp_path, strategy="roundpipe")
     with pytest.raises(CheckpointError, match=message):
-        trainer.validate(module, data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+        trainer.validate(module, token_data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
 
 
 def test_a_base_in_fewer_bits_is_the_same_base() -> None:

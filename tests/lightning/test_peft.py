@@ -12,12 +12,11 @@ from lightning.pytorch import LightningModule, Trainer
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.engine.test_peft import EXPERTS, Q_V, SOFT, adapted, base
-from tests.kit.architectures import token_batches
+from tests.kit.architectures import token_data
 from tests.kit.comparison import compare
 from tests.kit.training import QUIET
 
@@ -55,15 +54,6 @@ class Tuned(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def data() -> DataLoader[Any]:
-    rows: Any = [
-        {name: tensor[row] for name, tensor in batch.items()}
-        for batch in token_batches(4)
-        for row in range(2)
-    ]
-    return DataLoader(rows, batch_size=4)
-
-
 KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     "lora": (base, LoraConfig(**Q_V)),
     "experts": (
@@ -77,7 +67,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
 
 def check(tmp_path: Path, make: Callable[[], Any], config: Any, **options: Any) -> None:
     def fit(trainer: Trainer, module: Any) -> None:
-        trainer.fit(module, data(), data() if options else None)
+        trainer.fit(module, token_data(), token_data() if options else None)
         states = trainer.optimizers[0].state
         assert set(states) == {p for p in module.parameters() if p.requires_grad}
 
