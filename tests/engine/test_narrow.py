@@ -192,7 +192,8 @@ def test_what_is_uploaded_is_page_locked_and_nothing_else(keeps: bool) -> None:
     if keeps:
         store.keep_previous(list(module.parameters()))
     masters = {p.untyped_storage().data_ptr() for p in module.layers.parameters() if p.dim() == 2}
-    sent = {flat.data_ptr() for block in module.layers for flat, _, _ in store.buffers_of(block)}
+    blocks = list(module.layers)
+    sent = {f.uploaded.data_ptr() for block in blocks for f in store.buffers_of(block)}
     assert sent <= set(locked)
     assert masters.isdisjoint(locked)
     assert len(locked) == len(set(locked))
@@ -303,7 +304,8 @@ def test_copies_that_the_optimizer_has_written_are_not_cast_again() -> None:
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    (copy,) = [flat for flat, _, _ in store.buffers_of(module.layers[0]) if flat.itemsize == 2]
+    sent = [flat.uploaded for flat in store.buffers_of(module.layers[0])]
+    (copy,) = [flat for flat in sent if flat.itemsize == 2]
     written = copy.clone()
     weights = [module.layers[0].inner.weight, module.layers[0].outer.weight]
     assert torch.equal(written, torch.cat([w.detach().flatten() for w in weights]).bfloat16())

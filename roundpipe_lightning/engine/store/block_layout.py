@@ -269,11 +269,14 @@ class Layouts:
         pieces: list[Piece] = []
         places: dict[nn.Parameter, Place] = {}
         end = 0
-        for buffer, kept, members in self._store.buffers_of(block):
+        for flat in self._store.buffers_of(block):
+            buffer, members = flat.uploaded, flat.present_members()
+            if not members:
+                continue
             pieces.append(
                 Piece(
                     source=bytes_of(buffer),
-                    previous=None if kept is None else bytes_of(kept),
+                    previous=None if flat.kept is None else bytes_of(flat.kept),
                     offset=end,
                     trained=any(p.requires_grad for p, _ in members),
                     is_locked=True,

@@ -9,7 +9,7 @@ one block's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import HostEvent
-from roundpipe_lightning.engine.store.flat_buffers import ParameterGroup, overlapping
+from roundpipe_lightning.engine.store.flat_buffers import (
+    FlatBuffer,
+    ParameterGroup,
+    overlapping,
+    view_like,
+)
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
 from roundpipe_lightning.engine.store.weight_versions import Serving
@@ -66,7 +71,7 @@ class HostStore:
         outside = _parameters_outside(module, set(blocks))
         #: Parameters used in more than one place: their gradients have several sources.
         self.shared = {p for p, count in owners.items() if count > 1 or p in outside}
-        loners = overlapping(module.parameters())
+        aliased = overlapping(module.parameters())
         taken: set[nn.Parameter] = set()
         #: What is uploaded in place of some parameters.
         self.copies = None if upload_dtype is None else NarrowCopies(upload_dtype)
@@ -76,7 +81,7 @@ class HostStore:
         def group(parameters: Iterable[nn.Parameter]) -> ParameterGroup:
             mine = [parameter for parameter in parameters if parameter not in taken]
             taken.update(mine)
-            return ParameterGroup(mine, loners=loners, narrow=narrow, copies=self.copies)
+            return ParameterGroup(mine, aliased=aliased, narrow=narrow, copies=self.copies)
 
         self._blocks = {block: group(block.parameters()) for block in blocks}
         self._outside = group(module.parameters())
@@ -92,22 +97,24 @@ class HostStore:
         #: Which of the two the steps that begin now are given.
         self.serving = Serving(previous=False)
 
+    def _uploaded_buffers(self) -> Iterator[Tensor]:
+        for group in (*self._blocks.values(), self._outside):
+            for flat in group.buffers:
+                yield from (flat.uploaded, *(() if flat.kept is None else (flat.kept,)))
+
     def pin(self, device: Device) -> None:
         """Page-lock all buffers that are uploaded, for copies to devices of this kind."""
         self._pinned_by = device
-        for group in (*self._blocks.values(), self._outside):
-            for buffer in group.travelling():
-                device.pin(buffer)
+        for buffer in self._uploaded_buffers():
+            device.pin(buffer)
 
     def close(self) -> None:
         """Give page locks back. The parameters stay as they are."""
         if self.copies is not None:
             self.copies.close()
-        if self._pinned_by is not None:
-            for group in (*self._blocks.values(), self._outside):
-                for buffer in group.travelling():
-                    self._pinned_by.unpin(buffer)
-            self._pinned_by = None
+        device, self._pinned_by = self._pinned_by, None
+        for buffer in self._uploaded_buffers() if device is not None else ():
+            device.unpin(buffer)
 
     def check_blocks(self) -> None:
         """Raise if a block has parameters that it had not when the store was made.
@@ -133,21 +140,13 @@ class HostStore:
         candidates = (*self._outside.parameters, *self.shared)
         return max((p.nbytes for p in candidates if p.requires_grad), default=0)
 
-    def block_bytes(self, block: nn.Module) -> int:
-        """Bytes of a block's parameters."""
-        return sum(parameter.nbytes for parameter in self._of_block[block])
-
     def parameters_of(self, block: nn.Module) -> tuple[nn.Parameter, ...]:
         """Return a block's parameters, those it shares with others included."""
         return self._of_block[block]
 
-    def buffers_of(
-        self, block: nn.Module
-    ) -> list[tuple[Tensor, Tensor | None, Sequence[tuple[nn.Parameter, int]]]]:
-        """Return a block's flat buffers, those kept beside them, and what lies in them."""
-        group = self._blocks[block]
-        rows = zip(group.sources(previous=False), group.kept(), group.members(), strict=True)
-        return [(flat, kept, members) for flat, kept, members in rows if members]
+    def buffers_of(self, block: nn.Module) -> list[FlatBuffer]:
+        """Return a block's flat buffers."""
+        return self._blocks[block].buffers
 
     @property
     def serves_previous(self) -> bool:
@@ -169,11 +168,11 @@ class HostStore:
         Their whole buffers are kept, so that a block still travels in one copy.
         """
         for group in (*self._blocks.values(), self._outside):
-            before = list(group.previous)
-            self.previous |= group.keep_previous(changing)
-            for kept, old in zip(group.previous, before, strict=True):
-                if self._pinned_by is not None and kept is not None and old is None:
-                    self._pinned_by.pin(kept)
+            new = [flat for flat in group.buffers if flat.kept is None]
+            self.previous |= group.keep(changing)
+            for flat in new:
+                if self._pinned_by is not None and flat.kept is not None:
+                    self._pinned_by.pin(flat.kept)
 
     # ---------------------------------------------------------------------------- 16-bit copies
 
@@ -246,9 +245,18 @@ class HostStore:
         """
         self.check_unwritten(block)
         self.await_updated(block)
+        values: dict[nn.Parameter, Tensor] = {}
         with self.serving.reading(device) as reads_previous:
             served = self.previous if reads_previous else {}
-            values = self._blocks[block].upload(device, previous=served)
+            if device.shares_host_memory:
+                return {p: served.get(p, p).detach().to(p.dtype) for p in self._of_block[block]}
+            for flat in self._blocks[block].buffers:
+                members = flat.present_members()
+                if members:
+                    kept = flat.kept if reads_previous else None
+                    there = device.upload(flat.uploaded if kept is None else kept)
+                    # `.data` has a version of its own: what is done to one is not done to all.
+                    values |= {p: view_like(there, at, p).data for p, at in members}
             for parameter in self._of_block[block]:
                 if parameter not in values:
                     values[parameter] = device.upload(served.get(parameter, parameter))
