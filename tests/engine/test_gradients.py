@@ -1,4 +1,4 @@
-"""The reducer adds in the order of the microbatches, whoever comes first."""
+"""Gradients are added in the order of the microbatches, whoever comes first."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_parameters_that_some_microbatches_do_not_use() -> None:
     assert accumulator.sums == {one: torch.tensor([1.0]), two: torch.tensor([6.0])}
 
 
-def test_ledger_keeps_stages_apart_and_sums_shared_parameters_per_microbatch() -> None:
+def test_the_reducer_keeps_stages_apart_and_sums_shared_parameters_per_microbatch() -> None:
     mine, shared = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
     a, b, c, d = _gradients(4)
     reducer = GradientReducer(num_microbatches=2, num_stages=2)

@@ -17,7 +17,7 @@ from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
-from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients, OutsideGradients
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientDownloads, Gradients
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
     StageRun,
@@ -223,11 +223,13 @@ def test_at_most_two_microbatches_gradients_are_on_their_way() -> None:
     with EmulatedServer(1, timing=EmulatedTiming(download_bytes_per_second=20_000)) as server:
         (device,) = server.devices
         queue = _Queue(device, CopyQueue.DOWNLOAD)
-        gradients = OutsideGradients(device, queue, longest=0)
+        gradients = GradientDownloads(
+            device, layouts=Layouts(HostStore(nn.Identity(), [])), downloads=queue, worker=""
+        )
         for number in range(4):
             device.upload(torch.zeros(1))
             gradient = device.empty(torch.Size([100]), torch.float32).fill_(number)
-            gradients.send({parameter: gradient}, landed=take)
+            gradients.send_outside({parameter: gradient}, landed=take)
             assert len(landed) >= number - 1
         assert queue.drain(timeout_seconds=60)
         queue.close()

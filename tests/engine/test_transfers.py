@@ -145,8 +145,9 @@ def test_staged_jobs_go_through_the_queues_own_buffers() -> None:
     for direction in CopyQueue:
         device, failures = SteppedDevice(), Failures()
         with queue_of(device, failures, direction) as queue:
-            buffers = [flat(0), flat(0)]
-            queue.stage_through(buffers)
+            queue.prepare_staging(CHUNK)
+            assert queue.can_stage(CHUNK)
+            assert not queue.can_stage(CHUNK + 1)
             source = torch.arange(3 * CHUNK - 2, dtype=torch.uint8)
             target = torch.zeros_like(source)
             staged = Job(
@@ -159,8 +160,12 @@ def test_staged_jobs_go_through_the_queues_own_buffers() -> None:
             device.make(3)
             event.wait()
             assert torch.equal(target, source)
-        through = {tensor.data_ptr() for pair in device.given for tensor in pair[:2]}
-        assert {buffer.data_ptr() for buffer in buffers} <= through
+        on_host = {
+            (src if direction is CopyQueue.UPLOAD else dst).data_ptr()
+            for dst, src, _ in device.given
+        }
+        assert len(on_host) == MOST_UNDER_WAY
+        assert on_host.isdisjoint({source.data_ptr(), target.data_ptr()})
         assert not staged.pieces  # an event that is kept keeps no tensors
 
 

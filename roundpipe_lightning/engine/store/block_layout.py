@@ -14,7 +14,7 @@ leaves say, serves them all.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.store.weight_versions import Serving
 
 _ALIGNMENT_BYTES = 256  # of a block's buffers in its region
 _TENSOR_ALIGNMENT_BYTES = 64  # of every gradient, as of every parameter on the host
@@ -52,11 +51,9 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return self.shape.numel() * self.dtype.itemsize
 
     def moved(self, offset: int) -> Place:
-        """Return the place in a region that begins later."""
         return replace(self, offset=self.offset + offset)
 
     def within(self, region: Tensor, *, offset: int) -> Tensor:
@@ -93,7 +90,6 @@ class Form:
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """Which parameters have gradients."""
         return tuple(index for index, place in enumerate(self.places) if place.trained)
 
     @cached_property
@@ -136,7 +132,6 @@ class Piece:
     is_locked: bool
 
     def served(self, *, previous: bool) -> Tensor:
-        """Return what is copied."""
         return self.previous if previous and self.previous is not None else self.source
 
 
@@ -158,7 +153,6 @@ class BlockLayout:
 
     @cached_property
     def trained(self) -> frozenset[nn.Parameter]:
-        """Its parameters that have gradients."""
         return frozenset(self.parameters[index] for index in self.form.trained)
 
 
@@ -205,27 +199,10 @@ class Layouts:
         #: Grows when a layout is another than before.
         self.version = 0
 
-    def renew(self, blocks: Iterable[nn.Module]) -> None:
-        """Look at all blocks again, between steps.
-
-        Raises:
-            ConfigurationError: If a parameter that is mapped from a file was written to.
-        """
-        for block in blocks:
-            self.renewed(block)
-
-    def are_renewed(self, blocks: Iterable[nn.Module]) -> bool:
-        """Say whether `renew` would change nothing."""
-        known = ((block, self._known.get(block)) for block in blocks)
-        return all(
-            entry is not None and entry[0] == self._state(block) and not entry[1].has_copies
-            for block, entry in known
-        )
-
-    @property
-    def serving(self) -> Serving:
-        """Which values the steps that begin now are given."""
-        return self._store.serving
+    def is_renewed(self, block: nn.Module) -> bool:
+        """Return whether `renewed` would change nothing."""
+        known = self._known.get(block)
+        return known is not None and known[0] == self._state(block) and not known[1].has_copies
 
     def of_gradients(self, blocks: tuple[BlockLayout, ...]) -> FlatLayout:
         """Return where the gradients of some blocks lie behind each other; the same one always."""
@@ -242,21 +219,18 @@ class Layouts:
     def renewed(self, block: nn.Module) -> BlockLayout:
         """Return a block's layout; a new one if a parameter's memory, or what is trained, is new.
 
-        A callback may have swapped `.data` (weight averaging does): then the flat buffer is not the
-        truth.
+        Raises:
+            ConfigurationError: If a parameter that is mapped from a file was written to.
         """
         self._store.check_unwritten(block)
-        state = self._state(block)
-        known = self._known.get(block)
-        if known is None or known[0] != state or known[1].has_copies:
+        if not self.is_renewed(block):
             made = self._made(block, self._store.parameters_of(block))
-            known = self._known[block] = (state, made)
+            self._known[block] = (self._state(block), made)
             self.version += 1
             self._of_gradients.clear()
-        return known[1]
+        return self._known[block][1]
 
     def _state(self, block: nn.Module) -> Any:
-        """Return what a layout follows from."""
         parameters = self._store.parameters_of(block)
         return (
             [p.data_ptr() for p in parameters],
@@ -333,7 +307,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def region_bytes(sizes: Sequence[int]) -> int:
-    """Return the bytes of regions behind each other."""
     return sum(_aligned(size) for size in sizes)
 
 

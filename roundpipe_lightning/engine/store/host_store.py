@@ -113,8 +113,9 @@ class HostStore:
         if self.copies is not None:
             self.copies.close()
         device, self._pinned_by = self._pinned_by, None
-        for buffer in self._uploaded_buffers() if device is not None else ():
-            device.unpin(buffer)
+        if device is not None:
+            for buffer in self._uploaded_buffers():
+                device.unpin(buffer)
 
     def check_blocks(self) -> None:
         """Raise if a block has parameters that it had not when the store was made.
@@ -145,12 +146,10 @@ class HostStore:
         return self._of_block[block]
 
     def buffers_of(self, block: nn.Module) -> list[FlatBuffer]:
-        """Return a block's flat buffers."""
         return self._blocks[block].buffers
 
     @property
     def serves_previous(self) -> bool:
-        """Whether workers are given the values in `previous`, rather than the parameters."""
         return self.serving.previous
 
     @serves_previous.setter

@@ -89,5 +89,4 @@ class MappedParameter(nn.Parameter):
 
 
 def is_mapped(parameter: Tensor) -> bool:
-    """Whether a parameter's values stay in a file."""
     return isinstance(parameter, MappedParameter) and parameter.is_mapped

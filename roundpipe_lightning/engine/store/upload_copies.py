@@ -59,7 +59,6 @@ class NarrowCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies."""
         return sum(place.nbytes for place in self._places.values())
 
     def written_by(self, optimizers: Iterable[Optimizer]) -> None:
@@ -81,7 +80,6 @@ class NarrowCopies:
             self.cast(values)
 
     def cast(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Cast the values of parameters into their copies."""
         mine = {p: v.detach() for p, v in values.items() if p in self._places}
         if mine:
             with torch.no_grad():

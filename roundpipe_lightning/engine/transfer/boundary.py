@@ -150,7 +150,6 @@ class BoundaryTensor:
         self._arriving = (worker, there, arrived)
 
     def _is_here(self, worker: TransferEndpoint) -> bool:
-        """Return whether it is in the memory of a worker's device."""
         if self._here is None or self._maker is None:
             return False
         return worker is self._maker or worker.device.name == self._maker.device.name

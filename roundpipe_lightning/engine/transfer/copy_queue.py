@@ -14,8 +14,8 @@ At most two chunks are under way on the device: enough to keep the bus busy, few
 overtaken. A job never blocks the queue by waiting on the device, so a copy can wait for compute
 that waits for a later copy.
 
-A copy that fails ends the step: `on_failure` is told, every job is given up and its event releases
-who waits. `abort` does the same from outside. The queue can be used again after `drain`.
+A copy that fails ends the step: every job is given up and its event releases who waits. `abort`
+does the same from outside. The queue can be used again after `drain`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event, HostEvent
+from roundpipe_lightning.engine.device.host_memory import own_pages
 
 CHUNK_BYTES = 2**24
 """Longest copy that cannot be overtaken."""
@@ -48,10 +49,10 @@ class Priority(IntEnum):
     """A boundary, or its gradient: an action waits for it."""
 
     WEIGHTS = 1
-    """Weights of the visit that runs, or runs next."""
+    """Weights of the stage run that computes, or computes next."""
 
     PREFETCH = 2
-    """Weights of a later visit."""
+    """Weights of a later stage run."""
 
     GRADIENTS = 3
     """Gradients: nothing in the step waits for them but its end."""
@@ -85,42 +86,36 @@ class Job:
     event: HostEvent = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make its event."""
         self.event = HostEvent(self.name)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all its pieces."""
-        return sum(src.nbytes for _, src in self.pieces)
 
     def let_go(self) -> None:
         """Forget the tensors: an event may live longer than what was copied."""
         self.pieces, self.after, self.done, self.opens = (), (), None, None
 
-    def chunks(self, chunk_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut it up; a piece that is not flat bytes stays whole."""
-        for dst, src in self.pieces:
-            yield from cut_up(dst, src, chunk_bytes)
-
 
 class _Entry:
     """A job in a queue: how far it has come."""
 
-    def __init__(self, job: Job, chunk_bytes: int) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self._chunk_bytes = chunk_bytes
-        self.chunks = job.chunks(chunk_bytes)
-        self.next = next(self.chunks, None)
         self.num_waits = len(job.after)
         self.is_over = False
+        self._chunks: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._next: tuple[Tensor, Tensor] | None = None
 
-    def open(self) -> None:
-        """Let the job choose what is copied, if it has not yet."""
-        opens, self.job.opens = self.job.opens, None
-        if opens is not None:
-            self.job.pieces = opens()
-            self.chunks = self.job.chunks(self._chunk_bytes)
-            self.next = next(self.chunks, None)
+    def take_chunk(self, chunk_bytes: int) -> tuple[Tensor, Tensor] | None:
+        """Return what is to be copied next; None if nothing is left."""
+        if self._chunks is None:
+            job = self.job
+            pieces = job.pieces if job.opens is None else job.opens()
+            self._chunks = (chunk for d, s in pieces for chunk in cut_up(d, s, chunk_bytes))
+            self._next = next(self._chunks, None)
+        chunk, self._next = self._next, next(self._chunks, None)
+        return chunk
+
+    @property
+    def has_more(self) -> bool:
+        return self._next is not None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -132,7 +127,6 @@ class _Chunk:
         event: Its end.
         dst: Where it is to arrive.
         staging: Where it arrives before, if that is to be copied on by the host.
-        is_last: Whether the job has no other after it.
     """
 
     entry: _Entry
@@ -148,7 +142,7 @@ class TransferQueue:
     Args:
         device: The worker's device.
         queue: The direction.
-        on_failure: Told, in the queue's thread, of an error in a copy and of the job's name.
+        on_failure: Called, in the queue's thread, with an error in a copy and the job's name.
         name: For messages, for example `upload queue of worker 1 (cuda:1)`.
         chunk_bytes: Longest copy that cannot be overtaken; None: the device's.
 
@@ -186,15 +180,31 @@ class TransferQueue:
 
     # ----------------------------------------------------------------------- from other threads
 
-    def stage_through(self, buffers: Sequence[Tensor]) -> None:
-        """Give it page-locked buffers for staged jobs: one per chunk under way, as long as one."""
-        assert len(buffers) == MOST_UNDER_WAY, "one per chunk under way"
-        self._staging = list(buffers)
+    def prepare_staging(self, longest: int) -> None:
+        """Have page-locked buffers for staged jobs: one per chunk under way.
+
+        Args:
+            longest: Bytes of the longest piece. Nothing may be under way.
+        """
+        if not self.can_stage(longest):
+            self._unstage()
+            self._staging = [own_pages(min(CHUNK_BYTES, longest)) for _ in range(MOST_UNDER_WAY)]
+            for buffer in self._staging:
+                self._device.pin(buffer)
+
+    def can_stage(self, longest: int) -> bool:
+        """Return whether the buffers are long enough for pieces of so many bytes."""
+        return MOST_UNDER_WAY * min(CHUNK_BYTES, longest) <= self.staging_bytes
 
     @property
-    def is_staging(self) -> bool:
-        """Whether it has buffers for staged jobs."""
-        return bool(self._staging)
+    def staging_bytes(self) -> int:
+        """Page-locked bytes of these buffers."""
+        return sum(buffer.nbytes for buffer in self._staging)
+
+    def _unstage(self) -> None:
+        for buffer in self._staging:
+            self._device.unpin(buffer)
+        self._staging = []
 
     def submit(self, job: Job) -> Event:
         """Take a job and return the end of it.
@@ -202,7 +212,7 @@ class TransferQueue:
         Raises:
             RuntimeError: The system gives no thread; the job is not taken then.
         """
-        entry = _Entry(job, self._chunk_bytes)
+        entry = _Entry(job)
         with self._changed:
             assert not self._is_closed, "the engine is open"
             if self._thread is None:
@@ -218,7 +228,6 @@ class TransferQueue:
         return job.event
 
     def _came(self, entry: _Entry) -> None:
-        """Hear that something a job waits for is done."""
         with self._changed:
             entry.num_waits -= 1
             if not entry.num_waits and not entry.is_over:
@@ -242,7 +251,7 @@ class TransferQueue:
             entry.job.let_go()
 
     def drain(self, *, timeout_seconds: float) -> bool:
-        """Wait until every job is over and nothing is under way; say whether that came to be."""
+        """Wait until every job is over and nothing is under way; return whether that came to be."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._entries and not self._is_busy, timeout=timeout_seconds
@@ -250,7 +259,6 @@ class TransferQueue:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that are not over."""
         return len(self._entries)
 
     def close(self, *, timeout_seconds: float = 10.0) -> None:
@@ -261,6 +269,7 @@ class TransferQueue:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
+        self._unstage()
 
     # ----------------------------------------------------------------------- in its own thread
 
@@ -288,49 +297,34 @@ class TransferQueue:
         return bool(self._ready or self._under_way or self._is_closed)
 
     def _issue(self, entry: _Entry) -> None:
-        """Give a job's next chunk to the device."""
         job = entry.job
         self._present = job.name
-        entry.open()
-        chunk = entry.next
+        chunk = entry.take_chunk(self._chunk_bytes)
         if chunk is None:  # there was nothing to copy
             self._end(entry)
             return
-        dst, src = chunk
-        staging = self._next_staging(src.nbytes) if job.is_staged else None
-        arrives = staging is None or self._queue is CopyQueue.UPLOAD  # with the device's copy
-        if staging is not None and arrives:
+        (dst, src), staging = chunk, None
+        if job.is_staged:
+            self._staging.reverse()  # the other one may be under way
+            staging = self._staging[0][: src.nbytes]
+        if staging is not None and self._queue is CopyQueue.UPLOAD:
             copy_on_host(staging, src)
-            src = staging
-        elif staging is not None:
-            dst = staging
-        event = self._device.copy(dst, src, queue=self._queue, after=job.after)
-        entry.next = next(entry.chunks, None)
-        is_last = entry.next is None
-        self._under_way.append(
-            _Chunk(
-                entry=entry,
-                event=event,
-                dst=chunk[0],
-                staging=None if arrives else staging,
-                is_last=is_last,
-            )
+            src, staging = staging, None
+        event = self._device.copy(
+            dst if staging is None else staging, src, queue=self._queue, after=job.after
         )
-        if is_last and arrives:
+        is_last = not entry.has_more
+        self._under_way.append(
+            _Chunk(entry=entry, event=event, dst=dst, staging=staging, is_last=is_last)
+        )
+        if is_last and staging is None:
             job.event.stand_for(event)
         elif not is_last:
             with self._changed:
                 if not entry.is_over:
                     self._push(entry)
 
-    def _next_staging(self, num_bytes: int) -> Tensor:
-        """Return the staging buffer that is not under way, as long as a chunk."""
-        buffer = self._staging[0]
-        self._staging.reverse()
-        return buffer[:num_bytes]
-
     def _finish(self, chunk: _Chunk) -> None:
-        """Wait for the oldest chunk that is under way."""
         entry = chunk.entry
         self._present = entry.job.name
         chunk.event.wait()
@@ -346,7 +340,6 @@ class TransferQueue:
             self._end(entry)
 
     def _end(self, entry: _Entry) -> None:
-        """A job is over: all of it is there."""
         job = entry.job
         if job.done is not None:
             job.done()
@@ -359,7 +352,7 @@ class TransferQueue:
         job.event.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the step, give all jobs up, and let what is under way come to its end."""
+        """Give all jobs up, and let what is under way come to its end."""
         self._on_failure(error, f"{self.name}: {self._present}")
         self.abort()
         while self._under_way:

@@ -1,4 +1,4 @@
-"""The gradient reducer: sums gradients on the host in the order of the microbatches.
+"""Gradients on their way to the host, and their sums there, in the order of the microbatches.
 
 Floating-point addition is not associative, so a sum that depends on who finished first would make
 the result depend on the number of workers. Contributions that arrive early wait for their turn:
@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from roundpipe_lightning.engine.store.block_layout import (
 )
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import TakeGradients
-from roundpipe_lightning.engine.transfer.copy_queue import CHUNK_BYTES, Job, Priority, TransferQueue
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
@@ -77,22 +78,21 @@ class FlatGradients:
 
     def take(self, wanted: Collection[nn.Parameter]) -> Gradients:
         """Return copies of the gradients of some parameters, and leave these out from now on."""
-        parameters = self._layout.parameters
-        taken = [index for index in self._present if parameters[index] in wanted]
-        if not taken:
-            return {}
-        self._present = tuple(index for index in self._present if index not in set(taken))
-        return {parameters[index]: self._at(index).clone() for index in taken}
-
-    def _at(self, index: int) -> Tensor:
-        return self._layout.places[index].within(self.flat, offset=0)
+        taken = {p: g.clone() for p, g in self.expanded().items() if p in wanted}
+        known = self._layout.parameters
+        self._present = tuple(index for index in self._present if known[index] not in taken)
+        return taken
 
     def expanded(self) -> Gradients:
         """Return the gradients by parameter: views of the buffer."""
-        return {self._layout.parameters[index]: self._at(index) for index in self._present}
+        layout = self._layout
+        return {
+            layout.parameters[index]: layout.places[index].within(self.flat, offset=0)
+            for index in self._present
+        }
 
     def add(self, other: FlatGradients) -> bool:
-        """Add others, if they are of the same parameters; say whether that was so."""
+        """Add others, if they are of the same parameters; return whether they were."""
         if self._layout is not other._layout or self._present != other._present:
             return False
         for dtype, start, stop in self._layout.spans:
@@ -101,35 +101,45 @@ class FlatGradients:
 
 
 class GradientAccumulator:
-    """The sums of one stage, or of all that is used outside the blocks.
+    """Sums of contributions, in the order of their numbers, whichever comes first.
 
     Args:
-        num_microbatches: How many microbatches contribute, each exactly once.
+        num: How many contributions there are; `reserve` adds one.
     """
 
-    def __init__(self, num_microbatches: int) -> None:
+    def __init__(self, num: int = 0) -> None:
         self._lock = threading.Lock()
-        self._missing = list(range(num_microbatches))
+        self._num = num
+        self._missing = list(range(num))
         self._held: dict[int, tuple[Sequence[int], Gradients | FlatGradients]] = {}
         self._sums: Gradients = {}
         self._flat: FlatGradients | None = None  # sums, as long as all contributions are such
 
-    def add(self, microbatches: Sequence[int], gradients: Gradients | FlatGradients) -> bool:
-        """Add what some microbatches contribute together.
+    def reserve(self) -> int:
+        """Return the number of a contribution that is to come after those known so far."""
+        with self._lock:
+            self._missing.append(self._num)
+            self._num += 1
+            return self._missing[-1]
 
-        Returns:
-            Whether these were the last that were missing.
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing."""
+        return not self._missing
+
+    def add(self, numbers: Sequence[int], gradients: Gradients | FlatGradients) -> bool:
+        """Add what some contribute together; return whether these were the last missing ones.
 
         Args:
-            microbatches: Their indices, ascending; a device that sums over a round gives several.
-            gradients: Host tensors, which the reducer takes over. May be empty.
+            numbers: Ascending; a device that sums over a round of microbatches gives several.
+            gradients: Host tensors, which are taken over. May be empty.
         """
         with self._lock:
-            self._held[microbatches[0]] = (microbatches, gradients)
+            self._held[numbers[0]] = (numbers, gradients)
             while self._missing and self._missing[0] in self._held:
                 done, contribution = self._held.pop(self._missing[0])
                 self._fold(contribution)
-                self._missing = [m for m in self._missing if m not in done]
+                self._missing = [number for number in self._missing if number not in done]
             return not self._missing
 
     def _fold(self, contribution: Gradients | FlatGradients) -> None:
@@ -145,30 +155,17 @@ class GradientAccumulator:
 
     @property
     def sums(self) -> Gradients:
-        """Return the sums by parameter."""
+        """The sums by parameter."""
         if self._flat is not None:
             self._sums, self._flat = self._flat.expanded(), None
         return self._sums
 
 
-class _Pending:
-    """What a microbatch contributes to parameters with several uses."""
-
-    def __init__(self) -> None:
-        self.sums: Gradients = {}
-        self.come: dict[int, Gradients] = {}
-        self.num_reserved = self.num_folded = 0
-        self.is_closed = False
-
-    def fold(self) -> None:
-        """Add up what has come, as far as all before it has."""
-        while self.num_folded in self.come:
-            fold(self.sums, self.come.pop(self.num_folded))
-            self.num_folded += 1
-
-
 class GradientReducer:
     """All gradients of one step, on the host.
+
+    Parameters that only one stage uses are summed over the microbatches. Those with several uses
+    are summed per microbatch first.
 
     Args:
         num_microbatches: Number of microbatches.
@@ -192,9 +189,10 @@ class GradientReducer:
         self._elsewhere = set(shared)
         self._stages = tuple(GradientAccumulator(num_microbatches) for _ in range(num_stages))
         self._shared = GradientAccumulator(num_microbatches)
+        self._microbatches = tuple(GradientAccumulator() for _ in range(num_microbatches))
+        self._closed: set[int] = set()  # microbatches whose last part may be missing
         self._open = Countdown(num_stages + 1)
         self._lock = threading.Lock()
-        self._pending = tuple(_Pending() for _ in range(num_microbatches))
 
     def add_stage(
         self, stage: int, microbatches: Sequence[int], gradients: Gradients | FlatGradients
@@ -209,18 +207,18 @@ class GradientReducer:
         if not isinstance(gradients, FlatGradients):  # those have it already
             gradients = _in_their_dtype(gradients)
         accumulator = self._stages[stage]
-        is_complete = accumulator.add(microbatches, gradients)
-        if is_complete and self._take is not None:
+        if not accumulator.add(microbatches, gradients):
+            return
+        if self._take is not None:
             with self._lock:
                 alone = {p: g for p, g in accumulator.sums.items() if p not in self._elsewhere}
             for parameter in self._take(alone) if alone else ():
                 self._taken.add(parameter)
                 del accumulator.sums[parameter]
-        if is_complete:
-            self._open.count()
+        self._open.count()
 
     def await_all(self, seconds: float) -> bool:
-        """Wait until all has been added, but not longer than this; say whether it has."""
+        """Wait until all has been added, but not longer than this; return whether it has."""
         return self._open.wait(seconds)
 
     def note_elsewhere(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -233,42 +231,36 @@ class GradientReducer:
                 self._elsewhere.update(parameters)
 
     def add_shared(self, microbatch: int, gradients: Gradients) -> None:
-        """Add gradients of parameters with several uses; they are summed per microbatch first."""
+        """Add gradients of parameters with several uses."""
         self.reserve_shared(microbatch)(gradients)
 
     def reserve_shared(self, microbatch: int) -> Callable[[Gradients], None]:
-        """Say that such gradients will come, to be added in the order of the promises.
+        """Reserve a place in the order of such gradients.
 
         Returns:
             Takes the gradients, in any thread.
         """
-        pending = self._pending[microbatch]
-        with self._lock:
-            number = pending.num_reserved
-            pending.num_reserved += 1
+        return partial(self._add_shared, microbatch, self._microbatches[microbatch].reserve())
 
-        def keep(gradients: Gradients) -> None:
-            gradients = _in_their_dtype(gradients)
-            assert self._taken.isdisjoint(gradients), "who has uses elsewhere is not taken"
-            with self._lock:
-                pending.come[number] = gradients
-                pending.fold()
-            self._close(microbatch)
-
-        return keep
+    def _add_shared(self, microbatch: int, number: int, gradients: Gradients) -> None:
+        gradients = _in_their_dtype(gradients)
+        assert self._taken.isdisjoint(gradients), "who has uses elsewhere is not taken"
+        self._microbatches[microbatch].add([number], gradients)
+        self._close_if_complete(microbatch)
 
     def close_microbatch(self, microbatch: int) -> None:
-        """Say that a microbatch promises nothing more."""
-        self._pending[microbatch].is_closed = True
-        self._close(microbatch)
-
-    def _close(self, microbatch: int) -> None:
-        pending = self._pending[microbatch]
+        """Say that a microbatch reserves nothing more."""
         with self._lock:
-            if not pending.is_closed or pending.num_folded < pending.num_reserved:
+            self._closed.add(microbatch)
+        self._close_if_complete(microbatch)
+
+    def _close_if_complete(self, microbatch: int) -> None:
+        accumulator = self._microbatches[microbatch]
+        with self._lock:
+            if microbatch not in self._closed or not accumulator.is_complete:
                 return
-            pending.is_closed = False  # once
-        if self._shared.add([microbatch], pending.sums):
+            self._closed.remove(microbatch)  # once
+        if self._shared.add([microbatch], accumulator.sums):
             self._open.count()
 
     def sums(self) -> Gradients:
@@ -283,8 +275,11 @@ def _in_their_dtype(gradients: Gradients) -> Gradients:
     return {parameter: g.to(gradient_dtype(parameter)) for parameter, g in gradients.items()}
 
 
-class GradientStaging:
-    """Where a worker's gradients are gathered. Called by the thread whose turn it is.
+class GradientDownloads:
+    """A worker's gradients on their way to the host.
+
+    Those of a stage run are gathered in one buffer on the device by the thread whose turn it is.
+    Those of parameters outside the blocks go as they are, sent by any thread.
 
     Args:
         device: The worker's.
@@ -302,33 +297,32 @@ class GradientStaging:
         self._memory = Memory(device, name=f"gradient staging of {worker}")
         self._landed: Event = DoneEvent()
         self._views: dict[tuple[Form, ...], tuple[Tensor, ...]] = {}
+        self._mutex = threading.Lock()
+        self._outside: deque[Event] = deque()
 
     def prepare(self, num_bytes: int) -> None:
-        """Make room for the gradients of a visit."""
         if num_bytes > self._memory.num_bytes:
             self._views.clear()
             self._memory.grow(num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer."""
         return self._memory.num_bytes
 
     def clear(self) -> None:
-        """Give all memory back to the device."""
         self._views.clear()
         self._memory.clear()
 
-    def send(
+    def send_run(
         self,
         blocks: Sequence[tuple[BlockLayout, Sequence[nn.Parameter]]],
         *,
         landed: Callable[[FlatGradients], None],
     ) -> bool:
-        """Gather the gradients of a visit's leaves, take them from these, and send them home.
+        """Gather the gradients of a stage run's leaves, take them from these, and send them.
 
         Args:
-            blocks: Layouts and leaves of the visit's blocks.
+            blocks: Layouts and leaves of the run's blocks.
             landed: Given the gradients in the queue's thread, when they are on the host.
 
         Returns:
@@ -350,24 +344,19 @@ class GradientStaging:
         for leaf in leaves:
             leaf.grad = None
         gathered = self._device.mark_event("gradients are gathered")
-        home = FlatGradients(
-            torch.empty(layout.num_bytes, dtype=torch.uint8), layout=layout, present=present
-        )
+        flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        gradients = FlatGradients(flat, layout=layout, present=present)
         self._landed = self._downloads.submit(
             Job(
                 name="gradients",
                 priority=Priority.GRADIENTS,
-                pieces=[(home.flat, self._memory.bytes_at(0, layout.num_bytes))],
+                pieces=[(flat, self._memory.bytes_at(0, layout.num_bytes))],
                 after=[gathered],
                 is_staged=True,
-                done=lambda: landed(home),
+                done=partial(landed, gradients),
             )
         )
         return True
-
-    def abandon(self) -> None:
-        """Forget a download that was given up."""
-        self._landed = DoneEvent()
 
     def _views_of(self, forms: tuple[Form, ...], places: Sequence[Place]) -> tuple[Tensor, ...]:
         if forms not in self._views:
@@ -375,42 +364,25 @@ class GradientStaging:
             self._views[forms] = tuple(place.within(whole, offset=0) for place in places)
         return self._views[forms]
 
-
-class OutsideGradients:
-    """Their gradients on the way home from one worker. Any thread may send some.
-
-    Args:
-        device: The worker's.
-        downloads: The worker's queue.
-        longest: Bytes for which the queue's page-locked buffers are long enough.
-    """
-
-    def __init__(self, device: Device, downloads: TransferQueue, *, longest: int) -> None:
-        self._device = device
-        self._downloads = downloads
-        self._longest = longest
-        self._mutex = threading.Lock()
-        self._on_the_way: deque[Event] = deque()
-
-    def send(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
-        """Bring gradients home that compute launched so far has made.
+    def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
+        """Send gradients of parameters outside the blocks, which compute so far has made.
 
         Args:
             gradients: On the device; nobody else uses them after.
             landed: Given them, on the host, in the queue's thread.
         """
         with self._mutex:
-            while len(self._on_the_way) >= _MOST_ON_THE_WAY:
-                self._on_the_way.popleft().wait()
-            self._on_the_way.append(self._submitted(gradients, landed))
+            while len(self._outside) >= _MOST_ON_THE_WAY:
+                self._outside.popleft().wait()
+            self._outside.append(self._submit_outside(gradients, landed))
 
-    def _submitted(self, gradients: Gradients, landed: Callable[[Gradients], None]) -> Event:
-        pieces, home = [], {}
+    def _submit_outside(self, gradients: Gradients, landed: Callable[[Gradients], None]) -> Event:
+        pieces, on_host = [], {}
         for parameter, gradient in gradients.items():
             whole = gradient if fills_its_memory(gradient) else gradient.contiguous()
             host = torch.empty(whole.nbytes, dtype=torch.uint8)
             pieces.append((host, bytes_of(whole)))
-            home[parameter] = host.view(whole.dtype).as_strided(whole.shape, whole.stride())
+            on_host[parameter] = host.view(whole.dtype).as_strided(whole.shape, whole.stride())
         longest = max(host.nbytes for host, _ in pieces)
         return self._downloads.submit(
             Job(
@@ -418,11 +390,12 @@ class OutsideGradients:
                 priority=Priority.GRADIENTS,
                 pieces=pieces,
                 after=[self._device.mark_event("gradients outside the blocks are made")],
-                is_staged=longest <= self._longest or self._longest >= CHUNK_BYTES,
-                done=lambda: landed(home),
+                is_staged=self._downloads.can_stage(longest),
+                done=partial(landed, on_host),
             )
         )
 
-    def end_step(self) -> None:
-        """Forget what is home."""
-        self._on_the_way.clear()
+    def end_step(self, *, failed: bool = False) -> None:
+        self._outside.clear()
+        if failed:  # a download may have been given up
+            self._landed = DoneEvent()

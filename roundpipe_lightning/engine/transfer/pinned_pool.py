@@ -139,7 +139,6 @@ class PinnedPools:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are page-locked."""
         return self._buffer.nbytes
 
     def begin_step(self, numbers: Sequence[int]) -> tuple[PinnedPool, ...]:
@@ -209,7 +208,6 @@ class PinnedPools:
         return itertools.chain.from_iterable(self._sets)
 
     def _divide(self) -> None:
-        """Cut the buffer into pools."""
         lengths, num_sets = self._made
         start, self._sets = 0, []
         with torch.inference_mode(mode=False):
@@ -220,12 +218,10 @@ class PinnedPools:
                     start += length
 
     def close(self) -> None:
-        """Give the memory back."""
         self._device.unpin(self._buffer)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._sets, self._lengths, self._made = [[]], [], ((), 1)
 
 
 def _num(numbers: Sequence[int]) -> int:
-    """Return how many pools there are of some numbers."""
     return max(numbers, default=-1) + 1

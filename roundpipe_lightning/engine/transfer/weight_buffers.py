@@ -75,13 +75,11 @@ class Memory:
             self.used_by = (self._device.mark_event(f"{self.name} is new"),)
 
     def bytes_at(self, offset: int, num_bytes: int) -> Tensor:
-        """Return a part of it as flat bytes."""
         assert self._buffer is not None, "it has grown"
         with torch.inference_mode(mode=False):
             return self._buffer[offset : offset + num_bytes]
 
     def leaves(self, form: Form, offset: int) -> tuple[nn.Parameter, ...]:
-        """Return the leaves of the region that begins at an offset."""
         known = self._leaves.get((form, offset))
         if known is None or not known.are_as_new:
             known = self._leaves[form, offset] = self._made(form, offset)
@@ -106,7 +104,6 @@ class Memory:
         return _Leaves(tuple(leaves), len(leaves[0].__dict__) if leaves else 0)
 
     def clear(self) -> None:
-        """Give it back to the device."""
         self._leaves.clear()
         self._buffer = None
         self.num_bytes = 0
@@ -134,7 +131,6 @@ class Region:
     layout: BlockLayout
 
     def leaves(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Return a leaf for each of the block's parameters, in their order."""
         leaves = self.memory.leaves(self.layout.form, self.offset)
         if self._given.leaves is not leaves:
             self._given.leaves = leaves

@@ -123,7 +123,6 @@ class OutsideUses:
         self._asked = {}
 
     def begin_overlapped(self) -> None:
-        """Expect what the step in flight has asked for, too."""
         asked = {stage: dict(parameters) for stage, parameters in list(self._asked.items())}
         self._expected = {**self._expected, **asked}
 
@@ -255,7 +254,6 @@ class WeightPrefetcher:
         return sum(memory.num_bytes for memory in self._memories) + self.outside_bytes
 
     def clear(self) -> None:
-        """Give all memory back to the device."""
         self.end_step()
         self._regions.clear()
         for memory in self._memories:
@@ -289,7 +287,6 @@ class WeightPrefetcher:
             self._begin_next()
 
     def begin_ahead(self) -> None:
-        """Begin the uploads of the runs after it for which there is room."""
         with self._lock:
             for _ in self._slots[1:]:
                 self._begin_next()
@@ -304,7 +301,6 @@ class WeightPrefetcher:
         return not any(resident.is_trained for resident in self._residents.values())
 
     def has_room_for(self, runs: Iterable[StageRun]) -> bool:
-        """Return whether the slots are long enough for some stage runs."""
         room = min((slot.num_bytes for slot in self._slots), default=0)
         return all(self._slot_bytes(run.blocks) <= room for run in runs)
 
@@ -413,7 +409,6 @@ class WeightPrefetcher:
             memory.used_by = (free,)
 
     def _begin_next(self) -> None:
-        """Begin the uploads of the first run whose uploads have not begun."""
         number = self._num_begun
         if number >= len(self._runs):
             return
@@ -499,7 +494,6 @@ class WeightPrefetcher:
         return self._uploads.submit(job)
 
     def _upload_outside_ahead(self) -> None:
-        """Begin what user code outside the blocks needs in the present run and the next one."""
         for number, planned in enumerate(self._runs[self._number : self._number + 2]):
             for parameter in self._uses.expected(planned.run.stage):
                 copy = self._outside.get(parameter)

@@ -20,23 +20,17 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
-from roundpipe_lightning.engine.device.host_memory import own_pages
 from roundpipe_lightning.engine.store.block_layout import BlockLayout, Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.copy_queue import (
-    CHUNK_BYTES,
-    MOST_UNDER_WAY,
-    TransferQueue,
-)
+from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     FlatGradients,
+    GradientDownloads,
     GradientReducer,
-    GradientStaging,
-    OutsideGradients,
 )
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
@@ -144,14 +138,10 @@ class WorkerTransfers:
             names=names,
             worker=worker,
         )
-        self.outside_gradients = OutsideGradients(
-            device, self.downloads, longest=store.longest_outside
-        )
-        self._longest_outside = store.longest_outside
-        self._gradients = GradientStaging(
+        self.gradients = GradientDownloads(
             device, layouts=layouts, downloads=self.downloads, worker=worker
         )
-        self._staging: dict[CopyQueue, list[Tensor]] = {}
+        self._longest_outside = store.longest_outside
         self._prepared: tuple[WorkerRuns, int] | None = None
         self._waits: list[tuple[WaitedFor, Any, Any]] = []
         self._ended: dict[object, list[tuple[WaitedFor, Any, Any]]] = {}  # by their steps
@@ -182,8 +172,8 @@ class WorkerTransfers:
         return (
             (step.num_slots, step.resident) == (present.num_slots, present.resident)
             and self.weights.has_room_for(step.runs)
-            and self._gradient_bytes(step.runs) <= self._gradients.num_bytes
-            and self._staged_bytes(step.runs) <= self._num_staged(CopyQueue.UPLOAD)
+            and self._gradient_bytes(step.runs) <= self.gradients.num_bytes
+            and self.uploads.can_stage(self._staged_bytes(step.runs))
         )
 
     def end_turns(self, step: object) -> None:
@@ -194,12 +184,11 @@ class WorkerTransfers:
         runs = (*step.runs, *step.room_for)
         self.weights.prepare(runs, num_slots=step.num_slots, resident=step.resident)
         gradients = self._gradient_bytes(runs)
-        self._gradients.prepare(gradients)
-        self._stage(CopyQueue.DOWNLOAD, max(gradients, self._longest_outside))
-        self._stage(CopyQueue.UPLOAD, self._staged_bytes(runs))
+        self.gradients.prepare(gradients)
+        self.downloads.prepare_staging(max(gradients, self._longest_outside))
+        self.uploads.prepare_staging(self._staged_bytes(runs))
 
     def _gradient_bytes(self, runs: Iterable[StageRun]) -> int:
-        """Return the bytes of the gradients of the largest stage run."""
         return max(
             (
                 sum(self._layouts.of(block).form.gradient_bytes for block in run.blocks)
@@ -216,27 +205,7 @@ class WorkerTransfers:
         layouts = (self._layouts.of(block) for block in blocks)
         staged = (one.pieces for one in layouts if not all(p.is_locked for p in one.pieces))
         loose = (piece.source.nbytes for pieces in staged for piece in pieces)
-        return min(CHUNK_BYTES, max(loose, default=0))
-
-    def _num_staged(self, queue: CopyQueue) -> int:
-        return min((buffer.nbytes for buffer in self._staging.get(queue, ())), default=0)
-
-    def _stage(self, queue: CopyQueue, longest: int) -> None:
-        """Have page-locked buffers for staged jobs, no longer than they need be."""
-        size = min(CHUNK_BYTES, longest)
-        if size <= self._num_staged(queue):
-            return
-        self._unstage(queue)
-        buffers = [own_pages(size) for _ in range(MOST_UNDER_WAY)]
-        for buffer in buffers:
-            self._device.pin(buffer)
-        self._staging[queue] = buffers
-        transfers = self.uploads if queue is CopyQueue.UPLOAD else self.downloads
-        transfers.stage_through(buffers)
-
-    def _unstage(self, queue: CopyQueue) -> None:
-        for buffer in self._staging.pop(queue, ()):
-            self._device.unpin(buffer)
+        return max(loose, default=0)
 
     def await_event(self, event: Event, reason: WaitedFor) -> None:
         """Let the worker's compute wait, and note how long it did."""
@@ -275,7 +244,7 @@ class WorkerTransfers:
                 add_reserved(gradients.take(several))
             reducer.add_stage(stage, microbatches, gradients)
 
-        if not self._gradients.send(blocks, landed=landed):
+        if not self.gradients.send_run(blocks, landed=landed):
             if add_reserved is not None:
                 add_reserved({})
             reducer.add_stage(stage, microbatches, {})
@@ -283,12 +252,12 @@ class WorkerTransfers:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device: slots, blocks that stay, and staging."""
-        return self.weights.num_bytes + self._gradients.num_bytes
+        return self.weights.num_bytes + self.gradients.num_bytes
 
     @property
     def host_bytes(self) -> int:
         """Page-locked bytes of the queues' own."""
-        return sum(buffer.nbytes for some in self._staging.values() for buffer in some)
+        return self.uploads.staging_bytes + self.downloads.staging_bytes
 
     # ------------------------------------------------------------------------------ the end of it
 
@@ -301,7 +270,6 @@ class WorkerTransfers:
         )
 
     def busy_queues(self) -> Iterator[TransferQueue]:
-        """Queues with jobs that are not over."""
         yield from (queue for queue in (self.uploads, self.downloads) if queue.num_jobs)
 
     def abort(self) -> None:
@@ -310,11 +278,8 @@ class WorkerTransfers:
         self.downloads.abort()
 
     def end_step(self, *, failed: bool = False) -> None:
-        """Forget what belongs to the step."""
-        self.outside_gradients.end_step()
+        self.gradients.end_step(failed=failed)
         self.weights.end_step(failed=failed)
-        if failed:
-            self._gradients.abandon()
 
     @property
     def _counted(self) -> tuple[int, int, int]:
@@ -344,13 +309,10 @@ class WorkerTransfers:
         )
 
     def close(self) -> None:
-        """End the threads and give all memory back."""
         for queue in (self.uploads, self.downloads):
             queue.close()
-        for direction in list(self._staging):
-            self._unstage(direction)
         self.weights.clear()
-        self._gradients.clear()
+        self.gradients.clear()
         self._device.close()
 
 
@@ -416,7 +378,8 @@ class Transfers:
             return
         with torch.inference_mode(mode=False):  # what is made here outlives an evaluation
             self._store.renew_copies()
-            self._layouts.renew(self._blocks)
+            for block in self._blocks:
+                self._layouts.renewed(block)
             if is_planned:
                 self._uses.begin_step()
             for index, (step, transfers) in enumerate(zip(steps, self.transfers, strict=True)):
@@ -440,13 +403,12 @@ class Transfers:
             return False
         return self._pools is None or (
             (copies is None or copies.are_cast)
-            and self._layouts.are_renewed(self._blocks)
+            and all(map(self._layouts.is_renewed, self._blocks))
             and all(one is None or one.can_overlap(step) for step, one in pairs)
             and self._pools.can_overlap(pools)
         )
 
     def begin_overlapped(self, steps: Sequence[WorkerRuns]) -> None:
-        """Begin the transfers of a step that can overlap the one that runs."""
         self._serving = self._store.serving
         self._uses.begin_overlapped()
         for step, transfers in zip(steps, self.transfers, strict=True):
@@ -458,7 +420,6 @@ class Transfers:
         return None if self._pools is None else self._pools.begin_step(numbers)
 
     def reserve_second_set(self) -> None:
-        """Have pools for two steps as soon as none is in flight."""
         if self._pools is not None:
             self._pools.reserve_second_set()
 
@@ -471,7 +432,6 @@ class Transfers:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a copy has failed."""
         return self._error is not None
 
     def _failed(self, error: BaseException, place: str) -> None:
@@ -544,7 +504,6 @@ class Transfers:
         return pools + sum(transfers.host_bytes for transfers in self._moving)
 
     def close(self) -> None:
-        """End the threads and give all memory back."""
         for transfers in self._moving:
             transfers.close()
         if self._pools is not None:

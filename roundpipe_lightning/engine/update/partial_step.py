@@ -53,7 +53,6 @@ class CapturedStep:
 
     @property
     def parameters(self) -> Collection[Tensor]:
-        """All parameters of the optimizer."""
         return self._places.keys()
 
     def give(self, gradients: Mapping[Tensor, Tensor]) -> None:

@@ -198,7 +198,6 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compare to the bit, also tensors in containers."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and _same_bits(one, other)
     if isinstance(one, dict) and isinstance(other, dict):

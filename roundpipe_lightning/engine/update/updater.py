@@ -71,7 +71,6 @@ class UpdateUnit:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameters."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
 
@@ -107,7 +106,6 @@ class BegunStep:
     spans: list[UpdateSpan] = field(default_factory=list)
 
     def rest_of(self, unit: UpdateUnit) -> UpdateUnit:
-        """Return what is left of a unit."""
         left = tuple(p for p in unit.parameters if p not in self.taken)
         return UpdateUnit(name=unit.name, parameters=left)
 
@@ -306,7 +304,6 @@ class Updater:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is something to wait for."""
         return not self._is_idle()
 
     def _is_idle(self) -> bool:
@@ -355,7 +352,6 @@ class Updater:
         self.close()
 
     def _in_order(self, parameters: Iterable[Tensor]) -> list[UpdateUnit]:
-        """Return the units of parameters, first what is needed first."""
         chosen = set(parameters)
         foreign = tuple(p for p in chosen if p not in self._unit_of)
         units = [unit for unit in self._units if not chosen.isdisjoint(unit.parameters)]

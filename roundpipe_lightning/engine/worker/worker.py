@@ -196,7 +196,7 @@ class Worker:
         That may be later, in another thread. The gradients are taken over.
         """
         if self.transfers is not None and not any(g.is_sparse for g in gradients.values()):
-            self.transfers.outside_gradients.send(gradients, landed=landed)
+            self.transfers.gradients.send_outside(gradients, landed=landed)
         else:
             landed({p: self.device.download(g) for p, g in gradients.items()})
 
