@@ -89,7 +89,7 @@ import_all("roundpipe_lightning")
 early = imported("hydra", "omegaconf", "numba")
 import hydra, omegaconf
 import_all("roundpipe_lightning.cli.train", "roundpipe_lightning.cli.plan")
-early += imported("peft", "bitsandbytes", "numba")
+early += imported("peft", "bitsandbytes", "datasets", "numba")
 import peft
 after = import_all(*sys.argv[1:])
 print(json.dumps({"changed": changed, "after": after, "early": early}))

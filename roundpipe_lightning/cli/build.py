@@ -95,8 +95,7 @@ def build_run(config: DictConfig) -> Run:
     checkpoint = find_checkpoint(config)
     source: ModelSource = build(config.model)
     data: LightningDataModule = build(config.data)
-    check_fit(source, data)
-    check_split(config)
+    check_fit(config, source, data)
     module: LightningModule = build(config.module)(
         source,
         optimizer=build(config.optimizer),
@@ -204,11 +203,13 @@ def find_checkpoint(config: DictConfig) -> Path | None:
     return checkpoint
 
 
-def check_split(config: DictConfig) -> None:
-    """Refuse more microbatches than a batch has windows.
+def check_fit(config: DictConfig, source: ModelSource, data: LightningDataModule) -> None:
+    """Refuse a batch that cannot be split, and a model that cannot take the data's tokens.
 
     Raises:
-        BatchError: The batch cannot be split.
+        BatchError: There are more microbatches than a batch has windows.
+        ConfigurationError: The windows are too long or the vocabulary is too small.
+        ModelSourceError: The model's configuration cannot be found.
     """
     count, size = config.partition.num_microbatches, config.data.get("batch_size")
     if isinstance(count, int) and isinstance(size, int) and count > size:
@@ -216,15 +217,6 @@ def check_split(config: DictConfig) -> None:
             f"partition.num_microbatches={count} is more than the data.batch_size={size} windows "
             "of a batch. Lower the one or raise the other."
         )
-
-
-def check_fit(source: ModelSource, data: LightningDataModule) -> None:
-    """Refuse a model that cannot take the data's windows or tokens.
-
-    Raises:
-        ConfigurationError: The windows are too long or the vocabulary is too small.
-        ModelSourceError: The model's configuration cannot be found.
-    """
     model = source.load_config().get_text_config()
     longest = getattr(model, "max_position_embeddings", None)
     seq_len = getattr(data, "seq_len", None)

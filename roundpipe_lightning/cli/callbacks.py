@@ -50,9 +50,7 @@ class RunStatistics(Callback):
         self._first_step = trainer.global_step
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self._started_seconds = time.perf_counter()
 
     @override
@@ -108,20 +106,11 @@ class GracefulInterrupt(Callback):
             self._installed = False
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self._in_step = True
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self._in_step = False
         if self._requested:
             raise KeyboardInterrupt
@@ -157,14 +146,7 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         step = trainer.global_step
         if step - self._saved_step >= self.every_n_steps or step == trainer.max_steps:
             self._save(trainer)

@@ -6,12 +6,11 @@ import bisect
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.errors import DataError
 
 IGNORED = -100
 """Label of a position that is not to be predicted."""
@@ -62,19 +61,15 @@ class Sample:
 
 
 class TooLong(str, enum.Enum):
-    """What becomes of a sample that is longer than the limit."""
+    """What becomes of a sample that is longer than the limit.
+
+    It is an error that names the sample, is left out (how many were is logged), or is cut.
+    """
 
     REFUSE = "refuse"
-    """An error that names the sample."""
-
     DROP = "drop"
-    """The sample is left out; how many were is logged."""
-
     CUT_END = "cut_end"
-    """The end is cut off."""
-
     CUT_START = "cut_start"
-    """The beginning is cut off."""
 
     def apply(self, sample: Sample, *, limit: int, place: str) -> Sample | None:
         """Bring a sample within the limit; None: it is to be left out.
@@ -179,23 +174,3 @@ def _padded(values: Tensor, length: int, fill: Callable[[int], Tensor]) -> Tenso
     missing = length - values.shape[-1]
     tail = fill(missing).expand(*values.shape[:-1], missing)
     return torch.cat([values, tail], dim=-1)
-
-
-def pad_token_of(tokenizer: Any, *, name: str) -> int:
-    """Token id of a tokenizer to pad with.
-
-    Args:
-        tokenizer: The tokenizer.
-        name: What it is called, for the message.
-
-    Raises:
-        ConfigurationError: It has none.
-    """
-    if tokenizer.pad_token_id is None:
-        end = tokenizer.eos_token
-        hint = f", such as its end-of-text token {end!r}" if end else ""
-        raise ConfigurationError(
-            f"The tokenizer {name} has no pad token, so samples of different lengths make no "
-            f"batch. Set data.tokenizer.pad_token to a token of its vocabulary{hint}."
-        )
-    return int(tokenizer.pad_token_id)

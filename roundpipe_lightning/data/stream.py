@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from roundpipe_lightning.data.records import Record, RecordSource
 from roundpipe_lightning.data.samples import Padding, Sample
-from roundpipe_lightning.data.text import TextDataModule, WindowCutter, text_sample
+from roundpipe_lightning.data.text import TextDataModule, cut_windows, text_sample
 from roundpipe_lightning.data.token_data import Files, TokenizerMaker, as_source
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 
@@ -74,10 +74,10 @@ class WindowStream(IterableDataset[tuple[int, State, Batch]]):
                 pieces.append(text_sample(record.text(self.field), tokenizer, name=name))
             while sum(map(len, pieces)) >= num_tokens:
                 full, pieces = split_pieces(pieces, num_tokens)
-                cutter = WindowCutter(seq_len=self.seq_len, keep_apart=self.keep_apart)
+                rows = cut_windows(full, seq_len=self.seq_len, keep_apart=self.keep_apart)
                 rest = [piece.input_ids.tolist() for piece in pieces]
                 state = {"run": run, "used": used, "rest": rest}
-                yield number, state, stack(list(cutter.windows(full)))
+                yield number, state, stack(list(rows))
 
     def _records(self, first: int, *, step: int, used: int) -> Iterator[tuple[int, int, Record]]:
         """Records of every `step`-th run in their shuffled order, with how many of it were used.

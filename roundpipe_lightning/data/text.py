@@ -46,14 +46,11 @@ class TextDataModule(FileDataModule):
 
     @override
     def encode(self, record: Record) -> Sample:
-        """A text as tokens, with the token that ends it."""
         return text_sample(record.text(self.field), self.tokenizer, name=self.tokenizer_name)
 
     @override
     def arrange(self, samples: Sequence[Sample]) -> Sequence[Row]:
-        """Windows; the tokens after the last whole one are left out."""
-        cutter = WindowCutter(seq_len=self.seq_len, keep_apart=self.keep_apart)
-        return list(cutter.windows(samples))
+        return list(cut_windows(samples, seq_len=self.seq_len, keep_apart=self.keep_apart))
 
     @override
     def collate(self) -> Padding:
@@ -76,37 +73,27 @@ def text_sample(text: str, tokenizer: Any, *, name: str) -> Sample:
     return Sample.of([*ids, tokenizer.eos_token_id])
 
 
-class WindowCutter:
-    """Lays texts end to end and cuts them into windows, one text at a time.
+def cut_windows(samples: Iterable[Sample], *, seq_len: int, keep_apart: bool) -> Iterator[Row]:
+    """Lay texts end to end and cut them into windows; tokens after the last whole one are left out.
 
     Args:
+        samples: The texts.
         seq_len: Tokens of a window.
         keep_apart: Whether positions start anew with every text, so that transformers keeps the
             attention of each to itself.
-
-    Attributes:
-        rest: Pieces of the window that is not full yet.
     """
-
-    def __init__(self, *, seq_len: int, keep_apart: bool) -> None:
-        self.seq_len = seq_len
-        self.keep_apart = keep_apart
-        self.rest: list[Sample] = []
-
-    def windows(self, samples: Iterable[Sample]) -> Iterator[Row]:
-        """Windows that are full once a text was added, text by text."""
-        for sample in samples:
-            start = 0
-            while start < len(sample):
-                room = self.seq_len - sum(map(len, self.rest))
-                self.rest.append(sample[start : start + room])
-                start += room
-                if sum(map(len, self.rest)) == self.seq_len:
-                    yield self._row()
-                    self.rest = []
-
-    def _row(self) -> Row:
-        if self.keep_apart:
-            return packed_row(self.rest)
-        ids = torch.cat([piece.input_ids for piece in self.rest])
-        return {"input_ids": ids, "labels": ids.clone()}
+    pieces: list[Sample] = []
+    room = seq_len
+    for sample in samples:
+        rest = sample
+        while len(rest):
+            pieces.append(rest[:room])
+            rest = rest[room:]
+            room -= len(pieces[-1])
+            if room == 0:
+                if keep_apart:
+                    yield packed_row(pieces)
+                else:
+                    ids = torch.cat([piece.input_ids for piece in pieces])
+                    yield {"input_ids": ids, "labels": ids.clone()}
+                pieces, room = [], seq_len

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
 from roundpipe_lightning.data.records import Record, RecordFiles, RecordSource
-from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong, pad_token_of
+from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,16 @@ class FileDataModule(TokenDataModule):
         Raises:
             ConfigurationError: The tokenizer has none.
         """
-        return pad_token_of(self.tokenizer, name=self.tokenizer_name)
+        tokenizer = self.tokenizer
+        if tokenizer.pad_token_id is None:
+            end = tokenizer.eos_token
+            hint = f", such as its end-of-text token {end!r}" if end else ""
+            raise ConfigurationError(
+                f"The tokenizer {self.tokenizer_name} has no pad token, so samples of different "
+                "lengths make no batch. Set data.tokenizer.pad_token to a token of its vocabulary"
+                f"{hint}."
+            )
+        return int(tokenizer.pad_token_id)
 
     def skip(self, reason: str) -> None:
         """Count a sample that is left out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.source import ModelSource
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -24,18 +25,6 @@ SchedulerFactory = Callable[..., Any]
 
 Where it takes `num_training_steps` and has none, it is given the optimizer steps of the run.
 """
-
-
-class AdapterMaker(Protocol):
-    """Puts adapters into a model, such as `roundpipe_lightning.modules.Adapters`."""
-
-    def apply(self, model: PreTrainedModel, *, task: str) -> Any:
-        """Return the model with adapters, all else frozen.
-
-        Args:
-            model: The base.
-            task: What it is for, as peft spells it: `CAUSAL_LM`, `SEQ_CLS`.
-        """
 
 
 class TransformersModule(LightningModule):
@@ -61,7 +50,7 @@ class TransformersModule(LightningModule):
         *,
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None = None,
-        adapters: AdapterMaker | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         super().__init__()
         if scheduler is not None:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules.base import AdapterMaker, TransformersModule
+from roundpipe_lightning.modules.adapters import Adapters
+from roundpipe_lightning.modules.base import TransformersModule
 from roundpipe_lightning.modules.source import ModelSource
 
 _REFERENCE = "reference."
@@ -184,7 +185,7 @@ def log_likelihoods(model: Any, batch: PreferenceBatch) -> Tensor:
     return -losses.reshape(len(labels), -1).sum(dim=1).reshape(-1, 2)
 
 
-def _with_adapters(base: PreTrainedModel, adapters: AdapterMaker) -> Any:
+def _with_adapters(base: PreTrainedModel, adapters: Adapters) -> Any:
     """A second model over the parameters of the first, with adapters.
 
     Switching adapters off and on again would do on one device. Here several microbatches run at
@@ -202,7 +203,7 @@ def _with_adapters(base: PreTrainedModel, adapters: AdapterMaker) -> Any:
         raise ConfigurationError(
             f"These adapters change the model's own weights ({own[0]} and {len(own) - 1} more), so "
             "the model without them is no reference. Use peft.bias=none and an initialisation that "
-            "leaves the weights as they are (peft.init=true)."
+            "leaves the weights as they are (peft.init_lora_weights=true)."
         )
     return model
 

@@ -12,9 +12,8 @@ from roundpipe_lightning.data.samples import (
     as_row,
     packed_row,
     packed_rows,
-    pad_token_of,
 )
-from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.errors import DataError
 
 
 def sample(length: int, start: int = 0) -> Sample:
@@ -87,12 +86,3 @@ def test_padding_takes_pairs_and_values_of_a_sample() -> None:
     batch = Padding(pad_token=0)(rows)
     assert batch["input_ids"].shape == (2, 2, 3)
     assert batch["labels"].tolist() == [3, 1]
-
-
-def test_a_tokenizer_without_a_pad_token_is_refused() -> None:
-    class Tokenizer:
-        pad_token_id = None
-        eos_token = "</s>"
-
-    with pytest.raises(ConfigurationError, match=r"'mine' has no pad token.*pad_token.*'</s>'"):
-        pad_token_of(Tokenizer(), name="'mine'")

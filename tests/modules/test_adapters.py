@@ -113,47 +113,44 @@ def test_equal_adapters_stay_equal_and_can_be_used_again() -> None:
     assert first != lora()
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("LorraConfig", {}, r"peft._target_='peft.LorraConfig' is no conf.*nearest are LoraConfig"),
-    ("LoraConfig", {"lora_alfa": 2}, r"peft.lora_alfa is not a setting of.*nearest are lora_alpha"),
-    (
-        "LoraConfig",
-        {"rank": 2},
-        r"peft.rank is not a setting of peft.LoraConfig.*called peft.r now",
-    ),
-    ("LoraConfig", {"alpha": 2}, r"It is called peft.lora_alpha now"),
-    ("IA3Config", {"init": True}, r"It is called peft.init_ia3_weights now"),
-    ("LoraConfig", {**LORA, "r": 0}, r"peft.r=0 must be a whole number, 1 or more"),
-    ("LoraConfig", {**LORA, "r": 1.5}, r"peft.r=1.5 must be a whole number"),
-    (
-        "LoraConfig",
-        {**LORA, "lora_dropout": 1.0},
-        r"peft.lora_dropout=1.0 must lie between 0 and 1",
-    ),
-    ("LoraConfig", {**LORA, "target_modules": []}, r"target_modules is empty"),
-    ("PromptTuningConfig", {"num_virtual_tokens": 0}, r"peft.num_virtual_tokens=0 must be"),
-    ("LoraConfig", {**LORA, "bias": "some", "target_modules": ["q_proj"]}, r"bias"),
-    ("LoraConfig", {**LORA, "target_modules": ["q_prj"]}, r"no layer 'q_prj'.*nearest are q_proj"),
-    ("LoraConfig", {**LORA, "target_modules": ["q_proj", "v_prj"]}, r"no layer 'v_prj'"),
-    ("LoraConfig", {**LORA, "target_modules": r".*\.c_attn"}, r"matches no module"),
-    (
-        "LoraConfig",
-        {**LORA, "modules_to_save": ["lm_hed"]},
-        r"modules_to_save.*nearest are lm_head",
-    ),
-    ("LoraConfig", {**LORA, "target_parameters": ["experts.up"]}, r"has no parameter 'experts.up'"),
-    (
-        "LoraConfig",
-        {**LORA, "target_modules": ["self_attn"]},
-        r"(?s)cannot be applied.*not support",
-    ),
-]
+NO_LAYER = r"no layer 'q_prj'.*nearest are q_proj"
+NO_MODULE = r"modules_to_save.*nearest are lm_head"
 
 
-@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED)
-def test_refusals_name_the_setting(kind: str, settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_alfa": 2}, r"peft.lora_alfa is not a setting of .*nearest are lora_alpha"),
+        ({"rank": 2}, r"peft.rank is not a setting of peft.LoraConfig.*called peft.r now"),
+        ({"alpha": 2}, r"It is called peft.lora_alpha now"),
+        ({"r": 0}, r"peft.r=0 must be a whole number, 1 or more"),
+        ({"r": 1.5}, r"peft.r=1.5 must be a whole number"),
+        ({"lora_dropout": 1.0}, r"peft.lora_dropout=1.0 must lie between 0 and 1"),
+        ({"target_modules": []}, r"target_modules is empty"),
+        ({"bias": "some"}, r"bias"),
+        ({"target_modules": ["v_proj", "q_prj"]}, NO_LAYER),
+        ({"target_modules": r".*\.c_attn"}, r"matches no module"),
+        ({"modules_to_save": ["lm_hed"]}, NO_MODULE),
+        ({"target_parameters": ["experts.up"]}, r"has no parameter 'experts.up'"),
+        ({"target_modules": ["self_attn"]}, r"(?s)cannot be applied.*not supported"),
+    ],
+)
+def test_refusals_name_the_setting(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Adapters(config=peft_config(f"peft.{kind}", settings)).apply(tiny())
+        lora({**LORA, **settings}).apply(tiny())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("Lorra", {}, r"peft._target_='peft.LorraConfig' is no conf.*nearest are LoraConfig"),
+        ("IA3", {"init": True}, r"It is called peft.init_ia3_weights now"),
+        ("PromptTuning", {"num_virtual_tokens": 0}, r"peft.num_virtual_tokens=0 must be"),
+    ],
+)
+def test_refusals_of_other_methods(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        peft_config(f"peft.{kind}Config", settings)
 
 
 def test_experts_that_a_model_does_not_have_are_told_from_those_it_has() -> None:

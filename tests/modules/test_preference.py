@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -195,7 +194,6 @@ def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
         make(**options)
 
 
-def test_it_is_ordinary_lightning() -> None:
-    assert isinstance(make(), LightningModule)
+def test_says_that_the_model_is_not_built() -> None:
     with pytest.raises(ConfigurationError, match=r"call configure_model\(\) first"):
         make()(batch())
