@@ -1,7 +1,7 @@
 """What plans follow from: the machine, what is stored and sent, and what a step computes.
 
-The user's `training_step` may log, ask its Trainer, count, and draw random numbers. In a trial it
-runs on a copy (`models.meta_copy`) whose `log` says nothing, whose metrics keep nothing and whose
+The user's `training_step` may log, ask its Trainer, count, and draw random numbers. A dry run runs
+it on a copy (`models.meta_copy`) whose `log` says nothing, whose metrics keep nothing and whose
 Trainer can be read only, as far as plain values go; random generators are put back afterwards. What
 cannot be run so is estimated from the parameters instead.
 """
@@ -239,7 +239,7 @@ def _torchs_own(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 class TransferSizes:
-    """Knows in which sizes weights and gradients travel, for the planner.
+    """The sizes in which weights and gradients are sent, for the planner.
 
     Args:
         stacks: All blocks.

@@ -81,7 +81,7 @@ Shortage: TypeAlias = Callable[[TrainingJob], float]
 
 
 class StepPlanner:
-    """Plans the steps of one session.
+    """Plans the steps of one `PipelineRuntime`.
 
     Args:
         module: The user's module, attached to its trainer.
@@ -181,7 +181,7 @@ class StepPlanner:
         )
 
     def take_chain(self, chain: Chain) -> bool:
-        """Plan for what a step has called, from the next batch on; say whether it is new."""
+        """Plan for what a step has called, from the next batch on; return whether it is new."""
         if not chain.links or chain.same_calls(self.chain):
             return False
         if self._given_plan is not None:
@@ -426,7 +426,7 @@ class StepPlanner:
             free = self._constraints.completed(PartitionHints(), step, count)
             found = remedies(job, alternatives(), free_hints=free)
             shorter = longest(memory_shortage) if step.knows_activations else ""
-            raise _refusal(answer, found, what=what, shorter=shorter, is_first=not self._planned)
+            raise _fit_error(answer, found, what=what, shorter=shorter, is_first=not self._planned)
         return Planned.unmeasured(
             answer.planned.plan, job, knows_activations=step.knows_activations
         )
@@ -436,7 +436,7 @@ class StepPlanner:
     def _longest(
         self, microbatches: Sequence[Any], arguments: Sequence[Any], shortage: Shortage
     ) -> str:
-        """Say how long the sequences of such a batch may be; nothing where that is not known."""
+        """Return how long the sequences of such a batch may be; nothing where that is not known."""
 
         def job(microbatch: Any) -> TrainingJob:
             return self._job(self._dry_run(microbatch, arguments), len(microbatches))
@@ -465,7 +465,7 @@ class StepPlanner:
         )
 
 
-def _refusal(
+def _fit_error(
     answer: FitAnswer, remedies: Sequence[str], *, what: str, shorter: str, is_first: bool
 ) -> FitError:
     """Return the error for what does not fit.
@@ -500,7 +500,7 @@ def _smallest_stage(answer: FitAnswer) -> str:
 def _length_advice(
     microbatch: Any, *, job: Callable[[Any], TrainingJob], shortage: Shortage
 ) -> str:
-    """Say how long sequences may be for a step to fit; nothing where no length is known to help.
+    """Return how long sequences may be for a step to fit; nothing where no length is known to help.
 
     Args:
         microbatch: A part of the batch that does not fit.

@@ -1,4 +1,4 @@
-"""What Lightning is told of the strategy: its name, and the devices behind its root device."""
+"""What Lightning knows of the strategy: its name, and the devices behind its root device."""
 
 from __future__ import annotations
 

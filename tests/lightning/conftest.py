@@ -1,13 +1,17 @@
-"""The search for a plan has tests of its own; here the same job is planned once."""
+"""Plans are looked up, and updates can be slow, in the tests of the Lightning face."""
 
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.planning.search.fit import fit_training
 from roundpipe_lightning.strategy import planner as planning
+from roundpipe_lightning.strategy import runtime
 
 _fit_training = functools.cache(fit_training)
 
@@ -16,3 +20,14 @@ _fit_training = functools.cache(fit_training)
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look up the plan of a job that came before: the search depends on the job alone."""
     monkeypatch.setattr(planning, "fit_training", _fit_training)
+
+
+@pytest.fixture
+def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the update of every unit take a while, so that nobody who waits too little gets by."""
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        time.sleep(0.003)
+        step.run(unit.parameters)
+
+    monkeypatch.setattr(runtime, "Updater", functools.partial(Updater, run_unit=run))

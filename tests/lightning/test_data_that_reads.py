@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
-from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.engine.update.updater import Updater
 from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, same_bits
 from tests.lightning.test_updates import Overlapping
 
@@ -98,27 +95,6 @@ LOADERS: dict[str, Callable[[Regressor], Any]] = {
 }
 
 
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let no update be made before somebody waits for it, or this is set."""
-    released = threading.Event()
-
-    def run(unit: UpdateUnit, step: CapturedStep) -> None:
-        assert released.wait(timeout=60)
-        step.run(unit.parameters)
-
-    join = Updater.join
-
-    def joined(updater: Updater) -> None:
-        released.set()
-        join(updater)
-        released.clear()
-
-    monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
-    monkeypatch.setattr(Updater, "join", joined)
-    return released
-
-
 def _fit(folder: Path, strategy: Any, make: Callable[[Regressor], Any]) -> Regressor:
     torch.manual_seed(3)
     module = Regressor()
@@ -129,7 +105,7 @@ def _fit(folder: Path, strategy: Any, make: Callable[[Regressor], Any]) -> Regre
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_it_is_made_after_the_step(tmp_path: Path, held: threading.Event, name: str) -> None:
+def test_it_is_made_after_the_step(tmp_path: Path, slow_updates: None, name: str) -> None:
     expected = _fit(tmp_path, "auto", LOADERS[name])
     module = _fit(tmp_path, Overlapping(num_microbatches=1, dry_run=False), LOADERS[name])
     assert same_bits(module, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -77,17 +76,6 @@ class PlainLoop(SingleDeviceStrategy):
                     sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
             total = total + loss.detach() * share
         return loss_with_gradients(total, gradients=sums, backward_scale=scale)
-
-
-@pytest.fixture
-def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the update of every unit take a while, so that nobody who waits too little gets by."""
-
-    def run(unit: UpdateUnit, step: CapturedStep) -> None:
-        time.sleep(0.003)
-        step.run(unit.parameters)
-
-    monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
 
 
 class Grouped(Regressor):
@@ -460,40 +448,23 @@ def test_a_step_runs_while_the_next_batch_is_fetched(
 
 
 def test_loaders_that_are_made_anew_see_finished_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slow_updates: None
 ) -> None:
-    begun = threading.Event()  # somebody waits for the step, or a loader is made
-
-    def run(unit: UpdateUnit, step: CapturedStep) -> None:
-        assert begun.wait(timeout=60)
-        step.run(unit.parameters)
-
-    monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
-    join = Updater.join
-
-    def joined(updater: Updater) -> None:
-        begun.set()
-        join(updater)
-
-    monkeypatch.setattr(Updater, "join", joined)
-    running: list[bool] = []
-
     class Chooses(Regressor):
         """Chooses its data by what it has learnt."""
 
         def train_dataloader(self) -> Any:
-            updater = self.trainer.strategy._runtime.updater  # type: ignore[attr-defined]
-            running.append(updater is not None and updater.is_running)
-            begun.set()
-            return regression_data(8)
+            torch.manual_seed(int(self.head.weight.detach().sum() * 1e6) % 1000)
+            data = torch.utils.data.TensorDataset(torch.randn(8, WIDTH), torch.randn(8, 1))
+            return torch.utils.data.DataLoader(data, batch_size=4)
 
-        def on_fit_start(self) -> None:
-            begun.clear()
-
-    strategy = Overlapping(num_microbatches=1, dry_run=False)
-    trainer = make_trainer(tmp_path, strategy=strategy, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Chooses())
-    assert running == [False] * 3
+    modules = []
+    for strategy in waiting_and_not():
+        torch.manual_seed(3)
+        modules.append(Chooses())
+        flags = {"strategy": strategy, "reload_dataloaders_every_n_epochs": 1}
+        make_trainer(tmp_path, **flags).fit(modules[-1])
+    assert same_bits(*modules)
 
 
 def test_step_hooks_see_the_whole_step(tmp_path: Path) -> None:
@@ -613,6 +584,7 @@ class Sum(LightningModule):
     """Half the square of the sum of two weights: each one's gradient is their sum."""
 
     layers: Any
+    kind = torch.optim.SGD
 
     def __init__(self, rates: list[float]) -> None:
         super().__init__()
@@ -636,7 +608,7 @@ class Sum(LightningModule):
         self.history.append(float(self.layers[0].weight.detach()))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        optimizer = self.kind(self.parameters(), lr=1.0)
         rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rates[step])
         return [optimizer], [{"scheduler": rates, "interval": "step"}]
 
@@ -657,14 +629,34 @@ def by_hand(staleness: int, *, window: int = 1, num_batches: int = 8) -> list[fl
     return after
 
 
-@pytest.mark.parametrize("emulated", [False, True])
+class _Counts(torch.optim.SGD):
+    """Is stepped as a whole."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+class _Whole(Sum):
+    kind = _Counts
+
+
+@pytest.mark.parametrize("make", [Sum, _Whole])
+@pytest.mark.parametrize("kind", [EmulatedStrategy, Overlapping])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("update", "staleness"), [("exact", 0), ("async", 1)])
 def test_staleness_by_hand(
-    tmp_path: Path, emulated: bool, window: int, update: str, staleness: int, slow_updates: None
+    tmp_path: Path,
+    make: type[Sum],
+    kind: type[RoundPipeStrategy],
+    window: int,
+    update: str,
+    staleness: int,
+    slow_updates: None,
 ) -> None:
-    kind = EmulatedStrategy if emulated else Overlapping
-    module = Sum(RATES)
+    module = make(RATES)
     trainer = make_trainer(
         tmp_path,
         strategy=kind(num_microbatches=2, update=update),
@@ -706,31 +698,6 @@ def test_async_goes_on_after_a_resume_as_if_it_had_never_stopped(tmp_path: Path)
     flags = {"callbacks": [again], "enable_checkpointing": True}
     second = run("second", flags=flags, ckpt_path=written)
     assert second.history == by_hand(1)[4:]
-
-
-def test_async_with_an_optimizer_that_is_stepped_whole(tmp_path: Path) -> None:
-    class Counts(torch.optim.SGD):
-        count = 0
-
-        def step(self, closure: Any = None) -> Any:
-            self.count += 1
-            return super().step(closure)
-
-    class Whole(Sum):
-        def configure_optimizers(self) -> Any:
-            optimizer = Counts(self.parameters(), lr=1.0)
-            rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rates[step])
-            return [optimizer], [{"scheduler": rates, "interval": "step"}]
-
-    module = Whole(RATES)
-    trainer = make_trainer(
-        tmp_path,
-        strategy=RoundPipeStrategy(num_microbatches=2, update="async"),
-        max_epochs=2,
-        limit_val_batches=0,
-    )
-    trainer.fit(module, vectors())
-    assert module.history == by_hand(1)
 
 
 # --------------------------------------------------------------------------------------- bad input
