@@ -54,7 +54,8 @@ _GIB = 1 << 30
 class RoundPipeCheckpointIO(TorchCheckpointIO):
     """Writes and reads plain Lightning checkpoints; what is there is replaced as a whole.
 
-    Remote paths (`s3://...`, `gs://...`) go Lightning's usual way.
+    Remote paths (`s3://...`, `gs://...`) go Lightning's usual way; `storage_options` are refused by
+    it.
 
     Args:
         form: `"file"`: one file. `"sharded"`: a folder with an index and files of a limited size.
@@ -80,11 +81,6 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
     ) -> None:
         """Write `checkpoint` to `path`, or leave what is at `path` as it was.
 
-        Args:
-            checkpoint: What Lightning's `dump_checkpoint` made.
-            path: A local path, or any URL that fsspec knows.
-            storage_options: Not supported, as in Lightning's own plugin.
-
         Raises:
             CheckpointError: The file could not be written (a full disk, say).
         """
@@ -107,12 +103,7 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         map_location: Any | None = lambda storage, _: storage,
         weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
     ) -> dict[str, Any]:
-        """Read a checkpoint of any strategy, of either form.
-
-        Args:
-            path: A local path, or any URL that fsspec knows.
-            map_location: As in `torch.load`; the default leaves every tensor in host memory.
-            weights_only: As in `torch.load`.
+        """Read a checkpoint of any strategy, of either form; by default into host memory.
 
         Raises:
             FileNotFoundError: There is nothing at `path`.
@@ -192,7 +183,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         Args:
             checkpoint: What Lightning's `dump_checkpoint` made.
             path: A local path; remote ones are written before this returns.
-            storage_options: Not supported.
+            storage_options: As Lightning's.
             steady: Memory that changes after the next `release` only.
 
         Raises:

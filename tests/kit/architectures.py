@@ -97,7 +97,6 @@ def tiny_causal_lm(name: str, *, tied: bool) -> CausalLM:
 
 
 def decoder_stack(module: CausalLM) -> BlockStack:
-    """Return the decoder layers."""
     model = module.model
     layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
     return stack_of(tuple(layers))
@@ -127,7 +126,6 @@ def token_data() -> DataLoader[Any]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode for a while."""
     module.eval()
     try:
         yield

@@ -65,7 +65,6 @@ class Regressor(nn.Module):
         self.tail = nn.Linear(WIDTH, 1)
 
     def run_blocks(self, hidden: Tensor) -> Tensor:
-        """Run the stack."""
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden
@@ -74,7 +73,6 @@ class Regressor(nn.Module):
         return self.tail(self.run_blocks(self.head(x))).squeeze(-1)  # type: ignore[no-any-return]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the loss."""
         x, y = batch
         return functional.mse_loss(self(x), y)
 
@@ -82,7 +80,6 @@ class Regressor(nn.Module):
 def regression_batches(
     num_microbatches: int, *, samples_each: int = 3
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return microbatches of vectors and numbers."""
     generator = torch.Generator().manual_seed(1)
     return [
         (
@@ -94,14 +91,12 @@ def regression_batches(
 
 
 def stack_of(blocks: Sequence[nn.Module], *, name: str = "layers") -> BlockStack:
-    """Name a list of blocks."""
     return BlockStack(
         name=name, blocks=tuple(blocks), names=tuple(f"{name}.{i}" for i in range(len(blocks)))
     )
 
 
 def layers_of(module: Any) -> BlockStack:
-    """Return the stack of a module that has `layers`."""
     return stack_of(tuple(module.layers))
 
 
@@ -146,17 +141,14 @@ def plan_of(
 
 
 def cpu_workers(num: int) -> list[Device]:
-    """Return workers on the processor."""
     return [CpuDevice(i) for i in range(num)]
 
 
 def emulated_workers(num: int) -> list[Device]:
-    """Return workers on emulated devices, one each."""
     return [EmulatedDevice(i) for i in range(num)]
 
 
 def training_step(view: Any, batch: Any, index: int) -> Any:
-    """Call the user's step, as a strategy does."""
     return view.training_step(batch, 0)
 
 
@@ -213,7 +205,6 @@ def engine_for(module: Any, *, devices: Sequence[Device] | None = None, **plan: 
 
 
 def mean_step(engine: Engine, batches: Sequence[Any], *, call: Step = training_step) -> StepResult:
-    """Run a step whose loss is the mean of the microbatches' losses."""
     scales = [1 / len(batches)] * len(batches)
     return engine.step(batches, call, loss_scales=scales)
 
@@ -227,7 +218,6 @@ def engine_step(
     call: Step = training_step,
     devices: Sequence[Device] | None = None,
 ) -> StepResult:
-    """Run one step on an engine of its own."""
     with engine_of(module, stack, plan, devices=devices) as engine:
         return mean_step(engine, batches, call=call)
 

@@ -345,7 +345,6 @@ class Diffusion(nn.Module):
         return self.out(hidden[:, text.shape[1] :])  # type: ignore[no-any-return]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Predict the noise."""
         image, noise, time = batch["image"], batch["noise"], batch["time"]
         noisy = image * (1 - time[:, None, None]) + noise * time[:, None, None]
         return functional.mse_loss(self(noisy, batch["text"], time), noise)
@@ -374,7 +373,6 @@ class Sequence(nn.Module):
         )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Predict the noise."""
         return functional.mse_loss(self.layers(batch["image"]), batch["noise"])
 
 
@@ -387,6 +385,5 @@ KINDS["sequential"] = Kind(build=Sequence, batch=_diffused, stacks=("layers",))
 
 
 def batches_of(kind: Kind, count: int) -> list[dict[str, Tensor]]:
-    """Return microbatches."""
     generator = torch.Generator().manual_seed(1)
     return [kind.batch(generator) for _ in range(count)]

@@ -41,7 +41,6 @@ class WatchClock:
             return time.monotonic() + self._offset_seconds
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass."""
         with self._changed:
             self._offset_seconds += seconds
 

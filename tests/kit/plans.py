@@ -101,7 +101,6 @@ def balanced_partition(
 
 
 def keeps_cuts(partition: Partition, cuts: Sequence[int]) -> bool:
-    """Return whether no stage spans a cut."""
     spans = [stage.blocks for stage in partition.stages()]
     return not any(span.start < cut < span.stop for span in spans for cut in cuts)
 

@@ -69,7 +69,6 @@ def compose_small(folder: Path, *overrides: str) -> DictConfig:
 
 
 def train_small(folder: Path, *overrides: str) -> dict[str, Any]:
-    """Run in this process and return the figures."""
     train(compose_small(folder, *overrides))
     return summary(folder)
 
@@ -85,7 +84,6 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def command(*overrides: str, options: tuple[str, ...] = ()) -> list[str]:
-    """The command line of a small run."""
     return [sys.executable, str(REPOSITORY / "train.py"), *options, *SMALL, *overrides]
 
 
@@ -96,7 +94,6 @@ def run(
     status: int = 0,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in `folder` and check its exit status."""
     done = subprocess.run(
         command(*overrides, options=options),
         cwd=folder,
@@ -125,6 +122,5 @@ def files(folder: Path) -> set[str]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The figures of a run."""
     figures: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return figures

@@ -24,7 +24,6 @@ class Sharded(Regressor):
     """Each process has a part of every parameter."""
 
     def configure_model(self) -> None:
-        """Divide the parameters, block by block."""
         meshes: Any = self.device_mesh
         mesh = meshes["data_parallel"]
         assert mesh.size() > 1
@@ -33,7 +32,6 @@ class Sharded(Regressor):
 
 
 def main(folder: Path, checkpoint: Path) -> None:
-    """Train."""
     torch.set_num_threads(1)
     num_processes = int(os.environ["WORLD_SIZE"])
     strategy = ModelParallelStrategy(

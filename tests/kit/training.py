@@ -126,7 +126,6 @@ class PaddedSequences(Dataset[dict[str, Tensor]]):
 def regression_data(
     num_samples: int = 32, *, batch_size: int = 8, shuffle: bool = False
 ) -> DataLoader[Any]:
-    """Random vectors with targets."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(num_samples, WIDTH, generator=generator)
     y = x[:, :1] * 0.5 + torch.randn(num_samples, 1, generator=generator) * 0.1
@@ -185,6 +184,5 @@ def _errors(module: nn.Module, reference: nn.Module) -> Iterator[float]:
 
 
 def same_bits(module: nn.Module, reference: nn.Module) -> bool:
-    """Whether all parameters are equal to the bit."""
     pairs = zip(module.parameters(), reference.parameters(), strict=True)
     return all(torch.equal(parameter, expected) for parameter, expected in pairs)
