@@ -78,7 +78,7 @@ class EmulatedDevice(Device):
     def holds(self, tensor: Tensor) -> bool:
         return tag_of(tensor) == self.name or (tag_of(tensor) is None and tensor.dim() == 0)
 
-    def move(self, tensor: Tensor) -> Tensor:
+    def bring(self, tensor: Tensor) -> Tensor:
         return move(tensor, self.name)
 
     def thread_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -253,8 +253,8 @@ class ServedDevice(EmulatedDevice):
     def holds(self, tensor: Tensor) -> bool:
         return super().holds(tensor) if self.server.tags else True
 
-    def move(self, tensor: Tensor) -> Tensor:
-        return super().move(tensor) if self.server.tags else tensor
+    def bring(self, tensor: Tensor) -> Tensor:
+        return super().bring(tensor) if self.server.tags else tensor
 
     # ---------------------------------------------------------------------------------- transfers
 

@@ -184,6 +184,6 @@ class Evaluation:
             return tensor
         if tensor not in self._here:
             on_host = self._user.owner_of(tensor).shares_host_memory
-            move = device.upload if on_host else device.move
-            self._here[tensor] = move(tensor)
+            bring = device.upload if on_host else device.bring
+            self._here[tensor] = bring(tensor)
         return self._here[tensor]

@@ -227,10 +227,10 @@ class _MeetingPlace(TorchFunctionMode):
 
     def _copy(self, parameter: nn.Parameter) -> Tensor:
         if self._copies is None:
-            return self._device.move(parameter)
+            return self._device.bring(parameter)
         key = (parameter, torch.is_grad_enabled())
         if key not in self._copies:
-            self._copies[key] = self._device.move(parameter)
+            self._copies[key] = self._device.bring(parameter)
         return self._copies[key]
 
     def __torch_function__(
@@ -268,7 +268,7 @@ class _MeetingPlace(TorchFunctionMode):
         if isinstance(tensor, nn.Parameter) and tensor in self._masters:
             return self._copy(tensor)
         is_number = tensor.dim() == 0 and not tensor.requires_grad
-        return tensor if is_number else self._device.move(tensor)
+        return tensor if is_number else self._device.bring(tensor)
 
 
 _ABOUT_GRAPHS = (torch.autograd.grad, torch.autograd.backward)

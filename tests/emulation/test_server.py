@@ -316,7 +316,7 @@ class TestChecker:
             one, two = server.devices
             with one.thread_context(), one.activate():
                 x = one.upload(torch.ones(4)) * 3
-                y = two.move(x) + 1
+                y = two.bring(x) + 1
                 assert y.cpu().tolist() == [4.0] * 4
                 assert two.download(y).add(1).tolist() == [5.0] * 4
                 assert float(y.sum()) == 16.0

@@ -137,13 +137,3 @@ def test_a_stage_of_frozen_and_trained_blocks() -> None:
     result, _ = step(module, partition=Partition(forward=(2, 2), backward=(0, 2, 2)))
     assert not differences(module, result, plain)
     assert seen[1] == seen[2] == seen[3] == 6
-
-
-def test_frozen_parameters_have_no_optimizer_state() -> None:
-    module, _ = model(trained=["adapter"])
-    optimizer = torch.optim.AdamW(module.parameters())
-    result, _ = step(module)
-    for parameter, gradient in result.gradients.items():
-        parameter.grad = gradient
-    optimizer.step()
-    assert set(optimizer.state) == {p for p in module.parameters() if p.requires_grad}

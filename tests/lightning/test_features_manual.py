@@ -260,14 +260,14 @@ def test_blocks_are_on_the_device_only_while_they_run(
 ) -> None:
     """A block's weights are brought once for its forward pass and once for its recompute."""
     moved: list[nn.Parameter] = []
-    move = EmulatedDevice.move
+    move = EmulatedDevice.bring
 
     def note(self: Any, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             moved.append(tensor)
         return move(self, tensor)
 
-    monkeypatch.setattr(EmulatedDevice, "move", note)
+    monkeypatch.setattr(EmulatedDevice, "bring", note)
     _, outcome = _run(tmp_path, [EmulatedStrategy], Accumulating)
     module = outcome.module
     for layer in module.layers:

@@ -91,14 +91,14 @@ class SideOutputs:
             watch = Watch.NOTHING
         self._watch, self._block, self._num_functions = watch, number, -1
         self._name = name
-        self.note(list(taken))
+        self.observe(list(taken))
         self._num_functions = 0  # whatever was asked about the inputs
         try:
             yield
         finally:
             self._watch = Watch.UNWATCHED
 
-    def note(self, result: Any) -> None:
+    def observe(self, result: Any) -> None:
         """Take notice of what a torch function has returned."""
         if self._watch in _SILENT:
             return

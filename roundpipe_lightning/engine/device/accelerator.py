@@ -125,7 +125,7 @@ class AcceleratorDevice(Device):
             tensor.dim() == 0 and tensor.device.type == "cpu"
         )
 
-    def move(self, tensor: Tensor) -> Tensor:
+    def bring(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.torch_device)
 
     # ------------------------------------------------------------------------------- transfers

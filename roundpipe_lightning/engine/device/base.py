@@ -10,8 +10,8 @@ download                        ── copy ──▶        `copy(..., queue=DO
 ```
 
 `copy`, `mark_event` and `await_event` are what transfers are made of (docs/engine.md). `upload`,
-`download` and `move` are for single tensors of user code: they are part of the compute queue. Three
-backends stand behind the facade:
+`download` and `bring` are for single tensors of user code: they are part of the compute queue.
+Three backends stand behind the facade:
 
 - `CpuDevice`: computes where the model lives, so nothing is copied. Real results, the default.
 - `AcceleratorDevice` (`device/accelerator.py`): CUDA or ROCm through `torch.accelerator`.
@@ -76,7 +76,7 @@ class Device(ABC):
         """Return whether the tensor can be used by an operation here as it is."""
 
     @abstractmethod
-    def move(self, tensor: Tensor) -> Tensor:
+    def bring(self, tensor: Tensor) -> Tensor:
         """Bring a tensor from anywhere to here, differentiably."""
 
     # ------------------------------------------------------------------------------- transfers
@@ -227,7 +227,7 @@ class CpuDevice(Device):
     def holds(self, tensor: Tensor) -> bool:  # noqa: ARG002 - the facade's signature
         return True
 
-    def move(self, tensor: Tensor) -> Tensor:
+    def bring(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:

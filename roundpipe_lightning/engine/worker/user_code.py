@@ -332,7 +332,7 @@ class UserCode(TorchFunctionMode):
         if self.stream is None:
             return func(*args, **kwargs)
         result = self.stream.call(func, args, kwargs)
-        self.side_outputs.note(result)
+        self.side_outputs.observe(result)
         return result
 
     def _cut_off(
@@ -420,7 +420,7 @@ class UserCode(TorchFunctionMode):
 
         def bring(value: Tensor) -> Tensor:
             on_other_worker = not target.holds(value) and self.owner_of(value) is not self._host
-            return target.move(value) if on_other_worker else value
+            return target.bring(value) if on_other_worker else value
 
         moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(bring, found)
         return moved
