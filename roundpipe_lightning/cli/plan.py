@@ -44,9 +44,6 @@ def run(config: DictConfig) -> int:
 def plan(config: DictConfig) -> PlanOutput:
     """Answer a configuration, and write the plan and its pictures into the run's folder.
 
-    Args:
-        config: The composed configuration, see `conf/plan.yaml`.
-
     Raises:
         RoundPipeError: The configuration cannot work.
     """

@@ -123,13 +123,7 @@ class Change:
 def cheapest_changes(
     settings: PlanSettings, *, maker: JobMaker, count: int = 3
 ) -> list[tuple[Remedy[Change], FitAnswer]]:
-    """Return changes that make a job fit, the cheapest first; pairs where single ones are too few.
-
-    Args:
-        settings: A job that does not fit.
-        maker: Makes jobs; it has measured the model.
-        count: How many to return, at most.
-    """
+    """Return changes that make a job fit, the cheapest first; pairs where one is not enough."""
     singles = list(_changes(settings, maker))
     found = verified(singles, count=count)
     if len(found) < count:

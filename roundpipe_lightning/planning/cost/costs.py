@@ -98,14 +98,6 @@ def stage_costs(
 ) -> StageCosts:
     """Add up the blocks of every stage.
 
-    Args:
-        profile: The model.
-        partition: The stages.
-        hop_seconds: Time from one worker to another.
-        recompute_start: When a recompute may begin.
-        recompute: What BACKWARD stages start from.
-        route: The way that boundaries take.
-
     Raises:
         PlanError: If the partition is for another number of blocks.
     """

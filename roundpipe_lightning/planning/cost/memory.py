@@ -145,13 +145,7 @@ class MemoryModel:
     def longest_seq_len(
         self, layout: PipelineLayout, *, sequences: int = 1, multiple_of: int = 1024
     ) -> int:
-        """Return the longest sequences that fit; 0 where none do.
-
-        Args:
-            layout: How the microbatches travel.
-            sequences: Sequences of a microbatch.
-            multiple_of: Only multiples of this are tried.
-        """
+        """Return the longest sequences that fit, a multiple of `multiple_of`; 0 where none do."""
 
         def shortage(count: int) -> float:
             shape = MicrobatchShape(sequences=sequences, seq_len=count * multiple_of)

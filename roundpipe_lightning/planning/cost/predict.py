@@ -84,15 +84,7 @@ def predict_step(
     storage: ParameterStorage,
     timing: UpdateTiming,
 ) -> StepPrediction:
-    """Predict an optimizer step.
-
-    Args:
-        profile: The model on this machine, for one microbatch, parameters of 16 bits.
-        hardware: The machine.
-        layout: How the microbatches travel.
-        num_trainable: Trainable parameters.
-        storage: What is kept for each parameter.
-        timing: When the optimizer runs.
+    """Predict an optimizer step; the profile is that of one microbatch, parameters of 16 bits.
 
     Raises:
         PlanError: The layout does not fit the model or the machine.

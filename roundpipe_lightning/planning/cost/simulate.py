@@ -57,15 +57,7 @@ from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEnt
 
 
 def simulate(schedule: Schedule, *, partition: Partition, costs: StageCosts) -> Timeline:
-    """Run the schedule on paper.
-
-    Args:
-        schedule: Every worker's actions in order.
-        partition: The stages.
-        costs: What they cost, and what a hop costs.
-
-    Returns:
-        The timeline, in an order in which the actions can run.
+    """Run a schedule on paper; return the actions in an order in which they can run.
 
     Raises:
         PlanError: If the schedule deadlocks.
@@ -117,17 +109,9 @@ def simulate_transfers(
     resident: Sequence[Sequence[int]] = (),
     recompute: RecomputePolicy = RecomputePolicy.FULL,
 ) -> Timeline:
-    """Run the schedule on paper, with the uploads and downloads it needs.
+    """Run a valid schedule on paper, with the uploads and downloads it needs.
 
-    Args:
-        schedule: Every worker's actions in order; must be valid.
-        partition: The stages.
-        costs: What they cost, the way that boundaries take, and what a hop costs.
-        profile: What they weigh.
-        hardware: The links and the host's memory.
-        weight_slots: Stages whose weights a worker holds at once: 2, or 1 for no prefetch.
-        resident: Blocks that stay on each worker; empty: none.
-        recompute: What BACKWARD stages start from; the costs must be those of the same policy.
+    The costs, and the way that boundaries take, must be those of the same recompute policy.
 
     Raises:
         PlanError: If the schedule deadlocks.

@@ -63,11 +63,6 @@ def hop_seconds(hardware: HardwareSpec, num_bytes: float, *, route: BoundaryRout
 
     A direct copy is taken to be as fast as an upload. Where gradients alone go directly, they too
     are taken to need a boundary's time.
-
-    Args:
-        hardware: The machine.
-        num_bytes: Size of the boundary.
-        route: Its way.
     """
     upload = hardware.upload_seconds(num_bytes)
     if route is BoundaryRoute.DIRECT:
@@ -154,14 +149,7 @@ def stage_bytes(
     partition: Partition,
     recompute: RecomputePolicy = RecomputePolicy.FULL,
 ) -> StageBytes:
-    """Add up what a stage moves.
-
-    Args:
-        profile: The model.
-        stage: The stage.
-        partition: All stages.
-        recompute: What BACKWARD stages start from; with SELECTIVE attention's outputs move too.
-    """
+    """Add up what a stage moves; with a SELECTIVE recompute attention's outputs move too."""
     parts = stage_parts(profile, stage)
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     if stage.kind is StageKind.FORWARD:
@@ -191,16 +179,7 @@ def worker_stage_runs(
     resident: Sequence[Sequence[int]] = (),
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
 ) -> list[list[StageRun]]:
-    """Return every worker's stage runs in order.
-
-    Args:
-        schedule: Every worker's actions.
-        partition: The stages.
-        profile: What they weigh.
-        recompute: What BACKWARD stages start from.
-        resident: Blocks that stay on each worker; empty: none.
-        route: The way that boundaries take.
-    """
+    """Return every worker's stage runs in order."""
     sizes = {
         stage: stage_bytes(profile, stage=stage, partition=partition, recompute=recompute)
         for stage in partition.stages()

@@ -83,10 +83,7 @@ class ParameterStorage:
     ) -> float:
         """Time for which transfers keep the host's memory busy; 0 where nothing is copied.
 
-        Args:
-            uploaded_bytes: Weights, to all devices together.
-            downloaded_bytes: Gradients, from all devices together.
-            hardware: The machine.
+        The bytes are those of all devices together: weights up, gradients down.
         """
         if hardware.shares_host_memory:
             return 0.0
@@ -107,12 +104,7 @@ class ParameterStorage:
         return profile.each(smaller)
 
     def expanded_seconds(self, part: BlockProfile, hardware: HardwareSpec) -> float:
-        """Time of a device to expand a block's frozen parameters to 16 bits after an upload.
-
-        Args:
-            part: The block, its parameters of 16 bits.
-            hardware: The machine.
-        """
+        """Time of a device to expand a block's frozen parameters to 16 bits after an upload."""
         if self.frozen_bits == _COMPUTE_BITS:
             return 0.0
         frozen = part.parameter_bytes - part.trainable_bytes

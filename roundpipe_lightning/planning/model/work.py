@@ -230,16 +230,10 @@ class WorkProfile:
 def work_seconds(
     work: Work, *, hardware: HardwareSpec, shape: MicrobatchShape, dtype: str
 ) -> float:
-    """Return how long one device of a machine computes.
+    """Return how long one device of a machine computes; `dtype` names a rate of `MatrixRates`.
 
     A matrix product first moves its operands and then multiplies: that the two overlap in part is
     in the shares.
-
-    Args:
-        work: What it computes.
-        hardware: The machine.
-        shape: The microbatch.
-        dtype: Name of the rate in `MatrixRates`.
     """
     matrix = hardware.matrix_seconds(work.matrix_operations.of(shape), dtype=dtype)
     attention = hardware.attention_seconds(work.attention_operations.of(shape), dtype=dtype)
@@ -250,14 +244,7 @@ def work_seconds(
 def time_model(
     work: WorkProfile, *, hardware: HardwareSpec, shape: MicrobatchShape, dtype: str
 ) -> ModelProfile:
-    """Return the planner's view of a model on a machine.
-
-    Args:
-        work: What the model computes.
-        hardware: The machine.
-        shape: The microbatch.
-        dtype: Name of the rate in `MatrixRates`.
-    """
+    """Return the planner's view of a model on a machine; `dtype` names a rate of `MatrixRates`."""
 
     def timed(part: BlockWork, sized: BlockProfile) -> BlockProfile:
         attention = part.forward.attention_operations.of(shape)
@@ -334,12 +321,8 @@ def microbatch_operations(
 ) -> Operations:
     """Add up a microbatch's operations.
 
-    Args:
-        work: What the model computes.
-        shape: The microbatch.
-        partition: The stages: what a BACKWARD stage has is recomputed, where it has a backward
-            pass.
-        recompute: What BACKWARD stages start from; with SELECTIVE attention is not run again.
+    What a BACKWARD stage has is recomputed, where it has a backward pass; with SELECTIVE attention
+    is not run again.
     """
     model = sum(
         part.forward.operations(shape) + part.backward.operations(shape) for part in work.segments

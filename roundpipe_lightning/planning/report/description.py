@@ -55,13 +55,7 @@ class PlanDescription:
     def of(
         cls, plan: Plan, *, job: TrainingJob, profile: ModelProfile | None = None
     ) -> PlanDescription:
-        """Describe a plan.
-
-        Args:
-            plan: The plan.
-            job: What it is for.
-            profile: The model with measured durations; None: those that follow from the machine.
-        """
+        """Describe a plan; `profile` is the model with measured durations, where there is one."""
         layout = plan.layout
         prediction = job.predict(layout, profile=profile)
         return cls(job=job, plan=plan, memory=job.report(layout), prediction=prediction)

@@ -16,10 +16,6 @@ def render_text(timeline: Timeline, *, width: int = 96) -> str:
     """Draw a timeline with one row per worker and one column per slice of time.
 
     A column shows the kind of the action that took most of it (`F`, `X`, `B`), or `.` for idle.
-
-    Args:
-        timeline: What to draw.
-        width: Columns for the whole step.
     """
     slot = timeline.makespan_seconds / width or 1.0
     lines = []

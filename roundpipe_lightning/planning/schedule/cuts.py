@@ -30,9 +30,7 @@ def check_cuts(cuts: Sequence[int], *, num_blocks: int) -> None:
 def call_lengths(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
     """Return the number of blocks between neighbouring cuts, those of the first call first.
 
-    Args:
-        num_blocks: Blocks to look at; cuts behind them do not matter.
-        cuts: Ascending.
+    Only the first `num_blocks` count; cuts behind them do not matter.
     """
     if not num_blocks:
         return ()
@@ -53,13 +51,7 @@ def reversed_cuts(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
 def check_partition(
     partition: Partition, *, cuts: Sequence[int], block_names: Sequence[str], what: str
 ) -> None:
-    """Refuse a partition with a stage that spans a cut.
-
-    Args:
-        partition: The stages.
-        cuts: Of the model.
-        block_names: Of the model, first block first.
-        what: What has the partition, for the message.
+    """Refuse a partition with a stage that spans a cut; `what` has it, for the message.
 
     Raises:
         PlanError: A stage spans a cut.
@@ -76,12 +68,7 @@ def check_partition(
 
 
 def grouped(counts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Split stages' block counts by the calls that they lie in.
-
-    Args:
-        counts: Blocks of every stage; no stage spans a cut.
-        lengths: Blocks of every call, from `call_lengths`.
-    """
+    """Split stages' block counts by the calls that they lie in; no stage spans a cut."""
     groups: list[list[int]] = []
     stops = list(accumulate(lengths))
     total = 0

@@ -217,11 +217,6 @@ class Plan(PipelineLayout):
     ) -> None:
         """Refuse to run another model than the one this plan was made for.
 
-        Args:
-            fingerprint: The model's.
-            block_names: The model's, first block first.
-            cuts: The model's, see `ModelProfile.cuts`.
-
         Raises:
             PlanError: If a name or the fingerprint differs, or a stage spans a cut.
         """
@@ -332,11 +327,7 @@ class Plan(PipelineLayout):
             raise PlanError(f"The plan ({source}) is malformed: {error}.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON form; a file that exists is replaced whole or not at all.
-
-        Args:
-            path: Where to; missing folders are made.
-        """
+        """Write the JSON form; a file that exists is replaced whole or not at all."""
         write_text(Path(path), self.to_json())
 
     @classmethod

@@ -115,12 +115,7 @@ def _may_rotate(plan: Plan) -> bool:
 
 
 def rotated(plan: Plan, num_workers: int) -> Plan:
-    """Return a plan with its schedule moved on.
-
-    Args:
-        plan: The plan.
-        num_workers: By how many workers, 0 or more.
-    """
+    """Return a plan with its schedule moved on by a number of workers."""
     num, rows = plan.num_workers, plan.schedule.workers
     if not num_workers % num:
         return plan

@@ -76,11 +76,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str, *, worker: int | None = None) -> Action:
-        """Read the text form back.
-
-        Args:
-            text: For example `F2.5@1`.
-            worker: The worker where the text names none.
+        """Read the text form back, e.g. `F2.5@1`; `worker` is that of a text that names none.
 
         Raises:
             PlanError: If the text is not an action, or no worker is known.
@@ -216,12 +212,7 @@ def stage_dependencies(
 
 
 def format_grid(schedule: Schedule, *, marked: Collection[Action] = ()) -> str:
-    """Draw the schedule, one row per worker in the order of its actions.
-
-    Args:
-        schedule: What to draw.
-        marked: Actions to put between `>` and `<`.
-    """
+    """Draw the schedule, one row per worker in the order of its actions, some marked `>so<`."""
     cells = [
         [_cell(action, worker, marked) for action in actions]
         for worker, actions in enumerate(schedule.workers)
@@ -269,11 +260,6 @@ def walk(schedule: Schedule, partition: Partition) -> Iterator[Action]:
 
 def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatches: int) -> None:
     """Check that the schedule runs every stage once for every microbatch and cannot deadlock.
-
-    Args:
-        schedule: What to check.
-        partition: The stages.
-        num_microbatches: How many microbatches the schedule must serve.
 
     Raises:
         PlanError: With the reason, the offending action and the grid.

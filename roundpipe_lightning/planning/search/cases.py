@@ -158,12 +158,7 @@ class Case:
         )
 
     def predict(self, partition: Partition, *, stays: bool = True) -> Prediction:
-        """Predict a step with all its transfers.
-
-        Args:
-            partition: The stages.
-            stays: Whether blocks may stay on their workers.
-        """
+        """Predict a step with all its transfers; `stays`: blocks may stay on their workers."""
         request, layout = self.request, self.config.with_stages(partition)
         resident = resident_blocks(
             self.footprint,
@@ -176,9 +171,7 @@ class Case:
     def simulate(self, layout: PipelineLayout, *, num_batches: int | None = None) -> Prediction:
         """Simulate a layout, with all its transfers where there are any.
 
-        Args:
-            layout: The stages and how microbatches travel.
-            num_batches: Batches in one stream; None: those that plans are compared by.
+        Without `num_batches` the stream has the batches that plans are compared by.
         """
         partition, costs = layout.partition, self.costs(layout)
         schedule = self.schedule(partition, num_batches=num_batches or self.config.num_batches)
@@ -226,11 +219,7 @@ def find_cases(
 ) -> list[Case]:
     """Return every case in which devices can hold a stage of one block.
 
-    Args:
-        profiles: The model.
-        hardware: The machine.
-        request: What is wanted.
-        num_batches: Accumulated batches that plans are compared by.
+    Plans are compared by a stream of `num_batches` accumulated batches.
 
     Raises:
         FitError: If a device cannot hold a block in any of them.
@@ -294,11 +283,6 @@ def pipeline_configs(
     hardware: HardwareSpec, request: PlanningRequest, *, num_batches: int
 ) -> list[PipelineConfig]:
     """Return every way for the microbatches to travel that a request leaves.
-
-    Args:
-        hardware: The machine.
-        request: What is wanted.
-        num_batches: Accumulated batches in one stream.
 
     Raises:
         PlanError: If the request contradicts the machine.

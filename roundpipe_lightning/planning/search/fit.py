@@ -174,9 +174,7 @@ class FitAnswer:
 def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
     """Find the fastest plan that fits, or say what is missing.
 
-    Args:
-        job: What is trained.
-        others: The same with other numbers of microbatches, to choose from.
+    `others` is the same job with other numbers of microbatches, to choose from.
 
     Raises:
         PlanError: A hint cannot be kept.
@@ -334,7 +332,7 @@ def improved_plan(
     planning_seconds: float = 0.0,
     remaining_steps: int | None = None,
 ) -> Improvement | None:
-    """Look for a plan that is worth a change.
+    """Look for a plan that is worth a change; None where too little is to be gained.
 
     Args:
         plan: The plan in use.
@@ -342,9 +340,6 @@ def improved_plan(
         job: What the plan was made for: the machine, its memory, the hints.
         planning_seconds: How long the search takes, as far as is known.
         remaining_steps: Steps in which it has to be repaid; None: not known, so no condition.
-
-    Returns:
-        None where nothing is to be gained, or too little.
     """
     if job.hints.cuts or plan.recompute is RecomputePolicy.NONE:
         return None

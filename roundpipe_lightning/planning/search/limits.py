@@ -40,8 +40,7 @@ ONES = StageLimits(forward=1, fused=0, backward=1)
 def limits_within(footprint: Footprint, *, config: PipelineConfig) -> StageLimits | None:
     """Return the most blocks per stage with which every device can hold its part.
 
-    Returns:
-        The limits; None where stages of one block do not fit.
+    None where stages of one block do not fit.
     """
     widest = widest_limits(footprint, config=config)
     return widest and joint_limits(widest, footprint=footprint, config=config)
@@ -50,8 +49,7 @@ def limits_within(footprint: Footprint, *, config: PipelineConfig) -> StageLimit
 def widest_limits(footprint: Footprint, *, config: PipelineConfig) -> StageLimits | None:
     """Return the most blocks of one kind of stage while the others have the fewest.
 
-    Returns:
-        The limits; None where stages of one block do not fit.
+    None where stages of one block do not fit.
     """
 
     def holds(**changes: int) -> bool:

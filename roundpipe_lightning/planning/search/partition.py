@@ -152,10 +152,7 @@ def even_partitions(
 ) -> tuple[Partition, ...]:
     """Return partitions into any reasonable number of stages of about equal duration.
 
-    Args:
-        profile: The model.
-        limits: What every partition must keep.
-        count: Numbers of BACKWARD stages to choose from, about.
+    `count` is about how many numbers of BACKWARD stages there are to choose from.
     """
     found = []
     last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])

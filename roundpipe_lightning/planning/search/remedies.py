@@ -73,12 +73,7 @@ class Remedy(Generic[T]):
 
 
 def verified(remedies: Iterable[Remedy[T]], *, count: int) -> list[tuple[Remedy[T], FitAnswer]]:
-    """Plan remedies, price by price, until enough fit.
-
-    Args:
-        remedies: The cheapest first; those that are not needed are not asked for.
-        count: How many to return, at most.
-    """
+    """Plan remedies, price by price, until enough fit; later ones are not asked for."""
     found: list[tuple[Remedy[T], FitAnswer]] = []
     for _, alike in itertools.groupby(remedies, key=lambda remedy: remedy.price):
         if len(found) >= count:
@@ -141,13 +136,9 @@ class Alternatives:
 def remedies(
     job: TrainingJob, alternatives: Alternatives, *, free_hints: PartitionHints, count: int = 3
 ) -> tuple[str, ...]:
-    """Return changes that make a job fit, the cheapest first.
+    """Return changes that make a job fit, the cheapest first, no more than `count`.
 
-    Args:
-        job: What does not fit.
-        alternatives: What can be changed.
-        free_hints: The job's hints without those that the user gave.
-        count: How many to return, at most.
+    `free_hints` are the job's hints without those that the user gave.
     """
     found = verified(_remedies(job, alternatives, free_hints), count=count)
     return tuple(remedy.change for remedy, _ in found)

@@ -252,11 +252,6 @@ class PartitionHints:
         Where one cut is fixed, the other one is even, in any number of stages that the limits
         allow.
 
-        Args:
-            block_names: The model's blocks.
-            limits: Blocks per stage at most.
-            cuts: Of the model, see `ModelProfile.cuts`.
-
         Raises:
             PlanError: A fixed stage spans a cut of the model.
         """
