@@ -54,11 +54,8 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.planning.search.planner import (
-    PlanningRequest,
-    plan_of_one_batch,
-    plan_training,
-)
+from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
+from roundpipe_lightning.planning.search.request import PlanningRequest
 
 BYTES_PER_BYTE = 10_000
 """Bytes of a model for each byte of the tiny one."""

@@ -40,11 +40,8 @@ from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedu
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.planning.search.planner import (
-    PlannedTraining,
-    PlanningRequest,
-    plan_training,
-)
+from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
+from roundpipe_lightning.planning.search.request import PlanningRequest
 
 _LINK_BYTES_PER_SECOND = 25e9
 _HOST_BYTES_PER_SECOND = 200e9

@@ -17,7 +17,8 @@ from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.search.planner import plan_training
+from roundpipe_lightning.planning.search.request import PlanningRequest
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.registry import register as _register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy

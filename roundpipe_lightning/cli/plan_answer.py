@@ -136,7 +136,7 @@ def cheapest_changes(
 def _pairs(
     singles: Sequence[Remedy[Change]], maker: JobMaker, *, alone: set[tuple[str, ...]]
 ) -> Iterator[Remedy[Change]]:
-    """Put two changes together, neither of which is enough alone, the dearer one second."""
+    """Put two changes together, neither of which is enough alone, the more expensive one second."""
     shorter = [s.change.settings.seq_len for s in singles if s.price is Price.CONTEXT]
     longest = max(shorter, default=0)
     for first in singles:

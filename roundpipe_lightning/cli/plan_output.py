@@ -1,4 +1,4 @@
-"""The answer of `roundpipe-plan`: one object for programs, a page for people."""
+"""The answer of `roundpipe-plan`: one object for programs, a page of text."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class PlanOutput:
             f"{size_text(need.total_bytes)} of a device, of {size_text(need.available_bytes)}."
         )
 
-    # --- for people -------------------------------------------------------------------------------
+    # --- the page --------------------------------------------------------------------------------
 
     def to_text(self) -> str:
         lines = [*self._job_lines(), *self._plan_lines()]

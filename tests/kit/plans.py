@@ -59,20 +59,43 @@ def default_plan(
             rank = (seconds, max(partition.backward), -round_size, partition.num_stages)
             ranked.append((rank, len(ranked), partition))
     best, _, partition = min(ranked)
-    round_size = -int(best[2])
-    return Plan(
+    return round_robin_plan(
+        partition,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        round_size=-int(best[2]),
         model=profile.fingerprint,
+        block_names=profile.block_names if block_names is None else block_names,
+    )
+
+
+def round_robin_plan(
+    partition: Partition,
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    round_size: int,
+    team_size: int = 1,
+    model: str = "any",
+    block_names: Sequence[str] | None = None,
+) -> Plan:
+    """Return the plan of given stages, by default of blocks `layers.0`, `layers.1`, ..."""
+    names = [f"layers.{index}" for index in range(partition.num_blocks)]
+    return Plan(
+        model=model,
         partition=partition,
         num_workers=num_workers,
         num_microbatches=num_microbatches,
         round_size=round_size,
+        team_size=team_size,
         schedule=round_robin_schedule(
             partition,
             num_workers=num_workers,
             num_microbatches=num_microbatches,
             round_size=round_size,
+            team_size=team_size,
         ),
-        block_names=tuple(profile.block_names if block_names is None else block_names),
+        block_names=tuple(names if block_names is None else block_names),
     )
 
 

@@ -23,8 +23,8 @@ from roundpipe_lightning.planning.search.partition import (
     balanced_cuts,
     even_partitions,
 )
-from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
-from roundpipe_lightning.planning.search.request import PartitionHints
+from roundpipe_lightning.planning.search.planner import plan_training
+from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 from tests.kit.plans import default_plan, keeps_cuts
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
@@ -67,16 +67,6 @@ def test_parts_are_balanced_between_the_cuts(
     assert len(sizes) <= max(num_parts, len(inside) + 1)
     stops = {sum(sizes[: i + 1]) for i in range(len(sizes))}
     assert set(inside) <= stops
-
-
-@settings(max_examples=60)
-@given(cut_profiles(), st.integers(1, 4), st.integers(1, 6))
-def test_default_plans_keep_the_cuts(
-    profile: ModelProfile, workers: int, microbatches: int
-) -> None:
-    plan = default_plan(profile, num_workers=workers, num_microbatches=microbatches)
-    assert keeps_cuts(plan.partition, profile.cuts)
-    plan.check_model(profile.fingerprint, block_names=profile.block_names, cuts=profile.cuts)
 
 
 @settings(max_examples=60)

@@ -20,12 +20,12 @@ from roundpipe_lightning.planning.model.work import (
     WorkProfile,
 )
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.fit import LEAST_GAIN, TrainingJob, improved_plan
 from roundpipe_lightning.planning.search.request import PartitionHints
+from tests.kit.plans import round_robin_plan
 
 NUM_BLOCKS = 6
 NUM_MICROBATCHES = 4
@@ -56,19 +56,12 @@ PARTITIONS = [
 
 
 def plan_of(partition: Partition, *, num_workers: int = 2) -> Plan:
-    return Plan(
-        model="a model",
-        partition=partition,
+    return round_robin_plan(
+        partition,
         num_workers=num_workers,
         num_microbatches=NUM_MICROBATCHES,
         round_size=NUM_MICROBATCHES,
-        schedule=round_robin_schedule(
-            partition,
-            num_workers=num_workers,
-            num_microbatches=NUM_MICROBATCHES,
-            round_size=NUM_MICROBATCHES,
-        ),
-        block_names=ESTIMATE.block_names,
+        model="a model",
     )
 
 

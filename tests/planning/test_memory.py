@@ -1,4 +1,4 @@
-"""What a plan needs of device and host memory."""
+"""What a plan needs of device and host memory, and the longest sequences that fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_lightning.planning.cost.memory import MemoryKind, MemoryModel
+from roundpipe_lightning.planning.cost.memory import MemoryKind, MemoryModel, longest_that_fits
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
@@ -201,13 +201,28 @@ def test_more_microbatches_or_tokens_never_need_less(
         assert wider.device.total_bytes >= report.device.total_bytes
 
 
-def test_a_need_reads_well() -> None:
-    need = memory().report(LAYOUT, shape=SHAPE).device
-    assert str(need).startswith("device: 0.0 of 0.0 GiB (B1[2:4]: weights 0.0")
-
-
 @pytest.mark.parametrize("team_size", [1, 2])
 def test_teams_share_the_round_s_inputs(team_size: int) -> None:
     layout = replace(LAYOUT, team_size=team_size)
     need = memory().report(layout, shape=SHAPE).device
     assert need.of(MemoryKind.BOUNDARIES) == (4 // team_size + 2) * 200
+
+
+@given(st.integers(0, 5000), st.integers(1, 5000), st.sampled_from([0.2, 1.0, 2.0, 5.0]))
+def test_it_is_the_longest(most: int, beyond: int, power: float) -> None:
+    def shortage(length: int) -> float:
+        return float((length + 1) ** power - (most + 1.5) ** power)
+
+    assert longest_that_fits(shortage, too_long=most + beyond) == most
+
+
+@pytest.mark.parametrize("square", [0.0, 1e-3])
+def test_curves_of_memory_take_few_questions(square: float) -> None:
+    asked: list[int] = []
+
+    def shortage(length: int) -> float:
+        asked.append(length)
+        return 3.0 * length + square * length**2 - (3.0 * 61_803 + square * 61_803**2 + 1.0)
+
+    assert longest_that_fits(shortage, too_long=200_000) == 61_803
+    assert len(asked) < 16

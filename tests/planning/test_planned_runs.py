@@ -11,7 +11,8 @@ from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort
-from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
+from roundpipe_lightning.planning.search.planner import plan_training
+from roundpipe_lightning.planning.search.request import PlanningRequest
 from tests.kit.engine import (
     WIDTH,
     Regressor,

@@ -1,25 +1,30 @@
-"""The planner: valid plans within limits, never worse than even stages, honest refusals."""
+"""The planner: limits, cuts, recompute, slots, what stays, teams and microbatches."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import FitError, PlanError
-from roundpipe_lightning.planning.cost.costs import stage_costs
+from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
 from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
+from roundpipe_lightning.planning.search.cases import pipeline_configs
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.limits import limits_within
-from roundpipe_lightning.planning.search.partition import StageLimits
-from roundpipe_lightning.planning.search.planner import PlanningRequest, plan_training
-from tests.kit.plans import default_plan
+from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
+from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
+from roundpipe_lightning.planning.search.request import PlanningRequest
+from tests.kit.plans import keeps_cuts
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=50_000, num_children=24, num_parents=8)
@@ -54,34 +59,6 @@ def test_random_plans_are_valid_and_keep_the_limits(
     assert planned.plan.num_microbatches == microbatches * batches
     planned.plan.check_model(profile.fingerprint, block_names=profile.block_names)
     assert len(planned.timeline.entries) == sum(map(len, planned.plan.schedule.workers))
-
-
-@pytest.mark.parametrize("link", [1e30, 20.0])
-def test_a_plan_is_not_worse_than_even_stages(link: float) -> None:
-    profile = heavy(uniform_profile(24), parameter_bytes=60)
-    hardware = machine(4, link=link)
-    request = PlanningRequest(num_microbatches=8, hop_seconds=0.1, team_sizes=(1,), effort=QUICK)
-    planned = plan_training(profile, hardware=hardware, request=request)
-    even = default_plan(profile, num_workers=4, num_microbatches=8)
-    baseline = simulate_transfers(
-        even.schedule,
-        partition=even.partition,
-        costs=stage_costs(profile, partition=even.partition, hop_seconds=0.1),
-        profile=profile,
-        hardware=hardware,
-    )
-    assert planned.timeline.makespan_seconds <= baseline.makespan_seconds
-
-
-def test_chooses_among_the_partitions_that_are_asked_for() -> None:
-    choices = (
-        Partition(forward=(8,), backward=(0, 8)),
-        Partition(forward=(2, 2, 2, 2), backward=(0, 2, 2, 2, 2)),
-        Partition(forward=(4, 4), backward=(0, 4, 4)),
-    )
-    request = PlanningRequest(num_microbatches=4, team_sizes=(1,), partitions=choices)
-    planned = plan_training(uniform_profile(8), hardware=machine(4), request=request)
-    assert planned.plan.partition == choices[1]
 
 
 def test_large_teams_where_links_are_fast_small_ones_where_not() -> None:
@@ -194,3 +171,304 @@ def test_the_best_of_the_asked_partitions_is_taken_wherever_it_stands() -> None:
         request = PlanningRequest(num_microbatches=8, partitions=asked, team_sizes=(1,))
         planned = plan_training(uniform_profile(8), hardware=machine(4), request=request)
         assert planned.plan.partition == good
+
+
+SHORT = Effort(num_actions=20_000, num_children=16, num_parents=6)
+FULL, SELECTIVE, NONE = RecomputePolicy
+
+
+def model(num_blocks: int = 8, **sizes: Any) -> ModelProfile:
+    profile = uniform_profile(num_blocks, tail=0.0)
+    sizes = {"activation_bytes": 10, **sizes}
+    return replace(profile, blocks=tuple(replace(block, **sizes) for block in profile.blocks))
+
+
+def request(num_microbatches: int | tuple[int, ...] = 4, **changes: Any) -> PlanningRequest:
+    return replace(PlanningRequest(num_microbatches=num_microbatches, effort=SHORT), **changes)
+
+
+def room(num_devices: int, num_bytes: int, **changes: Any) -> HardwareSpec:
+    return machine(num_devices, device_bytes=RESERVED_BYTES + num_bytes, **changes)
+
+
+# --- recompute -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_nothing_runs_twice_where_everything_fits(num_devices: int) -> None:
+    planned = plan_training(model(), hardware=room(num_devices, 10**6), request=request())
+    assert planned.plan.recompute is NONE
+    assert planned.plan.partition == Partition(forward=(), backward=(8,))
+    assert planned.timeline.makespan_seconds == 4 * 8 * 3 / num_devices
+
+
+def test_blocks_run_twice_where_their_activations_do_not_fit() -> None:
+    planned = plan_training(model(), hardware=room(1, 45), request=request())
+    assert planned.plan.recompute is FULL
+    assert max(planned.plan.partition.backward) <= 4
+
+
+def test_attention_is_kept_where_that_is_allowed_and_pays() -> None:
+    profile = model(attention_seconds=0.5, attention_bytes=5)
+    hardware = room(2, 100)  # eight blocks' activations and boundaries do not fit
+    limits = StageLimits(forward=4, fused=1, backward=2)
+    allowed = request(recompute=(FULL, SELECTIVE), limits=limits)
+    full = plan_training(profile, hardware=hardware, request=replace(allowed, recompute=(FULL,)))
+    both = plan_training(profile, hardware=hardware, request=allowed)
+    assert both.plan.recompute is SELECTIVE
+    assert both.timeline.makespan_seconds < full.timeline.makespan_seconds
+    slow = replace(hardware, upload_bytes_per_second=0.01, download_bytes_per_second=0.01)
+    assert plan_training(profile, hardware=slow, request=allowed).plan.recompute is FULL
+
+
+def test_attention_is_kept_by_default_where_it_takes_enough_of_a_step() -> None:
+    hardware = room(2, 100)
+    limits = StageLimits(forward=4, fused=1, backward=2)
+    for seconds, policy in ((0.5, SELECTIVE), (0.07, FULL)):
+        profile = model(attention_seconds=seconds, attention_bytes=5)
+        planned = plan_training(profile, hardware=hardware, request=request(limits=limits))
+        assert planned.plan.recompute is policy
+    never = plan_training(
+        model(attention_seconds=0.5, attention_bytes=5),
+        hardware=hardware,
+        request=request(limits=limits),
+        admits=lambda layout: layout.recompute is not SELECTIVE,  # the host is too small
+    )
+    assert never.plan.recompute is FULL
+
+
+def test_recompute_none_needs_the_memory() -> None:
+    asked = request(recompute=(NONE,))
+    with pytest.raises(FitError, match=r"recompute=none needs all 8 blocks on one device at once"):
+        plan_training(model(), hardware=room(1, 45), request=asked)
+    with pytest.raises(FitError, match=r"which the model's cuts \(4,\) do not allow"):
+        plan_training(replace(model(), cuts=(4,)), hardware=room(1, 10**6), request=asked)
+    backward = Partition(forward=(4, 4), backward=(0, 4, 4))
+    with pytest.raises(FitError, match="None of the partitions goes with recompute=none"):
+        plan_training(
+            model(), hardware=room(1, 10**6), request=replace(asked, partitions=(backward,))
+        )
+
+
+# --- slots and what stays ------------------------------------------------------------------------
+
+
+def test_one_slot_where_two_do_not_fit() -> None:
+    profile = model(parameter_bytes=100, activation_bytes=10)
+    two = plan_training(profile, hardware=room(2, 10**4), request=request())
+    assert two.plan.weight_slots == 2
+    one = plan_training(profile, hardware=room(2, 115), request=request())
+    assert one.plan.weight_slots == 1
+    with pytest.raises(FitError, match=r"cannot hold even one block, 'layers\.\d'"):
+        plan_training(profile, hardware=room(2, 115), request=request(weight_slots=(2,)))
+
+
+def test_one_slot_is_taken_only_where_it_pays() -> None:
+    # Two slots hold stages of one block, one slot of two, which are uploaded half as often.
+    profile = model(12, parameter_bytes=100)
+    for link in (1000.0, 30.0):
+        hardware = room(2, 245, link=link)
+        best = plan_training(profile, hardware=hardware, request=request())
+        seconds = {
+            n: plan_training(
+                profile, hardware=hardware, request=request(weight_slots=(n,))
+            ).timeline.makespan_seconds
+            for n in (1, 2)
+        }
+        assert best.timeline.makespan_seconds == pytest.approx(min(seconds.values()))
+
+
+def test_spare_memory_keeps_weights_and_shortens_the_step() -> None:
+    profile = model(parameter_bytes=100, activation_bytes=100)
+    hardware = room(1, 700, link=20.0)
+    moving = plan_training(profile, hardware=hardware, request=request(at_most_resident=0))
+    kept = plan_training(profile, hardware=hardware, request=request())
+    assert moving.plan.resident == ()
+    assert any(kept.plan.resident)
+    assert kept.timeline.makespan_seconds < moving.timeline.makespan_seconds
+    layout = kept.plan.layout
+    assert Footprint(profile, hardware=hardware).fits(layout)
+
+
+def test_more_blocks_than_fit_cannot_stay() -> None:
+    profile = model(parameter_bytes=100, activation_bytes=100)
+    with pytest.raises(FitError, match=r"7 blocks cannot stay on a device of testx1"):
+        plan_training(profile, hardware=room(1, 700), request=request(at_least_resident=7))
+    with pytest.raises(PlanError, match="at_least_resident=3, at_most_resident=2"):
+        request(at_least_resident=3, at_most_resident=2)
+
+
+# --- microbatches --------------------------------------------------------------------------------
+
+
+def split(count: int) -> ModelProfile:
+    """A batch of eight sequences in so many microbatches; a block costs 0.1 s whatever it runs."""
+    sequences = 8 // count
+    blocks = tuple(
+        replace(
+            block,
+            forward_seconds=0.1 + sequences,
+            backward_seconds=0.1 + 2 * sequences,
+            activation_bytes=10 * sequences,
+            parameter_bytes=10,
+        )
+        for block in uniform_profile(6).blocks
+    )
+    return ModelProfile(blocks=blocks, fingerprint="m")
+
+
+def test_the_number_of_microbatches_is_chosen_with_the_rest() -> None:
+    asked = request((8, 4, 2, 1))
+    roomy = plan_training(split, hardware=room(2, 10**6), request=asked)
+    assert roomy.plan.num_microbatches == 2
+    tight = plan_training(split, hardware=room(2, 60), request=asked)
+    assert tight.plan.num_microbatches > 2
+    alone = [
+        plan_training(split, hardware=room(2, 60), request=request(count)).timeline
+        for count in (8, 4)
+    ]
+    assert tight.timeline.makespan_seconds == min(each.makespan_seconds for each in alone)
+    with pytest.raises(PlanError, match="give a function from the number to the profile"):
+        plan_training(split(2), hardware=room(2, 60), request=asked)
+
+
+def test_the_plan_of_one_of_several_batches() -> None:
+    asked = request(4, num_batches=3, team_sizes=(1,))
+    planned = plan_training(model(), hardware=room(2, 45), request=asked)
+    assert (planned.plan.num_microbatches, planned.plan.num_batches) == (12, 3)
+    one = plan_of_one_batch(planned.plan)
+    assert (one.num_microbatches, one.num_batches) == (4, 3)
+    assert one.partition == planned.plan.partition
+    assert len(one.schedule.workers[0]) < len(planned.plan.schedule.workers[0])
+
+
+# --- never worse than even -----------------------------------------------------------------------
+
+_seconds = st.floats(min_value=0, max_value=5, allow_nan=False, allow_subnormal=False)
+
+
+@st.composite
+def sized_profiles(draw: st.DrawFn) -> ModelProfile:
+    num_blocks = draw(st.integers(1, 7))
+    alike = draw(st.booleans())
+
+    def block(name: str) -> BlockProfile:
+        size = draw(st.integers(0, 60))
+        return BlockProfile(
+            name=name,
+            forward_seconds=draw(_seconds),
+            backward_seconds=draw(_seconds),
+            parameter_bytes=size,
+            trainable_bytes=draw(st.sampled_from([0, size])),
+            boundary_bytes=draw(st.integers(0, 5)),
+            activation_bytes=draw(st.integers(1, 30)),
+            working_bytes=draw(st.integers(0, 20)),
+            forward_bytes=draw(st.integers(0, 20)),
+        )
+
+    first = block("layers.0")
+    blocks = [first]
+    for index in range(1, num_blocks):
+        name = f"layers.{index}"
+        blocks.append(replace(first, name=name) if alike else block(name))
+    cuts = draw(st.sets(st.integers(1, max(num_blocks - 1, 1)), max_size=2))
+    return ModelProfile(
+        blocks=tuple(blocks),
+        head=replace(block("head"), forward_bytes=0),
+        tail=block("tail"),
+        fingerprint="random",
+        cuts=tuple(sorted(cut for cut in cuts if cut < num_blocks)),
+    )
+
+
+@settings(max_examples=25)
+@given(
+    sized_profiles(),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 4),
+    st.sampled_from([100, 300, 10**6]),
+    st.sampled_from([5.0, 1e12]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(0, 20),
+)
+def test_the_choice_is_never_slower_than_a_full_recompute_and_fits(
+    profile: ModelProfile,
+    devices: int,
+    microbatches: int,
+    device_bytes: int,
+    link: float,
+    attention: float,
+    size: int,
+) -> None:
+    blocks = tuple(
+        replace(block, attention_seconds=attention * block.forward_seconds, attention_bytes=size)
+        for block in profile.blocks
+    )
+    profile = replace(profile, blocks=blocks)
+    hardware = room(devices, device_bytes, link=link, host=4 * link)
+    try:
+        full = plan_training(
+            profile, hardware=hardware, request=request(microbatches, recompute=(FULL,))
+        )
+    except FitError:
+        return
+    chosen = plan_training(profile, hardware=hardware, request=request(microbatches))
+    assert chosen.timeline.makespan_seconds <= full.timeline.makespan_seconds * (1 + 1e-9)
+    assert Footprint(profile, hardware=hardware).fits(chosen.plan.layout)
+
+
+@settings(max_examples=40)
+@given(
+    sized_profiles(),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 5),
+    st.sampled_from([100, 300, 600, 10**6]),
+    st.sampled_from([5.0, 40.0, 1e12]),
+    st.sampled_from(RecomputeStart),
+)
+def test_no_even_partition_is_better_with_any_team_or_round(
+    profile: ModelProfile,
+    devices: int,
+    microbatches: int,
+    device_bytes: int,
+    link: float,
+    recompute_start: RecomputeStart,
+) -> None:
+    hardware = room(devices, device_bytes, link=link, host=4 * link)
+    asked = request(microbatches, recompute_start=recompute_start, hop_seconds=0.1)
+    footprint = Footprint(profile, hardware=hardware)
+    ways = pipeline_configs(hardware, asked, num_batches=1)
+    holding = {way: limits for way in ways if (limits := limits_within(footprint, config=way))}
+    if not holding:
+        with pytest.raises(FitError, match=r"cannot hold (even one block|the tail segment)"):
+            plan_training(profile, hardware=hardware, request=asked)
+        return
+    planned = plan_training(profile, hardware=hardware, request=asked)
+    plan = planned.plan
+    plan.check_model("random", block_names=profile.block_names, cuts=profile.cuts)
+    assert footprint.fits(plan.layout)
+    for way, limits in holding.items():
+        for even in even_partitions(profile, limits=limits):
+            assert keeps_cuts(even, profile.cuts)
+            if not footprint.fits(way.with_stages(even)):
+                continue
+            step = simulate_transfers(
+                round_robin_schedule(
+                    even,
+                    num_workers=devices,
+                    num_microbatches=microbatches,
+                    round_size=way.round_size,
+                    team_size=way.team_size,
+                ),
+                partition=even,
+                costs=stage_costs(
+                    profile,
+                    partition=even,
+                    hop_seconds=0.1,
+                    recompute_start=recompute_start,
+                ),
+                profile=profile,
+                hardware=hardware,
+                weight_slots=way.weight_slots,
+            )
+            assert planned.timeline.makespan_seconds <= step.makespan_seconds * (1 + 1e-9)

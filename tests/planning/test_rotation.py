@@ -17,29 +17,19 @@ from roundpipe_lightning.planning.schedule.round_robin import (
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
+from tests.kit.plans import round_robin_plan
 
 
 def plan_with(
     *, num_workers: int, team_size: int = 1, num_rounds: int = 1, backward: int = 2
 ) -> Plan:
     """Return a plan of rounds of two microbatches."""
-    partition = Partition(forward=(backward,), backward=(1, *[1] * backward))
-    schedule = round_robin_schedule(
-        partition,
+    return round_robin_plan(
+        Partition(forward=(backward,), backward=(1, *[1] * backward)),
         num_workers=num_workers,
         num_microbatches=2 * num_rounds,
         round_size=2,
         team_size=team_size,
-    )
-    return Plan(
-        model="any",
-        partition=partition,
-        num_workers=num_workers,
-        num_microbatches=2 * num_rounds,
-        round_size=2,
-        team_size=team_size,
-        schedule=schedule,
-        block_names=tuple(f"layers.{index}" for index in range(partition.num_blocks)),
     )
 
 

@@ -1,9 +1,11 @@
-"""The fast evaluator agrees with the simulator; the search keeps limits and beats even stages."""
+"""Even and searched partitions: the fast evaluator agrees with the simulator, limits are kept."""
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
@@ -15,9 +17,49 @@ from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedu
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
 from roundpipe_lightning.planning.search.makespan_table import Evaluator
-from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
+from roundpipe_lightning.planning.search.partition import (
+    StageLimits,
+    balanced_cuts,
+    even_partitions,
+    greedy_cuts,
+)
 from tests.kit.plans import balanced_partition
 from tests.kit.profiles import random_profiles, uniform_profile
+
+_weights = st.lists(
+    st.floats(0, 100, allow_nan=False, allow_subnormal=False), min_size=1, max_size=7
+)
+
+
+def heaviest(weights: list[float], stops: tuple[int, ...]) -> float:
+    return max(sum(weights[a:b]) for a, b in pairwise((0, *stops, len(weights))))
+
+
+@given(_weights, st.integers(1, 8))
+def test_balanced_cuts_are_optimal(weights: list[float], num_parts: int) -> None:
+    sizes = balanced_cuts(weights, num_parts=num_parts)
+    assert sum(sizes) == len(weights)
+    assert 1 <= len(sizes) <= num_parts
+    assert min(sizes) >= 1
+    stops = [sum(sizes[:i]) for i in range(1, len(sizes))]
+    best = min(
+        heaviest(weights, cut)
+        for parts in range(min(num_parts, len(weights)))
+        for cut in combinations(range(1, len(weights)), parts)
+    )
+    assert heaviest(weights, tuple(stops)) <= best + 1e-6 * (1 + best)
+
+
+def test_greedy_cuts_fill_up_to_the_limit() -> None:
+    assert greedy_cuts([1, 1, 1, 5, 1, 1], limit=2) == (2, 1, 1, 2)
+    assert greedy_cuts([0.1] * 9, limit=0.3) == (3, 3, 3)
+
+
+def test_impossible_counts_are_refused() -> None:
+    with pytest.raises(PlanError, match="num_parts=0"):
+        balanced_cuts([1.0], num_parts=0)
+    assert balanced_cuts([], num_parts=3) == ()
+
 
 QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
 
@@ -81,24 +123,6 @@ def test_evaluator_agrees_with_the_simulator(
             assert makespan == pytest.approx(exact, abs=1e-9)
         else:
             assert makespan <= exact + 1e-9
-
-
-@settings(max_examples=20)
-@given(random_profiles(), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2))
-def test_found_partitions_keep_the_limits(
-    profile: ModelProfile, workers: int, limit: int, fused: int
-) -> None:
-    evaluator = Evaluator(profile=profile, num_workers=workers, rounds=(4,), hop_seconds=0.1)
-    limits = StageLimits(forward=limit + 1, backward=limit, fused=fused)
-    found = search_partitions(
-        evaluator, even=even_partitions(profile, limits=limits), limits=limits, effort=QUICK
-    )
-    assert found
-    assert all(limits.allow(partition) for partition in found)
-    assert all(partition.num_blocks == profile.num_blocks for partition in found)
-    if profile.num_blocks:
-        makespans = evaluator.makespans(PartitionTable.of(found)).tolist()
-        assert makespans == pytest.approx(sorted(makespans))
 
 
 def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:

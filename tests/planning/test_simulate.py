@@ -21,7 +21,7 @@ from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 from tests.kit.plans import default_plan
-from tests.kit.profiles import random_profiles, uniform_profile
+from tests.kit.profiles import random_profiles
 
 PARTITION = Partition(forward=(1,), backward=(0, 1))
 SCHEDULE = Schedule.from_text("worker 0: F0.0 B1.0\nworker 1: X0.0\n")
@@ -128,25 +128,3 @@ def test_a_default_plan_is_valid_and_its_simulation_consistent(
     for row in timeline.rows():
         for before, after in pairwise(row):
             assert before.end_seconds <= after.start_seconds
-
-
-def test_one_worker_never_idles_and_holds_few_blocks_at_once() -> None:
-    plan = default_plan(uniform_profile(12), num_workers=1, num_microbatches=3)
-    costs = stage_costs(uniform_profile(12), partition=plan.partition)
-    timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
-    assert timeline.bubble_fraction == 0.0
-    assert max(plan.partition.backward) <= 3
-
-
-def test_four_workers_are_nearly_busy() -> None:
-    profile = uniform_profile(32)
-    plan = default_plan(profile, num_workers=4, num_microbatches=8)
-    costs = stage_costs(profile, partition=plan.partition)
-    assert simulate(plan.schedule, partition=plan.partition, costs=costs).bubble_fraction < 0.1
-
-
-def test_durations_that_are_all_zero_balance_by_number_of_blocks() -> None:
-    plan = default_plan(
-        uniform_profile(32, forward=0, backward=0, tail=0), num_workers=4, num_microbatches=8
-    )
-    assert max(plan.partition.forward) - min(plan.partition.forward[:-1]) <= 1

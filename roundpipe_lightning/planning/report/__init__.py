@@ -1,1 +1,1 @@
-"""Plans and timelines for people: text, pictures, figures."""
+"""Plans and timelines as text, pictures and figures."""

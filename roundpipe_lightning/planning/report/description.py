@@ -100,7 +100,7 @@ class PlanDescription:
         saved = without.uploaded_bytes - self.prediction.uploaded_bytes
         return {**dict(zip(MOVED, sizes, strict=True)), "weights_saved": saved}
 
-    # --- for people -------------------------------------------------------------------------------
+    # --- for messages ----------------------------------------------------------------------------
 
     def plan_lines(self) -> list[str]:
         """Stages, teams, rounds, and what is kept or computed twice."""
@@ -200,7 +200,7 @@ def _need_lines(name: str, need: MemoryNeed) -> Iterator[str]:
 
 
 def size_text(num_bytes: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes for messages, e.g. `1.25 GiB`."""
     if num_bytes >= _GIB / 10 or not num_bytes:
         return f"{num_bytes / _GIB:,.2f} GiB"
     if num_bytes >= 2**20 / 10:
@@ -209,7 +209,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """A number of things for people."""
+    """A number of things for messages, e.g. `2 batches`."""
     plural = noun + ("es" if noun.endswith("ch") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
 

@@ -1,4 +1,4 @@
-"""Where the workers of a step stand in their schedule, as text for people.
+"""How far the workers of a step have come in their schedule, as text for messages.
 
 ```
 [done] >running<  waiting; a column's actions may run at the same time
@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies, walk
 
 _MOST_COLUMNS = 16
 """Of the grid; those around the running actions are shown."""
@@ -49,7 +49,7 @@ class StepProgress:
         return "\n".join(lines)
 
     def _doing(self, action: Action) -> str:
-        """Say what a worker does whose first unfinished action this is."""
+        """Name what a worker does whose first unfinished action this is."""
         seconds = self.running.get(action.key)
         if seconds is not None:
             return f"runs {action.key} for {seconds:.1f} s"
@@ -89,22 +89,9 @@ class StepProgress:
 
 def earliest_columns(plan: Plan) -> dict[ActionKey, int]:
     """Return when each action can begin at the earliest if every action takes one unit of time."""
-    following: dict[ActionKey, list[ActionKey]] = {action.key: [] for action in plan.schedule}
-    num_left: dict[ActionKey, int] = {}
-    for actions in plan.schedule.workers:
-        for position, action in enumerate(actions):
-            before = {d.key for d in dependencies(action.key, plan.partition)}
-            before.update(a.key for a in actions[position - 1 : position] if position)
-            num_left[action.key] = len(before)
-            for key in before:
-                following[key].append(action.key)
-    ready = [key for key, count in num_left.items() if not count]
-    columns = dict.fromkeys(ready, 0)
-    while ready:
-        key = ready.pop()
-        for after in following[key]:
-            columns[after] = max(columns.get(after, 0), columns[key] + 1)
-            num_left[after] -= 1
-            if not num_left[after]:
-                ready.append(after)
+    columns: dict[ActionKey, int] = {}
+    latest = [-1] * plan.num_workers
+    for action in walk(plan.schedule, plan.partition):
+        before = [columns[each.key] for each in dependencies(action.key, plan.partition)]
+        columns[action.key] = latest[action.worker] = 1 + max([latest[action.worker], *before])
     return columns

@@ -300,7 +300,7 @@ def _error(reason: str, schedule: Schedule, *marked: Action) -> PlanError:
 def _describe_deadlock(
     schedule: Schedule, partition: Partition, position: list[int], done: set[ActionKey]
 ) -> str:
-    """Say what the stuck workers wait for, and mark where they stand."""
+    """Name what the stuck workers wait for, and mark where they stand."""
     stuck = [row[at] for row, at in zip(schedule.workers, position, strict=True) if at < len(row)]
     reasons = []
     for action in stuck:

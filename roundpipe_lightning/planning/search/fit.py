@@ -29,12 +29,8 @@ from roundpipe_lightning.planning.search.cases import pipeline_configs
 from roundpipe_lightning.planning.search.evolve import QUICK, Effort
 from roundpipe_lightning.planning.search.limits import ONES, largest_stages, limits_within
 from roundpipe_lightning.planning.search.partition import StageLimits
-from roundpipe_lightning.planning.search.planner import (
-    PlannedTraining,
-    PlanningRequest,
-    plan_training,
-)
-from roundpipe_lightning.planning.search.request import PartitionHints
+from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
+from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 
 _LEAST_SHORTAGE = 1e-9
 _SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
@@ -203,7 +199,7 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
 
 
 def fits_memory(job: TrainingJob) -> bool:
-    """Say whether some stages, teams and rounds fit; quicker than to plan them."""
+    """Return whether some stages, teams and rounds fit; quicker than to plan them."""
     footprint = job.memory.footprint(job.shape)
     profile = footprint.profile
     if job.hints.cuts:

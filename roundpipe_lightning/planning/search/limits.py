@@ -86,7 +86,7 @@ def even_share(
 
 
 def _are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfig) -> bool:
-    """Say whether every device can hold its part where all stages are as large as the limits."""
+    """Return whether every device can hold its part where all stages are as large as the limits."""
     return footprint.fits(config.with_stages(largest_stages(footprint.profile, limits)))
 
 
@@ -115,7 +115,7 @@ def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:
 
 
 def describe_lack(footprint: Footprint, *, config: PipelineConfig) -> str:
-    """Say what no device can hold: the stage of one block, or of the tail segment, at its least."""
+    """Name what no device can hold: the stage of one block or of the tail segment, at its least."""
     profile, hardware = footprint.profile, footprint.hardware
     ones = largest_stages(profile, ONES)
     need = footprint.need(config.with_stages(ones))

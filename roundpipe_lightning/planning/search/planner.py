@@ -114,7 +114,7 @@ def plan_training(
 
 
 def _may_save(profiles: Profiles, request: PlanningRequest) -> bool:
-    """Say whether attention takes a share of any step that is worth keeping its outputs."""
+    """Return whether attention takes a share of any step that is worth keeping its outputs."""
 
     def pays(profile: ModelProfile) -> bool:
         full = profile.seconds_to_recompute()
@@ -306,7 +306,7 @@ class _Choice:
 
 
 def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
-    """Say why none of the partitions that are wanted is possible."""
+    """Explain why none of the partitions that are wanted is possible."""
     case = cases[0]
     device = f"a device of {case.hardware.name} has {case.hardware.device_bytes / 2**30:.2f} GiB"
     if request.partitions:
@@ -341,6 +341,3 @@ def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
         f"No stages within the limits go with recompute="
         f"{', '.join(policy.value for policy in request.recompute)}; {device}."
     )
-
-
-__all__ = ["PlannedTraining", "PlanningRequest", "plan_of_one_batch", "plan_training"]

@@ -375,7 +375,7 @@ class PlanningRequest:
         return replace(self, recompute=others or self.recompute)
 
     def allows(self, partition: Partition) -> bool:
-        """Say whether a partition has BACKWARD stages, or none, as the policies want."""
+        """Return whether a partition has BACKWARD stages, or none, as the policies want."""
         if partition.num_blocks == 0:
             return True
         if partition.num_backward == 0:
