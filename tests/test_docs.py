@@ -1,20 +1,32 @@
-"""What the documents show is what happens: their examples run, and print what they are said to."""
+"""What the documents say is so: examples run and print that, commands compose, names exist."""
 
+from __future__ import annotations
+
+import ast
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import hydra
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from roundpipe_lightning import errors
 from roundpipe_lightning.planning.model.hardware import config_folder
+from tests.conf.test_models import PUBLISHED
 from tests.kit.programs import run_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CONF = config_folder()
+
+
+def _text(document: str) -> str:
+    return (REPOSITORY / "docs" / f"{document}.md").read_text(encoding="utf-8")
 
 
 def _blocks(document: str, language: str) -> list[str]:
-    text = (REPOSITORY / "docs" / document).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, _text(document), flags=re.MULTILINE | re.DOTALL)
 
 
 def _run(code: str, folder: Path) -> str:
@@ -25,7 +37,7 @@ def _run(code: str, folder: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore:.* does not have many workers")
 def test_quick_start_runs_from_top_to_bottom_and_learns(tmp_path: Path) -> None:
-    output = _run("\n".join(_blocks("quickstart.md", "python")), tmp_path)
+    output = _run("\n".join(_blocks("quickstart", "python")), tmp_path)
     loss = re.search(r"loss after 64 steps: (\S+)", output)
     assert loss is not None, output
     assert float(loss[1]) < 2.0  # the logarithm of 64 characters is 4.16
@@ -33,17 +45,111 @@ def test_quick_start_runs_from_top_to_bottom_and_learns(tmp_path: Path) -> None:
 
 
 def test_the_design_s_grid_is_the_planner_s(tmp_path: Path) -> None:
-    (example,) = _blocks("design.md", "python")
+    (example,) = _blocks("design", "python")
     printed = _run(example, tmp_path).strip()
-    assert printed in [block.strip() for block in _blocks("design.md", "text")]
+    assert printed in [block.strip() for block in _blocks("design", "text")]
 
 
-def test_the_quick_start_s_commands_compose() -> None:
-    """Every override that the document shows exists; flags and what needs a run are left out."""
-    lines = "".join(_blocks("quickstart.md", "bash")).splitlines()
-    commands = [line.partition("#")[0] for line in lines if line.startswith("python train.py")]
-    assert len(commands) >= 5
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+@pytest.mark.parametrize(
+    ("document", "least"), [("quickstart", 5), ("configuration", 8), ("finetuning", 6), ("peft", 4)]
+)
+def test_every_command_composes(document: str, least: int) -> None:
+    """Every override that is shown exists; flags and sweeps are left out."""
+    commands = re.findall(r"^python train.py *([^#\n]*)", _text(document), flags=re.MULTILINE)
+    assert len(commands) >= least
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands:
-            overrides = [word for word in command.split()[2:] if "=" in word and "," not in word]
-            hydra.compose("train", overrides=overrides)
+            words = [word for word in command.split() if "=" in word]
+            sweeps = [word for word in words if "," in word and "[" not in word]
+            compose("train", overrides=[word for word in words if word not in sweeps])
+
+
+# --- what conf/ has ------------------------------------------------------------------------------
+
+PARTS = {
+    "last_checkpoint",
+    "best_checkpoint",
+    "pretrained_export",
+    "timeline",
+    "progress_bar",
+    "lr_monitor",
+}
+"""Files of conf/callbacks that the choices are made of."""
+
+
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("group", [name for name in GROUPS if name not in ("hydra", "paths")])
+def test_every_choice_is_listed(group: str) -> None:
+    row = re.search(rf"^\| `{group}` \| (.*?) \|", _text("configuration"), flags=re.MULTILINE)
+    assert row is not None
+    listed = set(re.findall(r"`(\w+)`", row[1]))
+    choices = {path.stem for path in (CONF / group).glob("*.yaml")}
+    if group == "hardware":
+        assert listed <= choices
+    else:
+        assert listed == choices - (PARTS if group == "callbacks" else set())
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
+def test_every_model_is_listed(name: str, published: tuple[str | None, int]) -> None:
+    hub_name, num_parameters = published
+    row = f"| `{name}` | {hub_name + ' ' if hub_name else ''}| {num_parameters:,} |"
+    assert row in _text("configuration")
+
+
+def test_fine_tuning_names_settings_that_exist() -> None:
+    text = _text("finetuning")
+    named = set(re.findall(r"`data\.([\w.]+)", text))
+    known = set()
+    for path in (CONF / "data").glob("*.yaml"):
+        keys = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert isinstance(keys, dict)
+        known |= set(keys) | {f"tokenizer.{key}" for key in keys.get("tokenizer", {})}
+    assert named
+    assert named <= known
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+VALUE = "…"
+"""Stands for whatever is put into a message."""
+ROW = re.compile(r"^\| `(?P<opening>[^`]+)` \| (?P<kinds>[^|]+) \| (?P<cure>.+) \|$")
+
+
+def _texts() -> Iterator[str]:
+    """Every text in the source, with `VALUE` where something is put in."""
+    for path in sorted((REPOSITORY / "roundpipe_lightning").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
+                yield _skeleton(node, constants)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                constants[node.targets[0].id] = _skeleton(node.value, {})
+
+
+def _skeleton(node: ast.expr, constants: Mapping[str, str]) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"\{[^{}]*\}|%s", VALUE, node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_skeleton(part, constants) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _skeleton(node.left, constants) + _skeleton(node.right, constants)
+    return constants.get(node.id, VALUE) if isinstance(node, ast.Name) else VALUE
+
+
+def test_every_row_is_a_message() -> None:
+    _, _, ours = _text("troubleshooting").partition("## Messages of this package")
+    rows = [ROW.match(line) for line in ours.splitlines() if line.startswith("| `")]
+    assert None not in rows, "Rows have the form | `message` | class | what to do |"
+    said = [text.strip().replace("`", "'") for text in _texts() if len(text) > 8]
+    stale = []
+    for row in filter(None, rows):
+        parts = (re.escape(part) for part in row["opening"].split(VALUE))
+        pattern = re.compile(r"\S*".join(parts))
+        known = all(kind.endswith("Warning") or hasattr(errors, kind) for kind in [row["kinds"]])
+        if not known or not any(pattern.match(text) for text in said):
+            stale.append(row["opening"])
+    assert not stale, f"No message begins so any more; remove or mend these rows: {stale}"

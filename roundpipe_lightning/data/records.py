@@ -122,11 +122,9 @@ class DatasetRecords:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def parts(self) -> tuple[str, ...]:
-        """The split alone."""
         return (self.split,)
 
     def read(self, part: str) -> Iterator[Record]:
-        """Rows of the split."""
         import datasets  # takes a second, and few need it
 
         rows = datasets.load_dataset(self.path, split=part, **self.options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,23 +154,18 @@ class Padding:
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Stack rows into tensors of shape (rows, ..., tokens)."""
-        fills: Mapping[str, Callable[[int], Tensor]] = {
-            "input_ids": lambda count: torch.full((count,), self.pad_token),
-            "labels": lambda count: torch.full((count,), IGNORED),
-            "attention_mask": lambda count: torch.zeros(count, dtype=torch.int64),
-            "position_ids": torch.arange,
-        }
         longest = max(row["input_ids"].shape[-1] for row in rows)
         length = -(-longest // self.multiple_of) * self.multiple_of
         return {
-            name: torch.stack([_padded(row[name], length, fills[name]) for row in rows])
+            name: torch.stack([self._padded(name, row[name], length) for row in rows])
             for name in rows[0]
         }
 
-
-def _padded(values: Tensor, length: int, fill: Callable[[int], Tensor]) -> Tensor:
-    if values.dim() == 0:  # one value for the whole sample, such as its class
-        return values
-    missing = length - values.shape[-1]
-    tail = fill(missing).expand(*values.shape[:-1], missing)
-    return torch.cat([values, tail], dim=-1)
+    def _padded(self, name: str, values: Tensor, length: int) -> Tensor:
+        if values.dim() == 0:  # one value for the whole sample, such as its class
+            return values
+        missing = length - values.shape[-1]
+        if name == "position_ids":
+            return torch.cat([values, torch.arange(missing)])
+        fill = {"input_ids": self.pad_token, "labels": IGNORED, "attention_mask": 0}[name]
+        return torch.nn.functional.pad(values, (0, missing), value=fill)

@@ -312,12 +312,7 @@ def _split(samples: Sequence[Any], *, share: float) -> tuple[list[Any], list[Any
 
 
 class SeededOrder(Sampler[int]):
-    """A new permutation in every epoch, drawn from `(seed, epoch)` and no global generator.
-
-    Args:
-        length: Number of items.
-        seed: Seed of all permutations.
-    """
+    """A new permutation in every epoch, drawn from `(seed, epoch)` and no global generator."""
 
     def __init__(self, length: int, *, seed: int) -> None:
         self.length = length
@@ -348,8 +343,7 @@ class ResumableLoader(DataLoader[Any]):
         dataset: What to load.
         order: The order of the epoch; this loader owns it.
         batch_size: Samples in a batch; a smaller last one is dropped.
-        num_workers: Processes that prepare batches; 0 prepares them in the Trainer's.
-        collate: Makes a batch of samples; None stacks their tensors.
+        num_workers, collate: As `num_workers` and `collate_fn` of `DataLoader`.
     """
 
     def __init__(
