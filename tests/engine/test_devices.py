@@ -24,7 +24,7 @@ from roundpipe_lightning.engine.device import host_memory as host
 from roundpipe_lightning.engine.device import probe
 from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
-from roundpipe_lightning.engine.device.probe import cache_folder, find_hardware, probe_hardware
+from roundpipe_lightning.engine.device.probe import cache_folder, probe_hardware
 from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
 from roundpipe_lightning.errors import HardwareError
 from roundpipe_lightning.planning.model.hardware import load_hardware
@@ -309,18 +309,6 @@ def test_transfers_are_timed() -> None:
     cpu = torch.device("cpu")
     assert probe._transfer_rate([cpu], upload=True) > 1e6
     assert probe._transfer_rate([cpu, cpu], upload=False) > 1e6
-
-
-def test_whatever_a_user_gives_is_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = load_hardware("h100x8")
-    assert find_hardware(spec) is spec
-    assert find_hardware("h100x8") == spec
-    monkeypatch.setattr(probe, "probe_hardware", lambda **_: spec)
-    assert find_hardware("auto") is spec
-    with pytest.raises(HardwareError, match="nearest"):
-        find_hardware("h100x9")
 
 
 def test_the_cache_folder_is_the_user_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -361,17 +361,44 @@ def _dropout_without_torch_function(x: Tensor) -> Tensor:
         return functional.dropout(x, 0.5)
 
 
-def _dropout_of_an_overload(x: Tensor) -> Tensor:
-    dropped: Tensor = torch.ops.aten.native_dropout.default(x, 0.5, True)[0]
-    return dropped
+class _NoiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.randn_like(gradient)
 
 
-@pytest.mark.parametrize(
-    "function", [_dropout_without_torch_function, _dropout_of_an_overload], ids=lambda f: f.__name__
-)
-def test_draws_behind_the_modes_back_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(RandomnessError, match="default generator"):
+_GENERATOR = torch.Generator()
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "without torch function": (_dropout_without_torch_function, "default generator"),
+    "an overload": (
+        lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True)[0],
+        "default generator",
+    ),
+    "backward": (
+        _NoiseInBackward.apply,
+        "backward pass",
+    ),
+    "a generator that the forward pass moves on": (
+        lambda x: x * torch.rand(x.shape, generator=_GENERATOR),
+        r"a torch\.Generator",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_draws_that_a_recompute_cannot_repeat_are_refused(kind: str) -> None:
+    function, match = REFUSED[kind]
+    with pytest.raises(RandomnessError, match=match):
         _step_with(function)
+
+
+def test_a_generator_that_a_block_seeds_is_allowed() -> None:
+    _step_with(lambda x: x * torch.rand(x.shape, generator=torch.Generator().manual_seed(1)))
 
 
 PARTITIONS = {
@@ -399,24 +426,6 @@ def test_activation_checkpointing_without_dropout_is_allowed() -> None:
 
     module = Regressor(2, make_block=lambda: Calling(function))
     check_parity(module, num_microbatches=2)
-
-
-def test_a_draw_in_a_backward_pass_is_refused() -> None:
-    class Noise(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient + torch.randn_like(gradient)
-
-    def function(x: Tensor) -> Tensor:
-        noisy: Tensor = Noise.apply(x)  # type: ignore[no-untyped-call]
-        return noisy
-
-    with pytest.raises(RandomnessError, match="backward pass"):
-        _step_with(function)
 
 
 class _Moved:
@@ -460,20 +469,6 @@ def test_who_draws_while_a_step_drains_is_not_taken_for_the_step() -> None:
     for thread in threads:
         thread.join()
     assert not failed
-
-
-def test_a_blocks_own_generator_must_be_found_as_it_was() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def moves_on(x: Tensor) -> Tensor:
-        return x * torch.rand(x.shape, generator=generator)
-
-    def seeded(x: Tensor) -> Tensor:
-        return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
-
-    with pytest.raises(RandomnessError, match=r"a torch\.Generator"):
-        _step_with(moves_on)
-    _step_with(seeded)
 
 
 def test_numbers_of_a_users_own_generator_outside_the_blocks_are_its_own() -> None:

@@ -112,7 +112,6 @@ def test_random_schedules_run_to_their_end_in_order(plan: Plan) -> None:
         for dependency in dependencies(action.key, plan.partition):
             assert moment["end", dependency.key] < moment["begin", action.key]
     assert turns.num_events == 2 * len(begins)
-    assert turns.running() == ()
 
 
 @settings(max_examples=30)
@@ -154,7 +153,6 @@ def test_a_waiter_waits_until_the_worker_is_free() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     assert not entered.wait(0.1)
-    assert turns.running() == (first,)
     assert ">F0.0<" in turns.report()
     assert re.search(r"worker 0: 0 of 6 done, runs F0\.0 for \d+\.\d s", turns.report())
     assert "worker 1: 0 of 4 done, waits to begin F1.0 for F0.0 (worker 0, running)" in (

@@ -35,7 +35,6 @@ from roundpipe_lightning.planning.model.hardware import (
     MatrixRates,
     hardware_from_mapping,
     hardware_to_mapping,
-    load_hardware,
 )
 
 _ATTENTION_SHARE = 0.7 / 0.9
@@ -46,25 +45,6 @@ _LITTLE_BYTES = 2**30  # of a device: what the runtime takes for this process, a
 _LEFT_TO_ALLOCATOR = 0.04  # of what there is
 _SHORTEST_SECONDS = 0.1
 _MOST_REPEATS = 64
-
-
-def find_hardware(
-    source: HardwareSpec | str | os.PathLike[str] = "auto", *, num_workers: int | None = None
-) -> HardwareSpec:
-    """Return a machine from whatever a user may give for it.
-
-    Args:
-        source: A machine, the name of one, the path of a file, or `"auto"`: the one this runs on.
-        num_workers: For `"auto"` on a machine without accelerators: CPU workers.
-
-    Raises:
-        HardwareError: There is no such name or file, or a figure in it is wrong.
-    """
-    if isinstance(source, HardwareSpec):
-        return source
-    if source == "auto":
-        return probe_hardware(num_workers=num_workers)
-    return load_hardware(source)
 
 
 def probe_hardware(

@@ -219,11 +219,6 @@ class Turns:
         """Counts begins and ends: it grows as long as the step makes progress."""
         return len(self._begun) + len(self._ended)
 
-    def running(self) -> tuple[Action, ...]:
-        """Actions that have begun and not ended."""
-        with self._mutex:
-            return tuple(self.graph.actions[key] for key in self._begun.keys() - self._ended)
-
     def report(self) -> str:
         """Return the schedule as a grid, and what every worker runs or waits for."""
         now = time.monotonic()
