@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag, tag_of, untag
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
@@ -18,22 +17,7 @@ from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
 from roundpipe_lightning.engine.transfer.copy_queue import Job
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.worker_transfers import Transfers, WorkerTransfers
-
-
-class LockingDevice(EmulatedDevice):
-    """Notes which bytes it was asked to page-lock."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.locked: list[tuple[int, int]] = []
-
-    def pin(self, buffer: Tensor) -> None:
-        if buffer.nbytes:
-            self.locked.append((buffer.data_ptr(), buffer.nbytes))
-
-    def unpin(self, buffer: Tensor) -> None:
-        if buffer.nbytes:
-            self.locked.remove((buffer.data_ptr(), buffer.nbytes))
+from tests.kit.engine import LockingDevice
 
 
 @dataclass

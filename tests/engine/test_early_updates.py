@@ -16,7 +16,6 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from tests.kit.engine import Regressor, layers_of, plain_step, plan_of, regression_batches
@@ -199,18 +198,6 @@ def test_what_the_optimizer_does_not_have_is_left_alone() -> None:
     assert torch.equal(module.layers[0].inner.weight, before)
 
 
-def test_options_are_those_of_the_beginning() -> None:
-    module: Any = Regressor(2)
-    frozen = {n: p.detach().clone() for n, p in module.layers.named_parameters()}
-    with opened(module) as (engine, updater):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-        updater.begin(optimizer)
-        optimizer.param_groups[0]["lr"] = 1.0
-        finish(updater, optimizer, step(engine))
-        updater.join()
-    assert all(torch.equal(p, frozen[name]) for name, p in module.layers.named_parameters())
-
-
 def test_an_error_of_an_early_update_is_raised_once() -> None:
     module = Regressor(2)
 
@@ -228,16 +215,6 @@ def test_an_error_of_an_early_update_is_raised_once() -> None:
         (note,) = vars(caught.value)["__notes__"]
         assert "AdamW updated 'layers.1'" in note
         updater.join()
-
-
-def test_late_gradients_of_what_was_taken_would_be_seen() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    reducer = GradientReducer(num_microbatches=1, num_stages=1, take=list)
-    reducer.add_stage(0, [0], {parameter: torch.ones(2)})
-    with pytest.raises(AssertionError, match="uses elsewhere"):
-        reducer.add_shared(0, {parameter: torch.ones(2)})
-    reducer.close_microbatch(0)
-    assert not reducer.sums()
 
 
 def test_nobody_reads_a_block_before_all_its_parts_are_updated() -> None:

@@ -22,7 +22,15 @@ from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.optim import HostAdamW
-from tests.kit.engine import WIDTH, Block, Regressor, layers_of, plan_of, regression_batches
+from tests.kit.engine import (
+    WIDTH,
+    Block,
+    LockingDevice,
+    Regressor,
+    layers_of,
+    plan_of,
+    regression_batches,
+)
 
 NUM_MICROBATCHES = 4
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
@@ -177,28 +185,18 @@ def test_parameters_of_several_blocks_and_frozen_ones_travel_as_they_are() -> No
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_is_uploaded_is_page_locked_and_nothing_else(keeps: bool) -> None:
-    locked: list[int] = []
-
-    class Locking(EmulatedDevice):
-        def pin(self, buffer: Tensor) -> None:
-            locked.append(buffer.data_ptr())
-
-        def unpin(self, buffer: Tensor) -> None:
-            locked.remove(buffer.data_ptr())
-
-    module: Any = Regressor()
+    device, module = LockingDevice(), Regressor()
     store = HostStore(module, list(module.layers), upload_dtype=torch.bfloat16)
-    store.pin(Locking(0))
+    store.pin(device)
     if keeps:
         store.keep_previous(list(module.parameters()))
     masters = {p.untyped_storage().data_ptr() for p in module.layers.parameters() if p.dim() == 2}
     blocks = list(module.layers)
     sent = {f.uploaded.data_ptr() for block in blocks for f in store.buffers_of(block)}
-    assert sent <= set(locked)
-    assert masters.isdisjoint(locked)
-    assert len(locked) == len(set(locked))
+    assert sent <= device.locked.keys()
+    assert masters.isdisjoint(device.locked)
     store.close()
-    assert not locked
+    assert not device.locked
 
 
 def test_what_is_kept_has_the_dtype_that_is_uploaded() -> None:

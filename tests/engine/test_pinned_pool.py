@@ -15,17 +15,18 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker
-from roundpipe_lightning.emulation.server import EmulatedDevice, EmulatedServer
+from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.engine.device.events import DoneEvent, HostEvent
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool, PinnedPools
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.engine.test_turns import random_plans
 from tests.kit.engine import (
     TIMEOUT_SECONDS,
+    LockingDevice,
     Regressor,
     engine_of,
     layers_of,
@@ -34,22 +35,6 @@ from tests.kit.engine import (
     regression_batches,
     training_step,
 )
-
-
-class LockingDevice(EmulatedDevice):
-    """Notes which bytes it was asked to page-lock."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.locked: dict[int, int] = {}
-
-    def pin(self, buffer: Tensor) -> None:
-        if buffer.nbytes:
-            self.locked[buffer.data_ptr()] = buffer.nbytes
-
-    def unpin(self, buffer: Tensor) -> None:
-        if buffer.nbytes:
-            assert self.locked.pop(buffer.data_ptr()) == buffer.nbytes
 
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
@@ -339,16 +324,3 @@ def run(engine: Engine, *, batches_in_flight: int) -> None:
         steps.append(engine.begin_step(batches, training_step, loss_scales=[1.0] * 6))
         steps[-1].outputs()
     steps[-1].result()
-
-
-def test_dependencies_are_in_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orders of the tests above differ, and each respects what waits for what."""
-    plan = two_round_plan(Regressor(4))
-    graph = TurnGraph.from_plan(plan)
-    orders = [[*_in_order(plan, graph, first=first)] for first in (furthest, nearest)]
-    assert orders[0] != orders[1]
-    for order in orders:
-        places = {key: place for place, key in enumerate(order)}
-        assert len(places) == len(graph.actions)
-        for key in order:
-            assert all(places[d.key] < places[key] for d in dependencies(key, plan.partition))

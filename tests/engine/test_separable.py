@@ -147,13 +147,6 @@ def test_names_of_parameters_go_with_them() -> None:
     assert seen == [["p1", "p3"]]
 
 
-def test_a_parameter_that_nothing_captured_is_left_alone() -> None:
-    stranger = nn.Parameter(torch.ones(3))
-    stranger.grad = torch.ones(3)
-    CapturedStep(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)).run([stranger])
-    assert torch.equal(stranger, torch.ones(3))
-
-
 class _Counts(Lion):
     def step(self, closure: Any = None) -> Any:
         self.count = getattr(self, "count", 0) + 1

@@ -223,17 +223,6 @@ def test_many_small_tensors_cost_what_one_flat_buffer_costs() -> None:
     assert few == many < 100
 
 
-def test_a_block_whose_parameters_were_swapped_is_uploaded_from_where_they_are() -> None:
-    module = Regressor(2)
-    stack, batches = layers_of(module), regression_batches(2)
-    plan = plan_of(stack, num_microbatches=2)
-    with engine_of(module, stack, plan, devices=emulated_workers(2)) as engine:
-        mean_step(engine, batches)
-        layer: Any = module.layers[1]
-        layer.outer.weight.data = torch.full_like(layer.outer.weight, 0.5)
-        assert not differences(module, mean_step(engine, batches), plain_step(module, batches))
-
-
 class FailingDevice(EmulatedDevice):
     """Fails at its n-th copy."""
 

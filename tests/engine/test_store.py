@@ -7,33 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import ConfigurationError
-from tests.kit.engine import WIDTH, Regressor
-
-
-class CountingDevice(EmulatedDevice):
-    """Counts its uploads, and the pages it was asked to lock."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.num_uploads = 0
-        self.pinned: list[int] = []
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        self.num_uploads += 1
-        return super().upload(tensor)
-
-    def pin(self, buffer: Tensor) -> None:
-        self.pinned.append(buffer.data_ptr())
-
-    def unpin(self, buffer: Tensor) -> None:
-        self.pinned.remove(buffer.data_ptr())
+from tests.kit.engine import WIDTH, LockingDevice, Regressor
 
 
 def _storages(parameters: Any) -> set[int]:
@@ -74,7 +55,7 @@ def test_one_buffer_per_block_and_the_rest() -> None:
 def test_one_copy_per_block() -> None:
     module = Regressor(3)
     store = HostStore(module, list(module.layers))
-    device = CountingDevice()
+    device = LockingDevice()
     block = _blocks(module)[1]
     store.upload_block(block, device)
     assert device.num_uploads == 1
@@ -97,7 +78,7 @@ def test_buffers_of_their_own_for_dtypes_and_frozen_parameters() -> None:
     _blocks(module)[0].inner.requires_grad_(False)
     _blocks(module)[0].norm.to(torch.bfloat16)
     store = HostStore(module, list(module.layers))
-    device = CountingDevice()
+    device = LockingDevice()
     assert len(_storages(_blocks(module)[0].parameters())) == 3
     values = store.upload_block(_blocks(module)[0], device)
     assert device.num_uploads == 3
@@ -191,12 +172,12 @@ def test_the_meta_device_is_refused() -> None:
 def test_pages_are_locked_and_given_back() -> None:
     module = Regressor(2)
     store = HostStore(module, list(module.layers))
-    device = CountingDevice()
+    device = LockingDevice()
     store.pin(device)
-    assert set(device.pinned) == _storages(module.parameters())
+    assert set(device.locked) == _storages(module.parameters())
     store.close()
     store.close()
-    assert device.pinned == []
+    assert not device.locked
 
 
 def test_a_second_store_on_the_same_module() -> None:

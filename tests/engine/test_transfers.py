@@ -222,16 +222,6 @@ def test_an_abort_gives_jobs_up_and_the_queue_serves_the_next_step() -> None:
     assert not failures
 
 
-def test_a_job_with_nothing_to_copy_is_done() -> None:
-    calls: list[str] = []
-    with queue_of(SteppedDevice(), Failures()) as queue:
-        empty = Job(
-            name="empty", priority=Priority.WEIGHTS, pieces=[], done=lambda: calls.append("done")
-        )
-        queue.submit(empty).wait()
-    assert calls == ["done"]
-
-
 def test_a_queue_without_a_thread_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for copies that nobody will make."""
 

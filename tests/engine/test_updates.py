@@ -136,22 +136,6 @@ def test_nobody_reads_a_block_before_its_update(model: Model, store: HostStore) 
         assert torch.equal(parameter, old - 1)
 
 
-def test_parameters_outside_the_blocks_have_events_of_their_own(
-    model: Model, store: HostStore
-) -> None:
-    steered = Steered()
-    with Updater(store, units_of(model, store), run_unit=steered) as updater:
-        updater.submit(sgd_with_gradients(model))
-        steered.allowed.release()
-        assert store.value(model.embedding.weight) is model.embedding.weight
-        thread, _ = in_thread(lambda: store.value(model.head.bias))
-        await_wanted(store, model.head.bias)
-        assert thread.is_alive()
-        steered.allowed.release(9)
-        thread.join(PATIENCE_SECONDS)
-        updater.join()
-
-
 ORDER = [
     "embedding.weight",
     "embedding.bias",
@@ -280,13 +264,6 @@ def test_the_thread_ends_although_nobody_joined_for_the_error(
         updater.submit(sgd_with_gradients(model))
     assert "roundpipe-updates" not in {thread.name for thread in threading.enumerate()}
     assert not store.updates
-
-
-def test_closing_finishes_what_was_submitted(model: Model, store: HostStore) -> None:
-    before = model.head.weight.detach().clone()
-    with Updater(store, units_of(model, store)) as updater:
-        updater.submit(sgd_with_gradients(model))
-    assert torch.equal(model.head.weight, before - 1)
 
 
 @pytest.mark.parametrize("emulated", [False, True])

@@ -148,6 +148,28 @@ def emulated_workers(num: int) -> list[Device]:
     return [EmulatedDevice(i) for i in range(num)]
 
 
+class LockingDevice(EmulatedDevice):
+    """Knows which bytes it was asked to page-lock, and how often it has uploaded."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self.locked: dict[int, int] = {}
+        self.num_uploads = 0
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.num_uploads += 1
+        return super().upload(tensor)
+
+    def pin(self, buffer: Tensor) -> None:
+        if buffer.nbytes:
+            assert buffer.data_ptr() not in self.locked
+            self.locked[buffer.data_ptr()] = buffer.nbytes
+
+    def unpin(self, buffer: Tensor) -> None:
+        if buffer.nbytes:
+            assert self.locked.pop(buffer.data_ptr()) == buffer.nbytes
+
+
 def training_step(view: Any, batch: Any, index: int) -> Any:
     return view.training_step(batch, 0)
 

@@ -26,7 +26,7 @@ from roundpipe_lightning.engine.store.flat_buffers import (
 )
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
-from roundpipe_lightning.engine.store.weight_versions import Serving
+from roundpipe_lightning.engine.store.weight_versions import WeightVersions
 from roundpipe_lightning.errors import ConfigurationError
 
 TakeGradients: TypeAlias = Callable[[dict[nn.Parameter, Tensor]], Collection[nn.Parameter]]
@@ -95,7 +95,7 @@ class HostStore:
         #: In the dtype that is uploaded.
         self.previous: dict[nn.Parameter, Tensor] = {}
         #: Which of the two the steps that begin now are given.
-        self.serving = Serving(previous=False)
+        self.versions = WeightVersions(previous=False)
 
     def _uploaded_buffers(self) -> Iterator[Tensor]:
         for group in (*self._blocks.values(), self._outside):
@@ -150,12 +150,12 @@ class HostStore:
 
     @property
     def serves_previous(self) -> bool:
-        return self.serving.previous
+        return self.versions.previous
 
     @serves_previous.setter
     def serves_previous(self, serves: bool) -> None:
-        if serves != self.serving.previous:
-            self.serving = Serving(previous=serves)
+        if serves != self.versions.previous:
+            self.versions = WeightVersions(previous=serves)
 
     def served(self, parameter: nn.Parameter) -> Tensor:
         """Return what workers compute with, without waiting."""
@@ -245,7 +245,7 @@ class HostStore:
         self.check_unwritten(block)
         self.await_updated(block)
         values: dict[nn.Parameter, Tensor] = {}
-        with self.serving.reading(device) as reads_previous:
+        with self.versions.reading(device) as reads_previous:
             served = self.previous if reads_previous else {}
             if device.shares_host_memory:
                 return {p: served.get(p, p).detach().to(p.dtype) for p in self._of_block[block]}

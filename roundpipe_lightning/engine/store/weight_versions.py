@@ -15,14 +15,13 @@ updater    │                           parameters ─▶ copy ───┘ swi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from roundpipe_lightning.engine.device.base import Device
 
 
-class Serving:
+class WeightVersions:
     """Where uploads of the steps that share it read. They have the same values at all times.
 
     Args:
@@ -39,23 +38,18 @@ class Serving:
         """Whether what begins to read now reads the copy."""
         return self._previous
 
-    def begin_reading(self) -> bool:
-        """Say that values begin to be read; return whether from the copy."""
+    def begin_reading(self) -> tuple[bool, Callable[[], None]]:
+        """Return whether to read the copy, and what to call when the reading is over."""
         with self._changed:
-            if not self._previous:
-                self._num_reading += 1
-            return self._previous
+            if self._previous:
+                return True, lambda: None
+            self._num_reading += 1
+            return False, self._end_reading
 
-    def end_reading(self, *, previous: bool) -> None:
-        """Say that it is over.
-
-        Args:
-            previous: What `begin_reading` has returned.
-        """
-        if not previous:
-            with self._changed:
-                self._num_reading -= 1
-                self._changed.notify_all()
+    def _end_reading(self) -> None:
+        with self._changed:
+            self._num_reading -= 1
+            self._changed.notify_all()
 
     @contextmanager
     def reading(self, device: Device) -> Iterator[bool]:
@@ -63,8 +57,7 @@ class Serving:
 
         Gives whether from the copy.
         """
-        previous = self.begin_reading()
-        end = partial(self.end_reading, previous=previous)
+        previous, end = self.begin_reading()
         try:
             yield previous
             copied = device.mark_event("values are copied")

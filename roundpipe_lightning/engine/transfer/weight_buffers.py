@@ -2,14 +2,13 @@
 
 A block's leaves are views of the memory that its region is copied into. They depend on the form of
 the block and on the place of the region, so they are made once and serve every block of the form,
-visit after visit: bringing a block costs one copy per flat buffer, however many tensors it has.
+run after run: bringing a block costs one copy per flat buffer, however many tensors it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ class _Leaves:
     def are_as_new(self) -> bool:
         """Whether code that used them has left nothing on them: hooks, attributes."""
         num_attributes = self.num_attributes
-        for leaf in self.leaves:  # a loop: a visit may have thousands
+        for leaf in self.leaves:  # a loop: a stage run may have thousands
             if leaf._backward_hooks or len(leaf.__dict__) != num_attributes:  # noqa: SLF001
                 return False
         return True
@@ -109,68 +108,53 @@ class Memory:
         self.num_bytes = 0
 
 
-class _Given:
-    """The leaves that a region has given last, by parameter: a tensor's hash is expensive."""
-
-    leaves: tuple[nn.Parameter, ...] | None = None
-    by_parameter: Mapping[nn.Parameter, nn.Parameter]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Region:
     """Where a block lies on a worker.
 
-    Attributes:
+    Args:
         memory: In which buffer.
         offset: Its first byte there.
         layout: The block's layout.
     """
 
-    memory: Memory
-    offset: int
-    layout: BlockLayout
+    def __init__(self, *, memory: Memory, offset: int, layout: BlockLayout) -> None:
+        self.memory = memory
+        self.layout = layout
+        self._offset = offset
+        self._leaves: tuple[nn.Parameter, ...] | None = None  # that were given last
+        self._by_parameter: Mapping[nn.Parameter, nn.Parameter] = {}
+        self._cut_up: dict[tuple[bool, bool], Sequence[tuple[Tensor, Tensor]]] = {}
 
     def leaves(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        leaves = self.memory.leaves(self.layout.form, self.offset)
-        if self._given.leaves is not leaves:
-            self._given.leaves = leaves
-            self._given.by_parameter = dict(zip(self.layout.parameters, leaves, strict=True))
-        return self._given.by_parameter
-
-    @cached_property
-    def _given(self) -> _Given:
-        return _Given()
+        """Return a leaf for each of the block's parameters, in their order."""
+        leaves = self.memory.leaves(self.layout.form, self._offset)
+        if self._leaves is not leaves:  # made once: a tensor's hash is expensive
+            self._leaves = leaves
+            self._by_parameter = dict(zip(self.layout.parameters, leaves, strict=True))
+        return self._by_parameter
 
     def is_staged(self, *, trained_only: bool) -> bool:
-        """Say whether some of what is copied into it is not page-locked; see `pieces`."""
-        return not all(piece.is_locked for piece in self._chosen(trained_only=trained_only))
+        """Return whether some of what is copied into it is not page-locked; see `pieces`."""
+        return not all(p.is_locked for p in self.layout.pieces if p.trained or not trained_only)
 
     def pieces(self, *, trained_only: bool, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return what is copied into it.
+        """Return the chunks that are copied into it, cut up once for all stage runs.
 
         Args:
             trained_only: Leave out what is there already and does not change.
             previous: Whether from what is kept beside the parameters, where something is.
         """
-        found = self._cut_up.get((trained_only, previous))
-        if found is None:
-            found = self._cut(self._chosen(trained_only=trained_only), previous=previous)
-            self._cut_up[trained_only, previous] = found
-        return found
+        chunks = self._cut_up.get((trained_only, previous))
+        if chunks is None:
+            chunks = self._cut_up[trained_only, previous] = [
+                chunk
+                for piece in self.layout.pieces
+                if piece.trained or not trained_only
+                for chunk in self._cut(piece, piece.served(previous=previous))
+            ]
+        return chunks
 
-    @cached_property
-    def _cut_up(self) -> dict[tuple[bool, bool], Sequence[tuple[Tensor, Tensor]]]:
-        return {}  # once for all visits
-
-    def _chosen(self, *, trained_only: bool) -> Sequence[Piece]:
-        return [piece for piece in self.layout.pieces if piece.trained or not trained_only]
-
-    def _cut(self, pieces: Sequence[Piece], *, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
-        """Cut pieces into the chunks that are copied."""
-        chunks: list[tuple[Tensor, Tensor]] = []
+    def _cut(self, piece: Piece, source: Tensor) -> list[tuple[Tensor, Tensor]]:
         with torch.inference_mode(mode=False):
-            for piece in pieces:
-                source = piece.served(previous=previous)
-                there = self.memory.bytes_at(self.offset + piece.offset, source.nbytes)
-                chunks += cut_up(there, source, self.memory.chunk_bytes)
-        return tuple(chunks)
+            there = self.memory.bytes_at(self._offset + piece.offset, source.nbytes)
+            return list(cut_up(there, source, self.memory.chunk_bytes))

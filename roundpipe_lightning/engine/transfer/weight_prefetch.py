@@ -34,7 +34,7 @@ from roundpipe_lightning.engine.device.events import DoneEvent, Event
 from roundpipe_lightning.engine.store.block_layout import Layouts, bytes_of, region_bytes
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.store.weight_versions import Serving
+from roundpipe_lightning.engine.store.weight_versions import WeightVersions
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory, Region
 from roundpipe_lightning.planning.schedule.stages import Stage
@@ -62,14 +62,14 @@ class StageWeights:
     Attributes:
         run: The stage run.
         regions: Where its blocks lie.
-        serving: Which values it is given.
+        versions: Which values it is given.
         events: The uploads that compute has not waited for yet.
         uploaded: Blocks that are there or under way.
     """
 
     run: StageRun
     regions: Mapping[nn.Module, Region]
-    serving: Serving
+    versions: WeightVersions
     events: dict[nn.Module, Event] = field(default_factory=dict)
     uploaded: set[nn.Module] = field(default_factory=set)
 
@@ -81,11 +81,11 @@ class _Resident:
         self.region = region
         self.is_fresh = False  # all of it is there, or under way
         self.event: Event = DoneEvent()  # its last upload
-        self._versions: int | None = None  # of the frozen part that is there
+        self._num_writes: int | None = None  # of the frozen part that is there
 
     @property
     def has_frozen_part(self) -> bool:
-        return self._versions == self._present_versions()
+        return self._num_writes == self._present_writes()
 
     @property
     def is_trained(self) -> bool:
@@ -97,12 +97,12 @@ class _Resident:
 
     def uploaded(self, event: Event) -> None:
         self.is_fresh, self.event = True, event
-        self._versions = self._present_versions()
+        self._num_writes = self._present_writes()
 
     def forget(self) -> None:
-        self.is_fresh, self._versions = False, None
+        self.is_fresh, self._num_writes = False, None
 
-    def _present_versions(self) -> int:
+    def _present_writes(self) -> int:
         frozen = (p for p in self.region.layout.parameters if not p.requires_grad)
         return sum(parameter._version for parameter in frozen)
 
@@ -140,7 +140,7 @@ class _OutsideCopy:
     """A parameter outside the blocks on the worker."""
 
     values: Tensor
-    serving: Serving
+    versions: WeightVersions
     event: Event | None  # its upload, if compute has not waited for it yet
     last_step: int = -1  # that has used it
 
@@ -150,7 +150,7 @@ class _Planned:
     """A stage run of a step in flight."""
 
     run: StageRun
-    serving: Serving
+    versions: WeightVersions
     step: int
     weights: StageWeights | None = None  # from the beginning of its uploads to its end
 
@@ -197,7 +197,7 @@ class WeightPrefetcher:
         self._num_begun = 0  # of these runs, whose uploads have begun
         self._number = 0  # of the run that computes, or computes next
         self._unplanned: StageWeights | None = None  # where runs are not known before
-        self._serving = store.serving  # that of the last step
+        self._versions = store.versions  # that of the last step
         self._step = 0  # of the last step, since none was in flight
         self._num_ended = 0  # steps, since none was in flight
         self._was_given_up = False
@@ -274,7 +274,7 @@ class WeightPrefetcher:
         with self._lock:
             if self._was_given_up:
                 self._order_after_compute()
-            self._serving = self._store.serving
+            self._versions = self._store.versions
             self._step = self._num_ended = 0
             self._runs = self._planned(runs if is_planned else ())
             self._number = self._num_begun = 0
@@ -283,7 +283,7 @@ class WeightPrefetcher:
             for planned in self._runs[:1]:
                 for parameter, is_first in self._uses.expected(planned.run.stage).items():
                     if is_first:
-                        self._upload_outside(parameter, planned.serving, Priority.WEIGHTS)
+                        self._upload_outside(parameter, planned.versions, Priority.WEIGHTS)
             self._begin_next()
 
     def begin_ahead(self) -> None:
@@ -293,7 +293,7 @@ class WeightPrefetcher:
             self._upload_outside_ahead()
 
     def _planned(self, runs: Iterable[StageRun]) -> list[_Planned]:
-        return [_Planned(run=run, serving=self._serving, step=self._step) for run in runs]
+        return [_Planned(run=run, versions=self._versions, step=self._step) for run in runs]
 
     @property
     def can_change(self) -> bool:
@@ -311,7 +311,7 @@ class WeightPrefetcher:
             runs: The worker's; there is room for them, and what stays need not change before them.
         """
         with self._lock:
-            self._serving, self._step = self._store.serving, self._step + 1
+            self._versions, self._step = self._store.versions, self._step + 1
             over = self._number - self._number % len(self._slots)  # each goes on with its slot
             self._runs = [*self._runs[over:], *self._planned(runs)]
             self._number, self._num_begun = self._number - over, self._num_begun - over
@@ -369,7 +369,7 @@ class WeightPrefetcher:
             if self._unplanned is None:
                 unique = tuple(dict.fromkeys(blocks))
                 run = StageRun(stage=stage, blocks=unique, wanted=unique)
-                self._unplanned = self._placed(run, self._number, self._serving)
+                self._unplanned = self._placed(run, self._number, self._versions)
             return self._unplanned
         while self._num_begun <= self._number:
             self._begin_next()
@@ -414,18 +414,18 @@ class WeightPrefetcher:
             return
         planned = self._runs[number]
         self._num_begun += 1
-        planned.weights = self._placed(planned.run, number, planned.serving)
+        planned.weights = self._placed(planned.run, number, planned.versions)
         priority = Priority.WEIGHTS if number == self._number else Priority.PREFETCH
         self._upload(planned.weights, planned.run.wanted, priority)
 
-    def _placed(self, run: StageRun, number: int, serving: Serving) -> StageWeights:
+    def _placed(self, run: StageRun, number: int, versions: WeightVersions) -> StageWeights:
         """Choose where the blocks of a run lie; runs take turns with the slots."""
         number %= len(self._slots)
         regions = self._regions.get((run, number))
         if regions is None:
             regions = self._newly_placed(run, self._slots[number])
             self._regions[run, number] = regions
-        return StageWeights(run=run, regions=regions, serving=serving)
+        return StageWeights(run=run, regions=regions, versions=versions)
 
     def _newly_placed(self, run: StageRun, slot: Memory) -> Mapping[nn.Module, Region]:
         regions: dict[nn.Module, Region] = {}
@@ -460,7 +460,7 @@ class WeightPrefetcher:
             trained_only = resident is not None and resident.has_frozen_part
             weights.events[block] = self._submit(
                 f"weights of {self._names[block]}",
-                weights.serving,
+                weights.versions,
                 partial(region.pieces, trained_only=trained_only),
                 priority=priority,
                 after=(
@@ -475,7 +475,7 @@ class WeightPrefetcher:
     def _submit(
         self,
         name: str,
-        serving: Serving,
+        versions: WeightVersions,
         pieces: Callable[..., Sequence[tuple[Tensor, Tensor]]],
         *,
         priority: Priority,
@@ -486,8 +486,8 @@ class WeightPrefetcher:
         job = Job(name=name, priority=priority, pieces=(), after=after, is_staged=is_staged)
 
         def opens() -> Sequence[tuple[Tensor, Tensor]]:
-            previous = serving.begin_reading()
-            job.event.when_done(partial(serving.end_reading, previous=previous))
+            previous, end = versions.begin_reading()
+            job.event.when_done(end)
             return pieces(previous=previous)
 
         job.opens = opens
@@ -498,14 +498,14 @@ class WeightPrefetcher:
             for parameter in self._uses.expected(planned.run.stage):
                 copy = self._outside.get(parameter)
                 # The present run may still need other values than the next one.
-                if number == 0 or copy is None or copy.serving is planned.serving:
-                    self._upload_outside(parameter, planned.serving, Priority.PREFETCH)
+                if number == 0 or copy is None or copy.versions is planned.versions:
+                    self._upload_outside(parameter, planned.versions, Priority.PREFETCH)
 
     def _upload_outside(
-        self, parameter: nn.Parameter, serving: Serving, priority: Priority
+        self, parameter: nn.Parameter, versions: WeightVersions, priority: Priority
     ) -> None:
         copy, source = self._outside.get(parameter), parameter.detach()
-        if copy is not None and copy.serving is serving:
+        if copy is not None and copy.versions is versions:
             return
         if copy is not None:
             self._drop_outside(parameter)
@@ -521,12 +521,12 @@ class WeightPrefetcher:
 
         event = self._submit(
             "a parameter outside the blocks",
-            serving,
+            versions,
             pieces,
             priority=priority,
             after=self._store.updates_of([parameter]),
         )
-        self._keep_outside(parameter, _OutsideCopy(values=values, serving=serving, event=event))
+        self._keep_outside(parameter, _OutsideCopy(values=values, versions=versions, event=event))
 
     def _keep_outside(self, parameter: nn.Parameter, copy: _OutsideCopy) -> None:
         self._outside[parameter] = copy
@@ -547,16 +547,16 @@ class WeightPrefetcher:
             is_first: Whether none of the run's blocks has run.
         """
         with self._lock:
-            serving, step = self._serving, self._step
+            versions, step = self._versions, self._step
             if self._runs:
                 present = self._runs[min(self._number, len(self._runs) - 1)]
-                serving, step = present.serving, present.step
+                versions, step = present.versions, present.step
                 if self._number < len(self._runs):
                     self._uses.record(present.run.stage, parameter, is_first=is_first)
-            self._upload_outside(parameter, serving, Priority.WEIGHTS)
+            self._upload_outside(parameter, versions, Priority.WEIGHTS)
             if parameter not in self._outside:  # memory with gaps: one by one
                 values = self._device.upload(self._store.value(parameter))
-                copy = _OutsideCopy(values=values, serving=serving, event=None)
+                copy = _OutsideCopy(values=values, versions=versions, event=None)
                 self._keep_outside(parameter, copy)
             copy = self._outside[parameter]
             copy.last_step = step

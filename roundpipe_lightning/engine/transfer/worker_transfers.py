@@ -338,7 +338,7 @@ class Transfers:
         self._pools = PinnedPools(moving[0]) if moving else None
         self._uses = OutsideUses()
         self._error: tuple[BaseException, str] | None = None
-        self._serving = store.serving  # that of the last step
+        self._versions = store.versions  # that of the last step
         self._on_failure: Callable[[], None] = _do_nothing
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
             None
@@ -373,7 +373,7 @@ class Transfers:
             making_room: Entered while memory for weights is made on a worker, by its index.
         """
         self._error, self._on_failure = None, on_failure
-        self._serving = self._store.serving
+        self._versions = self._store.versions
         if not self._moving:
             return
         with torch.inference_mode(mode=False):  # what is made here outlives an evaluation
@@ -398,7 +398,7 @@ class Transfers:
             pools: Numbers of the pools of its microbatches.
         """
         pairs, copies = zip(steps, self.transfers, strict=True), self._store.copies
-        changes = self._serving is not self._store.serving
+        changes = self._versions is not self._store.versions
         if changes and not all(one.weights.can_change for one in self._moving):
             return False
         return self._pools is None or (
@@ -409,7 +409,7 @@ class Transfers:
         )
 
     def begin_overlapped(self, steps: Sequence[WorkerRuns]) -> None:
-        self._serving = self._store.serving
+        self._versions = self._store.versions
         self._uses.begin_overlapped()
         for step, transfers in zip(steps, self.transfers, strict=True):
             if transfers is not None:

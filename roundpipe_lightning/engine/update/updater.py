@@ -267,8 +267,8 @@ class Updater:
         """
         self.join()
         if is_read:
-            serving = self._store.serving
-            self._put(partial(self._copy, self._in_order(self._store.previous), serving.switch))
+            versions = self._store.versions
+            self._put(partial(self._copy, self._in_order(self._store.previous), versions.switch))
             return
         changing = {
             p for o in optimizers for group in o.param_groups for p in group["params"]

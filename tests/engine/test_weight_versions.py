@@ -11,30 +11,14 @@ from torch import Tensor
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import untag
-from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.store.weight_versions import Serving
+from roundpipe_lightning.engine.store.weight_versions import WeightVersions
 from tests.engine.test_steps_in_flight import begin, module_and_plan, opened
 from tests.kit.engine import Regressor
 from tests.kit.moments import ObservedCondition
 
 PATIENCE_SECONDS = 60.0
-
-
-def test_who_switches_waits_for_those_who_read_the_parameters() -> None:
-    serving = Serving(previous=False)
-    assert not serving.begin_reading()
-    thread = threading.Thread(target=serving.switch)
-    thread.start()
-    while not serving.previous:
-        pass
-    with serving.reading(CpuDevice()) as previous:
-        assert previous  # begun later: nobody waits for it
-        assert thread.is_alive()
-        serving.end_reading(previous=False)
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def test_a_step_with_other_values_waits_where_trained_blocks_stay() -> None:
@@ -44,7 +28,7 @@ def test_a_step_with_other_values_waits_where_trained_blocks_stay() -> None:
             wanted = begin(engine, 0).result()
             first = begin(engine, 1)
             first.outputs()
-            engine.store.serving = Serving(previous=False)
+            engine.store.versions = WeightVersions(previous=False)
             second = begin(engine, 0)
             if resident:
                 assert first.is_over
@@ -75,11 +59,11 @@ def test_a_block_without_a_plan_is_read_until_its_copy_has_been_made() -> None:
     module, device = Regressor(2), _LateDevice()
     block = next(iter(module.layers))
     store = HostStore(module, list(module.layers))
-    serving, told = store.serving, ObservedCondition()
-    serving._changed = told
+    versions, told = store.versions, ObservedCondition()
+    versions._changed = told
     values = store.upload_block(block, device)
     [copied] = device.marks
-    updater = threading.Thread(target=serving.switch)  # to write into the parameters then
+    updater = threading.Thread(target=versions.switch)  # to write into the parameters then
     updater.start()
     assert told.waits.acquire(timeout=PATIENCE_SECONDS)
     assert updater.is_alive()
@@ -97,4 +81,4 @@ def test_a_block_that_could_not_be_copied_is_not_read_for_good() -> None:
         store.upload_block(next(iter(module.layers)), device)
     for mark in device.marks:
         mark.set()
-    store.serving.switch()  # returns
+    store.versions.switch()  # returns
