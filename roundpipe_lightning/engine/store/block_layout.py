@@ -85,7 +85,7 @@ class Form:
 
     @cached_property
     def _hash(self) -> int:
-        """Of all places: computed once, for memory is asked for a form's leaves at every visit."""
+        """Of all places: computed once: memory is asked for a form's leaves in every run."""
         return hash((self.places, self.num_bytes))
 
     @cached_property

@@ -199,9 +199,8 @@ class HostStore:
         Then they have the values that the next step computes with. The event of an update that has
         failed raises `UpdateAborted`.
         """
-        if not self.updates:
-            return []
-        return list(dict.fromkeys(self.updates[p] for p in parameters if p in self.updates))
+        found = map(self.updates.get, parameters) if self.updates else ()
+        return list(dict.fromkeys(event for event in found if event is not None))
 
     def _await_updates(self, parameters: Iterable[nn.Parameter]) -> None:
         events = self.updates_of(parameters)

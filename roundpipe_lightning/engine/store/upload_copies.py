@@ -49,7 +49,7 @@ class NarrowCopies:
 
     @staticmethod
     def narrows(parameter: nn.Parameter) -> bool:
-        """Say whether a parameter has a copy, if only one block uses it."""
+        """Return whether a parameter has a copy, if only one block uses it."""
         is_matrix = parameter.dim() >= 2
         return parameter.requires_grad and parameter.dtype is torch.float32 and is_matrix
 

@@ -40,7 +40,7 @@ _OF_EVERY_OPTIMIZER = frozenset(
 
 
 def reason_not_separable(optimizer: Optimizer) -> str | None:
-    """Say why an optimizer must be stepped as a whole; None if it may be stepped in parts.
+    """Return why an optimizer must be stepped as a whole; None if it may be stepped in parts.
 
     Args:
         optimizer: It and its parameters stay as they are. What its hooks do is not asked here, see
@@ -67,7 +67,7 @@ def reason_not_separable(optimizer: Optimizer) -> str | None:
 
 
 def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
-    """Say why an optimizer cannot step with gradients of its parameters' `grad_dtype`.
+    """Return why an optimizer cannot step with gradients of its parameters' `grad_dtype`.
 
     It is tried on small tensors: the step must be, but for rounding, the one with gradients of the
     parameters' own dtype.
@@ -96,7 +96,7 @@ def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Say whether code of others runs before or after a step, which is to find it whole."""
+    """Return whether code of others runs before or after a step, which is to find it whole."""
     return bool(
         optimizer._optimizer_step_pre_hooks  # noqa: SLF001 - no public way to ask
         or optimizer._optimizer_step_post_hooks  # noqa: SLF001
@@ -214,5 +214,5 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors are equal; what is not a number equals itself."""
+    """Return whether two tensors are equal; what is not a number equals itself."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())

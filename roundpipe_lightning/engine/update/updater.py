@@ -254,7 +254,7 @@ class Updater:
         self._put(partial(self._update, units, step, begun=begun))
 
     def stepped_whole(self) -> None:
-        """Have all 16-bit copies cast again: an optimizer was stepped in another way than here."""
+        """Have 16-bit copies cast again: an optimizer was stepped in another way than here."""
         if self._store.copies is not None:
             self._store.copies.forget()  # compiled kernels write unseen
 
@@ -294,8 +294,7 @@ class Updater:
             )
             error, self._error = self._error, None
             if error is not None:
-                self._store.updates.clear()
-                self._events.clear()
+                self._forget_ended()
         if error is not None:
             try:
                 raise error
@@ -373,13 +372,20 @@ class Updater:
         with self._changed:
             if is_new:
                 self._placed.clear()
-                self._events.clear()
+                self._forget_ended()
                 self._num_updated = 0
             for unit in (unit for unit in units if unit in self._places):
                 if not self._num_parts[unit]:
                     self._events[unit] = event = HostEvent(f"update of {unit.name}")
                     self._store.updates.update(dict.fromkeys(unit.parameters, event))
                 self._num_parts[unit] += 1
+
+    def _forget_ended(self) -> None:
+        """Forget updates that are over; parts of others may be under way."""
+        for parameter, event in list(self._store.updates.items()):
+            if event.is_done:
+                del self._store.updates[parameter]
+        self._events = {unit: event for unit, event in self._events.items() if not event.is_done}
 
     def _place_wanted(self) -> None:
         """Have what readers have asked for since the last call updated just in time, next time."""
@@ -446,7 +452,8 @@ class Updater:
         spans = [] if begun is None else begun.spans
         left = dict.fromkeys(units)
         while left:
-            wanted = (u for u in left if u in self._events and self._events[u].is_wanted)
+            events = self._events
+            wanted = (u for u in left if (event := events.get(u)) and event.is_wanted)
             unit = next(wanted, next(iter(left)))
             del left[unit]
             part = unit if begun is None else begun.rest_of(unit)
