@@ -132,35 +132,26 @@ def test_differences_that_are_meant(tmp_path: Path) -> None:
         source(tmp_path, unmatched_tensors=[r"q_proj"]).build()
 
 
-def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
-    save(tmp_path, TINY, max_shard_size="10KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ModelSourceError, match=rf"{shard.name} cannot be read.*cut short"):
-        source(tmp_path).build()
-    shard.write_bytes(b"nonsense" * 100)
-    with pytest.raises(ModelSourceError, match=rf"{shard.name} cannot be read"):
-        source(tmp_path).build()
-
-
-def test_an_index_that_names_files_that_are_not_there(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     save(tmp_path, TINY, max_shard_size="10KB")
     shards = sorted(tmp_path.glob("*.safetensors"))
+    index = tmp_path / "model.safetensors.index.json"
+
+    def refused(message: str) -> None:
+        with pytest.raises(ModelSourceError, match=message):
+            source(tmp_path).build()
+
+    shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    refused(rf"{shards[1].name} cannot be read.*cut short")
+    shards[1].write_bytes(b"nonsense" * 100)
+    refused(rf"{shards[1].name} cannot be read")
     for shard in shards[:2]:
         shard.unlink()
-    message = rf"names 2 of {len(shards)} files that are not there: {shards[0].name}, "
-    with pytest.raises(ModelSourceError, match=message):
-        source(tmp_path).build()
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ModelSourceError, match=r"index .* cannot be read"):
-        source(tmp_path).build()
-
-
-def test_a_folder_without_weights(tmp_path: Path) -> None:
-    save(tmp_path, TINY)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelSourceError, match=r"holds no weights.*model\.safetensors"):
-        source(tmp_path).build()
+    refused(rf"names 2 of {len(shards)} files that are not there: {shards[0].name}, ")
+    index.write_text("{")
+    refused(r"index .* cannot be read")
+    index.unlink()
+    refused(r"holds no weights.*model\.safetensors")
 
 
 def test_a_pickle_of_tensors_alone_is_read(tmp_path: Path) -> None:

@@ -102,15 +102,9 @@ def test_a_write_is_refused_when_the_block_is_used_next(tmp_path: Path) -> None:
     )
 
 
-def test_a_conversion_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, TINY)
-    model: Any = source(tmp_path, frozen_weights="mmap").build()
-    model.to(torch.bfloat16)
-    with pytest.raises(ConfigurationError, match=r"converted to torch\.bfloat16.*precision"):
-        HostStore(model, list(model.model.layers))
-
-
-def test_a_parameter_that_is_trained_after_all_is_an_ordinary_one(tmp_path: Path) -> None:
+def test_what_is_converted_is_refused_and_what_is_trained_is_an_ordinary_parameter(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, TINY)
     model = source(tmp_path, frozen_weights="mmap").build()
     weight = model.model.norm.weight.requires_grad_(True)
@@ -120,6 +114,9 @@ def test_a_parameter_that_is_trained_after_all_is_an_ordinary_one(tmp_path: Path
     HostStore(model, list(model.model.layers))
     assert "model.norm.weight" in model.state_dict()
     assert torch.equal(source(tmp_path).build().model.norm.weight + 1, weight)
+    model.to(torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"converted to torch\.bfloat16.*precision"):
+        HostStore(model, list(model.model.layers))
 
 
 def test_checkpoints_leave_the_base_out(tmp_path: Path) -> None:

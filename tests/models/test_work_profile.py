@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from peft import LoraConfig, get_peft_model
+from peft import PeftType
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,7 +16,8 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work.parameters import module_fingerprint
 from roundpipe_lightning.models.work.work_profile import work_profile
-from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
+from roundpipe_lightning.modules import Adapters
+from roundpipe_lightning.planning.model.work import MicrobatchShape, Work, WorkProfile
 
 SIZES = {
     "hidden_size": 64,
@@ -41,18 +43,23 @@ def measure(model: nn.Module) -> WorkProfile:
     return work_profile(model, find_blocks(model, None), seq_len=128)
 
 
+def forward_operations(work: WorkProfile) -> list[float]:
+    """Matrix operations of the head, the blocks and the tail."""
+    return [part.forward.matrix_operations.of(SHAPE) for part in work.segments]
+
+
+def backward_operations(work: WorkProfile) -> list[float]:
+    return [part.backward.matrix_operations.of(SHAPE) for part in work.segments]
+
+
 def test_a_dense_model_s_products_are_those_of_its_weights() -> None:
     model = build("llama", tie_word_embeddings=False)
     work = measure(model)
     features = 4 * 16 + 2 * 2 * 16 + 4 * 16  # queries, keys and values, output
     weights = 64 * features + 3 * 64 * 160
-    for block in work.blocks:
-        assert block.forward.matrix_operations.of(SHAPE) == 2 * TOKENS * weights
-        assert block.backward.matrix_operations.of(SHAPE) == 4 * TOKENS * weights
-        assert block.boundary_bytes.of(SHAPE) == TOKENS * 64 * 2
-    tail = work.tail.forward.matrix_operations.of(SHAPE)
-    assert tail == 2 * TOKENS * 64 * 512
-    assert work.head.forward.matrix_operations.of(SHAPE) == 0
+    assert forward_operations(work) == [0, *[2 * TOKENS * weights] * 3, 2 * TOKENS * 64 * 512]
+    assert backward_operations(work)[1:4] == [4 * TOKENS * weights] * 3
+    assert {block.boundary_bytes.of(SHAPE) for block in work.blocks} == {TOKENS * 64 * 2}
     assert work.num_parameters == sum(p.numel() for p in model.parameters())
     assert work.num_trainable == work.num_parameters
     assert work.fingerprint == module_fingerprint(model, find_blocks(model, None))
@@ -66,11 +73,9 @@ def test_attention_counts_the_pairs_that_its_mask_leaves() -> None:
     backward = work.blocks[0].backward.attention_operations
     assert backward.of(SHAPE) == pytest.approx(2.5 * forward.of(SHAPE))
     assert forward.per_square == pytest.approx(4 * 4 * 16 / 2)
-
-
-def test_no_scores_are_kept() -> None:
-    work = measure(build("qwen3"))
-    assert work.blocks[0].kept_bytes.per_square == pytest.approx(0, abs=1e-6)
+    assert work.blocks[0].kept_bytes.per_square == pytest.approx(0, abs=1e-6)  # no scores
+    result = TOKENS * 4 * (16 * 2 + 4)  # in bfloat16, and a sum per row and head in float32
+    assert work.blocks[0].attention_bytes.of(SHAPE) == result
 
 
 def test_windows_and_full_attention_in_turn_are_two_kinds_of_blocks() -> None:
@@ -100,23 +105,6 @@ def test_only_active_experts_count(dtype: torch.dtype) -> None:
     weights = 8 * expert * torch.empty((), dtype=dtype).element_size()
     assert block.forward.matrix_bytes.fixed > weights  # all experts' weights are read
     assert block.num_parameters > 8 * expert  # all of them are uploaded
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21's own
-def test_frozen_weights_have_no_gradients() -> None:
-    model = build("qwen3")
-    full = measure(model)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    lora = measure(adapted)
-    block, plain = lora.blocks[1], full.blocks[1]
-    num_adapter = 4 * (64 + 64) + 4 * (64 + 32)
-    assert block.num_trainable == num_adapter
-    assert block.num_parameters == plain.num_parameters + num_adapter
-    forward = block.forward.matrix_operations.of(SHAPE)
-    assert forward == plain.forward.matrix_operations.of(SHAPE) + 2 * TOKENS * num_adapter
-    backward = block.backward.matrix_operations.of(SHAPE)
-    assert backward == plain.forward.matrix_operations.of(SHAPE) + 4 * TOKENS * num_adapter
-    assert lora.head.backward.memory_bytes.of(SHAPE) == 0
 
 
 def test_tied_parameters_are_counted_once() -> None:
@@ -184,11 +172,52 @@ def test_any_module_is_measured() -> None:
     with torch.device("meta"):
         model = Plain()
     work = work_profile(model, find_blocks(model, None), call=plain_call, seq_len=128)
-    assert work.head.forward.matrix_operations.of(SHAPE) == 2 * TOKENS * 8 * 16
-    assert work.head.backward.matrix_operations.of(SHAPE) == 2 * TOKENS * 8 * 16
-    assert work.blocks[1].forward.matrix_operations.of(SHAPE) == 2 * TOKENS * 16 * 48
+    head, block, tail = 8 * 16, 16 * 48, 16 * 4
+    assert forward_operations(work) == [2 * TOKENS * x for x in (head, block, block, tail)]
+    assert backward_operations(work)[0] == 2 * TOKENS * head
+    assert backward_operations(work)[-1] == 4 * TOKENS * tail
     assert work.blocks[0].forward.attention_operations.per_square == pytest.approx(2 * 16)
-    assert work.tail.backward.matrix_operations.of(SHAPE) == 4 * TOKENS * 16 * 4
+
+
+class Cache:
+    """Keys and values of every layer; it holds itself, as some objects do."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+        self.itself = self
+
+
+class Caching(Plain):
+    """Its blocks read and write an object that they are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CachingLayer() for _ in range(2))
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden, cache = self.enter(features), Cache()
+        cache.layers.append(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, cache)
+        assert len(cache.layers) == 1  # a block that is measured writes into a copy
+        loss: Tensor = self.leave(hidden).square().mean()
+        return loss
+
+
+class CachingLayer(Layer):
+    def forward(self, hidden: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+        cache.layers = [*cache.layers, super().forward(hidden, scale=2.0)[0]]
+        return cache.layers[-1] + cache.layers[0]
+
+
+def test_blocks_get_copies_of_objects_that_hold_tensors() -> None:
+    with torch.device("meta"):
+        model, plain = Caching(), Plain()
+    work, expected = (
+        work_profile(m, find_blocks(m, None), call=plain_call, seq_len=128) for m in (model, plain)
+    )
+    assert forward_operations(work) == forward_operations(expected)
+    assert work.blocks[0].kept_bytes == work.blocks[1].kept_bytes
 
 
 def test_a_module_without_blocks_is_one_tail() -> None:
@@ -200,15 +229,12 @@ def test_a_module_without_blocks_is_one_tail() -> None:
     assert work.tail.num_parameters == 8 * 16 + 16
 
 
-def test_weights_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="without weights"):
-        work_profile(nn.Linear(2, 2), None)
-
-
-def test_code_that_needs_values_is_refused() -> None:
+def test_what_cannot_be_measured_is_refused() -> None:
     def call(module: nn.Module, sequences: int, seq_len: int) -> Any:
         return module(torch.zeros((int(torch.ones((), device="meta").item()), 2)))
 
+    with pytest.raises(ConfigurationError, match="without weights"):
+        work_profile(nn.Linear(2, 2), None)
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match="cannot be measured without values"):
@@ -248,3 +274,116 @@ def test_blocks_that_do_not_run_have_no_work() -> None:
     work = work_profile(model, find_blocks(model, None), call=plain_call, seq_len=128)
     assert work.blocks[0].forward.matrix_operations.of(SHAPE) == 0
     assert work.blocks[0].num_parameters == 16 * 48 + 48
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+RANK = 4
+QUERIES = ("q_proj", "v_proj")
+
+
+def adapted(method: str, settings: dict[str, Any], *, model_type: str = "qwen3") -> nn.Module:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model: Any = build(model_type, **(experts if model_type == "qwen3_moe" else {}))
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(method.upper())](**settings)
+    with torch.device("meta"):
+        return Adapters(config=config).apply(model).train()
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    full = measure(build("qwen3"))
+    lora = measure(adapted("lora", {"target_modules": QUERIES, "r": RANK}))
+    num_adapter = RANK * (64 + 64) + RANK * (64 + 32)
+    assert lora.blocks[1].num_trainable == num_adapter
+    assert lora.blocks[1].num_parameters == full.blocks[1].num_parameters + num_adapter
+    plain = forward_operations(full)[2]
+    assert forward_operations(lora)[2] == plain + 2 * TOKENS * num_adapter
+    assert backward_operations(lora)[2] == plain + 4 * TOKENS * num_adapter
+    assert lora.head.backward.memory_bytes.of(SHAPE) == 0
+
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("lora", {"target_modules": "all-linear"}),
+    ("lora", {"target_modules": QUERIES, "use_dora": True}),
+    ("lora", {"target_modules": QUERIES, "use_rslora": True}),
+    ("lora", {"target_modules": QUERIES, "bias": "lora_only"}),
+    ("lora", {"target_modules": QUERIES, "modules_to_save": ["lm_head"]}),
+    ("ia3", {}),
+    ("prompt_tuning", {"num_virtual_tokens": 4}),
+    ("prefix_tuning", {"num_virtual_tokens": 4}),
+    ("p_tuning", {"num_virtual_tokens": 4}),
+    ("vera", {"target_modules": QUERIES}),
+    ("loha", {"target_modules": QUERIES}),
+    ("lokr", {"target_modules": QUERIES}),
+    ("adalora", {"target_modules": QUERIES, "total_step": 10}),
+    ("oft", {"target_modules": QUERIES}),
+    ("ln_tuning", {}),
+    ("trainable_tokens", {"token_indices": [1, 2]}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # norms, by peft
+@pytest.mark.parametrize(("method", "settings"), METHODS)
+def test_every_method_is_measured(method: str, settings: dict[str, Any]) -> None:
+    model = adapted(method, settings)
+    work = measure(model)
+    assert work.num_trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
+    assert all(block.has_backward for block in work.blocks)
+    assert min(backward_operations(work)[1:]) > 0
+    trains_before = method in ("prompt_tuning", "p_tuning", "trainable_tokens")
+    assert bool(work.blocks[0].gradient_bytes.of(SHAPE)) == trains_before
+    boundary = work.blocks[0].boundary_bytes
+    assert [block.gradient_bytes for block in work.blocks[1:]] == [boundary] * 2
+    assert work.tail.gradient_bytes == boundary
+
+
+def test_a_block_below_the_first_that_is_trained_has_no_backward() -> None:
+    settings = {"target_modules": QUERIES, "r": RANK}
+    full = measure(adapted("lora", settings))
+    work = measure(adapted("lora", {**settings, "layers_to_transform": [1]}))
+    below, trained, above = work.blocks
+    assert (below.has_backward, trained.has_backward, above.has_backward) == (False, True, True)
+    assert below.backward == Work()
+    assert below.kept_bytes.of(SHAPE) == below.peak_bytes.of(SHAPE) == 0
+    assert below.forward_peak_bytes.of(SHAPE) > 0
+    sizes = [block.gradient_bytes.of(SHAPE) for block in work.blocks]
+    assert sizes == [0, 0, trained.boundary_bytes.of(SHAPE)]
+    assert trained == full.blocks[0].__class__(**{**vars(full.blocks[0]), "name": trained.name})
+    assert above.num_trainable == 0
+    assert 0 < backward_operations(work)[3] < backward_operations(full)[3]
+
+
+def test_a_model_of_which_the_head_alone_is_trained_runs_no_block_backward() -> None:
+    model = adapted("lora", {"target_modules": QUERIES})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    work = measure(model)
+    assert not any(block.has_backward for block in work.blocks)
+    head = 2 * TOKENS * SIZES["hidden_size"] * SIZES["vocab_size"]
+    assert work.tail.backward.matrix_operations.of(SHAPE) == head  # the weight's gradient alone
+    assert work.tail.gradient_bytes.of(SHAPE) == 0
+
+
+def test_the_first_block_s_input_needs_no_gradient() -> None:
+    work = measure(adapted("lora", {"target_modules": QUERIES, "r": RANK}))
+    plain = TOKENS * 2 * 64 * (64 + 2 * 32)  # queries, keys and values to their input
+    adapters = TOKENS * 2 * 64 * RANK * 2
+    _, first, second, third, _ = backward_operations(work)
+    assert second == third == first + plain + adapters
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_adapters_of_experts_are_added_to_all_of_them(model_type: str) -> None:
+    settings = {"target_modules": QUERIES, "r": RANK}
+    plain = measure(adapted("lora", settings, model_type=model_type))
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    model = adapted("lora", {**settings, "target_parameters": experts}, model_type=model_type)
+    work = measure(model)
+    stacks = [p for name, p in model.named_parameters() if p.dim() == 3]
+    sizes = [stack.shape for stack in stacks[:2]]
+    num_adapter = sum(RANK * count * (rows + columns) for count, rows, columns in sizes)
+    assert work.blocks[1].num_trainable == plain.blocks[1].num_trainable + num_adapter
+    folded = sum(2 * RANK * stack.numel() for stack in stacks[:2])
+    more = forward_operations(work)[2] - forward_operations(plain)[2]
+    assert more == 2 * folded  # W + B A, when peft registers it and when it is read
+    assert backward_operations(work)[2] > backward_operations(plain)[2] + 2 * folded
