@@ -36,18 +36,13 @@ def test_memory_of_both_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["plain"][-1]["peak_bytes"] == pytest.approx(planned["plain"], rel=0.02)
     assert result["chunked"][-1]["peak_bytes"] == pytest.approx(planned["chunked"], rel=0.05)
     module.print_report(result)
-
-
-def test_the_line_through_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _benchmark("linear_cross_entropy", monkeypatch)
     line = module.fit(
         [
             module.Measurement(tokens=n, peak_bytes=50 + 3 * n, seconds=0.0, loss=0.0)
             for n in (10, 20, 40)
         ]
     )
-    assert line.at(0) == pytest.approx(50)
-    assert line.at(1000) == pytest.approx(3050)
+    assert (line.at(0), line.at(1000)) == (pytest.approx(50), pytest.approx(3050))
 
 
 def test_architectures_are_fused_with_and_without_the_engine(

@@ -106,7 +106,7 @@ def test_what_is_converted_is_refused_and_what_is_trained_is_an_ordinary_paramet
     tmp_path: Path,
 ) -> None:
     save(tmp_path, TINY)
-    model = source(tmp_path, frozen_weights="mmap").build()
+    model: Any = source(tmp_path, frozen_weights="mmap").build()
     weight = model.model.norm.weight.requires_grad_(True)
     HostStore(model, list(model.model.layers))
     with torch.no_grad():

@@ -69,7 +69,7 @@ def by_hand(layer: Any, bits: int) -> Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_those_of_the_library(bits: int, dtype: str) -> None:
     plain = ModelSource(architecture=TINY, dtype=dtype).build()
-    model = ModelSource(architecture=TINY, dtype=dtype, frozen_bits=bits).build()
+    model: Any = ModelSource(architecture=TINY, dtype=dtype, frozen_bits=bits).build()
     limit = {8: 0.02, 4: 0.15}[bits]
     for name, layer in linear_layers(model).items():
         assert is_quantized(layer)
