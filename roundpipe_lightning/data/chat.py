@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,21 +56,23 @@ class ChatDataModule(FileDataModule):
         self.packing = packing
         self.no_target = no_target
         self.field = field
-        self._encoder: ConversationEncoder | None = None
 
     @property
     def packs_documents(self) -> bool:
         """Whether several documents share a row and must not see each other."""
         return self.packing
 
+    @cached_property
+    def _encoder(self) -> ConversationEncoder:
+        return ConversationEncoder(self.tokenizer, name=self.tokenizer_name)
+
     @override
     def encode(self, record: Record) -> Sample | None:
         """A conversation as tokens."""
-        if self._encoder is None:
-            self._encoder = ConversationEncoder(
-                self.tokenizer, name=self.tokenizer_name, field=self.field
-            )
-        whole = self._encoder(record)
+        messages = check_messages(record.get(self.field), place=record.place)
+        tools = record.fields.get("tools")
+        options = {"tools": tools} if tools else {}
+        whole = self._encoder(messages, place=record.place, **options)
         sample = self.fit_length(whole, place=record.place)
         if sample is not None and sample.num_targets == 0:
             if self.no_target == "refuse":
@@ -100,13 +103,12 @@ class ConversationEncoder:
     Args:
         tokenizer: A fast tokenizer of transformers with a chat template.
         name: What it is called, for messages.
-        field: Field of a record that has the messages.
 
     Raises:
         ConfigurationError: The tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, *, name: str, field: str = "messages") -> None:
+    def __init__(self, tokenizer: Any, *, name: str) -> None:
         if not tokenizer.chat_template:
             raise ConfigurationError(
                 f"The tokenizer {name} has no chat template, so it is not known how a conversation "
@@ -114,31 +116,25 @@ class ConversationEncoder:
                 "data.tokenizer.chat_template to a file with a Jinja template."
             )
         self.tokenizer = tokenizer
-        self.field = field
         self._is_marked = _MARKED.search(str(tokenizer.get_chat_template())) is not None
 
-    def __call__(self, record: Record) -> Sample:
-        """Encode the conversation of a record.
+    def __call__(self, messages: Sequence[Message], *, place: str, **options: Any) -> Sample:
+        """Encode a conversation.
 
-        Raises:
-            DataError: It is not a conversation, or the template cannot write it.
-        """
-        messages = check_messages(record.get(self.field), place=record.place)
-        options = {"tools": record.fields["tools"]} if record.fields.get("tools") else {}
-        if self._is_marked:
-            return self._encode_marked(messages, options, place=record.place)
-        return self._encode_by_difference(messages, options, place=record.place)
-
-    def last_answer(self, messages: Sequence[Message], *, place: str) -> Sample:
-        """A conversation that ends with the assistant's message, which alone is predicted.
+        Args:
+            messages: Checked by `check_messages`.
+            place: Where it stands, for messages.
+            options: Further variables of the template, such as `tools`.
 
         Raises:
             DataError: The template cannot write it.
         """
-        if self._is_marked:
-            sample = self._encode_marked(messages, {}, place=place)
-        else:
-            sample = self._encode_by_difference(messages, {}, place=place)
+        encode = self._encode_marked if self._is_marked else self._encode_by_difference
+        return encode(messages, options, place=place)
+
+    def last_answer(self, messages: Sequence[Message], *, place: str) -> Sample:
+        """A conversation that ends with the assistant's message, which alone is predicted."""
+        sample = self(messages, place=place)
         targets = torch.nonzero(sample.labels != IGNORED).flatten().tolist()
         if targets:
             earlier = torch.nonzero(sample.labels[: targets[-1]] == IGNORED).flatten().tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ class PreferenceDataModule(FileDataModule):
         ConfigurationError: A setting is out of its range.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._encoder: ConversationEncoder | None = None
+    @cached_property
+    def _encoder(self) -> ConversationEncoder:
+        return ConversationEncoder(self.tokenizer, name=self.tokenizer_name)
 
     @override
     def encode(self, record: Record) -> Pair | None:
@@ -64,8 +65,6 @@ class PreferenceDataModule(FileDataModule):
 
     def _answer(self, before: Sequence[Message], field: str, record: Record) -> Sample | None:
         """A prompt with one of its answers, the last message alone as the target."""
-        if self._encoder is None:
-            self._encoder = ConversationEncoder(self.tokenizer, name=self.tokenizer_name)
         answer = _as_messages(record.get(field), "assistant", record)
         messages = [*before, *answer]
         if messages[-1]["role"] != "assistant" or len(messages) < 2:

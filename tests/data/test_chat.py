@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from roundpipe_lightning.data import ChatDataModule, Record
-from roundpipe_lightning.data.chat import ConversationEncoder
+from roundpipe_lightning.data import ChatDataModule
+from roundpipe_lightning.data.chat import ConversationEncoder, check_messages
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.modules.tokenizer import TokenizerSource
 
@@ -44,7 +44,7 @@ def tokenizer(template: str | None = None) -> Any:
 
 def predicted(template: str | None, messages: list[dict[str, Any]]) -> str:
     made = tokenizer(template)
-    sample = ConversationEncoder(made, name="it")(Record(fields={"messages": messages}, place="p"))
+    sample = ConversationEncoder(made, name="it")(check_messages(messages, place="p"), place="p")
     assert made.decode(sample.input_ids) == made.apply_chat_template(messages, tokenize=False)
     return str(made.decode(sample.labels[sample.labels != -100]))
 
