@@ -106,7 +106,7 @@ def _other_shape_lines(event: PlanEvent) -> list[str]:
 
 def _change_lines(event: PlanEvent, before: Plan) -> list[str]:
     return [
-        f"The plan changes after {count_text(event.measured_steps, 'measured step')}",
+        f"The plan changes after {count_text(event.planned.measured.num_steps, 'measured step')}",
         f"  from {before.partition}",
         f"  to   {event.description.plan.partition}",
         *_step_lines(event),
@@ -115,7 +115,8 @@ def _change_lines(event: PlanEvent, before: Plan) -> list[str]:
 
 def _step_lines(event: PlanEvent) -> list[str]:
     """How long a step should take, as far as that is known."""
-    if not (event.knows_step or event.times_are_measured):
+    measured = event.planned.measured
+    if not (event.planned.knows_activations or measured.is_ready):
         return [
             (
                 "Predicted step: unknown, because training_step cannot be run without values. "
@@ -123,8 +124,8 @@ def _step_lines(event: PlanEvent) -> list[str]:
             )
         ]
     prediction = event.description.prediction
-    if event.times_are_measured:
-        source = f" (from {count_text(event.measured_steps, 'measured step')})"
+    if measured.is_ready:
+        source = f" (from {count_text(measured.num_steps, 'measured step')})"
     elif event.assumed_rates:
         source = " (at assumed rates; measured times will replace them)"
     else:
@@ -143,8 +144,8 @@ def _step_lines(event: PlanEvent) -> list[str]:
 
 def _warning_lines(event: PlanEvent) -> list[str]:
     described = event.description
-    found = described.warnings() if event.knows_step else []
-    if not event.knows_step:
+    found = described.warnings() if event.planned.knows_activations else []
+    if not event.planned.knows_activations:
         found.append(
             "Activations are not counted in the memory above: training_step cannot be run without "
             "values (dry_run)."

@@ -106,7 +106,7 @@ class OwnLog:
             attributes.update(before)
 
     @contextmanager
-    def of(self, recorder: Callable[..., None]) -> Iterator[None]:
+    def recording_into(self, recorder: Callable[..., None]) -> Iterator[None]:
         """Name the recorder of the microbatch that this thread runs."""
         self._here.recorder = recorder
         try:
@@ -252,7 +252,7 @@ class LoggedBatch:
         self._batch = batch
         self._left = batch
 
-    def note(self, used: Any) -> None:
+    def look_at(self, used: Any) -> None:
         """Look at a microbatch, or at a copy of the batch, after its step.
 
         Args:
@@ -260,7 +260,7 @@ class LoggedBatch:
         """
         self._left = _left_of(self._batch, used)
 
-    def use(self, module: LightningModule) -> None:
+    def show_rest_to(self, module: LightningModule) -> None:
         """Let Lightning look for the number of samples in what is left, until the next batch."""
         results = compat.step_results(module.trainer)
         if results is not None and results.batch is self._batch:

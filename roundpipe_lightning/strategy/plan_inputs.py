@@ -1,7 +1,7 @@
 """What plans follow from: the machine, what is stored and sent, and what a step computes.
 
 The user's `training_step` may log, ask its Trainer, count, and draw random numbers. A dry run runs
-it on a copy (`models.meta_copy`) whose `log` says nothing, whose metrics keep nothing and whose
+it on a copy without values, whose `log` says nothing, whose metrics keep nothing and whose
 Trainer can be read only, as far as plain values go; random generators are put back afterwards. What
 cannot be run so is estimated from the parameters instead.
 """
@@ -256,7 +256,7 @@ class TransferSizes:
         self.narrow = frozenset(filter(NarrowCopies.narrows, alone))
         self._dtype = dtype
 
-    def of(self, work: WorkProfile, chain: Chain) -> WorkProfile:
+    def resized(self, work: WorkProfile, chain: Chain) -> WorkProfile:
         """Return a model with blocks of these sizes.
 
         Gradients that are sent in fewer bytes than the parameters have count as these: a device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
@@ -74,39 +75,22 @@ class PlanEvent:
     """A plan that is about to be run for the first time.
 
     Attributes:
-        description: The plan, what it is for and what it needs.
+        planned: The plan, and whether its prediction follows from the step's code and from
+            measured times.
         replaced: The plan that was run before for such batches; None for the first one.
-        knows_step: Whether the step's code was measured. Otherwise durations and device memory
-            follow from the parameters alone.
         assumed_rates: Whether the machine's rates are assumed, not measured or given.
-        measured_steps: Steps for such batches that have been measured.
-        times_are_measured: Whether the prediction follows from them, not from the machine's rates.
     """
 
-    description: PlanDescription
+    planned: Planned
     replaced: Plan | None
-    knows_step: bool
     assumed_rates: bool
-    measured_steps: int
-    times_are_measured: bool
 
-    @classmethod
-    def describing(
-        cls, planned: Planned, *, replaced: Plan | None, assumed_rates: bool
-    ) -> PlanEvent:
-        measured = planned.measured
-        return cls(
-            description=PlanDescription.of(
-                planned.plan,
-                job=planned.job,
-                profile=measured.profile() if measured.is_ready else None,
-            ),
-            replaced=replaced,
-            knows_step=planned.knows_activations,
-            assumed_rates=assumed_rates,
-            measured_steps=measured.num_steps,
-            times_are_measured=measured.is_ready,
-        )
+    @cached_property
+    def description(self) -> PlanDescription:
+        """The plan, what it is for and what it needs."""
+        planned, measured = self.planned, self.planned.measured
+        profile = measured.profile() if measured.is_ready else None
+        return PlanDescription.of(planned.plan, job=planned.job, profile=profile)
 
 
 @dataclass(frozen=True, kw_only=True)

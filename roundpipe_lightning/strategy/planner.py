@@ -302,9 +302,8 @@ class StepPlanner:
             return None
         self._announced = [pair for pair in self._announced if pair[0] is not planned.job]
         self._announced.append((planned.job, planned.plan))
-        return PlanEvent.describing(
-            planned, replaced=before[-1] if before else None, assumed_rates=assumed_rates
-        )
+        replaced = before[-1] if before else None
+        return PlanEvent(planned=planned, replaced=replaced, assumed_rates=assumed_rates)
 
     # --- measured times --------------------------------------------------------------------------
 
@@ -383,7 +382,7 @@ class StepPlanner:
     def _job(self, step: StepWork, count: int, *, search: Search = Search.FULL) -> TrainingJob:
         hints = self._constraints.users_hints(count, full=self.num_microbatches)
         return TrainingJob(
-            work=self._sizes.of(step.work, self.chain),
+            work=self._sizes.resized(step.work, self.chain),
             hardware=self.machine,
             dtype=rate_name(self.machine, self._autocast_dtype or widest_dtype(self._module)),
             storage=self._storage,
@@ -426,22 +425,58 @@ class StepPlanner:
             free = self._constraints.completed(PartitionHints(), step, count)
             found = remedies(job, alternatives(), free_hints=free)
             shorter = longest(memory_shortage) if step.knows_activations else ""
-            raise _fit_error(answer, found, what=what, shorter=shorter, is_first=not self._planned)
+            raise self._fit_error(answer, found, what=what, shorter=shorter)
         return Planned.unmeasured(
             answer.planned.plan, job, knows_activations=step.knows_activations
         )
 
     # --- what does not fit -----------------------------------------------------------------------
 
+    def _fit_error(
+        self, answer: FitAnswer, remedies: Sequence[str], *, what: str, shorter: str
+    ) -> FitError:
+        """Return the error for what does not fit, with what would.
+
+        Args:
+            answer: What it needs.
+            remedies: Changes that make it fit.
+            what: What does not fit.
+            shorter: How long sequences may be; empty where that is not known.
+        """
+        job, alone = answer.job, ""
+        if answer.planned is None:
+            stage = job.memory.footprint(job.shape).need(answer.layout).stage
+            names = job.work.block_names[stage.blocks.start : stage.blocks.stop]
+            smallest = f"a stage of {', '.join(names)}" if names else "the tail segment"
+            alone = f"Not even {smallest} alone fits. "
+        listed = "; ".join(f"({number}) {text}" for number, text in enumerate(remedies, start=1))
+        none = "Nothing else" if shorter else "No single change"
+        remedy = f"What makes it fit: {listed}." if remedies else f"{none} makes it fit."
+        so_far = "The step has not begun" if self._planned else "No training step has run"
+        return FitError(
+            f"The {what} does not fit {job.hardware.name}: {answer.memory.reason} {alone}"
+            f"{shorter}{remedy} {so_far}; roundpipe-plan tries more changes."
+        )
+
     def _longest(
         self, microbatches: Sequence[Any], arguments: Sequence[Any], shortage: Shortage
     ) -> str:
         """Return how long the sequences of such a batch may be; nothing where that is not known."""
+        length = length_of(microbatches[0])
+        if length is None:
+            return ""
 
-        def job(microbatch: Any) -> TrainingJob:
-            return self._job(self._dry_run(microbatch, arguments), len(microbatches))
+        def lacks(count: int) -> float:
+            step = self._dry_run(shortened(microbatches[0], count), arguments)
+            return shortage(self._job(step, len(microbatches)))
 
-        return _length_advice(microbatches[0], job=job, shortage=shortage)
+        try:
+            most = longest_that_fits(lacks, too_long=length)
+        except DryRunError:  # it is no length, or the step needs this one
+            return ""
+        if most < 1:
+            return ""
+        return f"Sequences of {length:,} are too long: those of up to {most:,} fit. "
 
     def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:
         count = len(microbatches)
@@ -463,59 +498,3 @@ class StepPlanner:
             with_microbatches=smaller,
             narrower_precision="bf16-true" if wide else None,
         )
-
-
-def _fit_error(
-    answer: FitAnswer, remedies: Sequence[str], *, what: str, shorter: str, is_first: bool
-) -> FitError:
-    """Return the error for what does not fit.
-
-    Args:
-        answer: What it needs.
-        remedies: Changes that make it fit.
-        what: What does not fit.
-        shorter: How long sequences may be; empty where that is not known.
-        is_first: Whether nothing was trained before.
-    """
-    alone = "" if answer.planned is not None else _smallest_stage(answer)
-    listed = "; ".join(f"({number}) {text}" for number, text in enumerate(remedies, start=1))
-    none = "Nothing else" if shorter else "No single change"
-    remedy = f"What makes it fit: {listed}." if remedies else f"{none} makes it fit."
-    so_far = "No training step has run" if is_first else "The step has not begun"
-    return FitError(
-        f"The {what} does not fit {answer.job.hardware.name}: {answer.memory.reason} {alone}"
-        f"{shorter}{remedy} {so_far}; roundpipe-plan tries more changes."
-    )
-
-
-def _smallest_stage(answer: FitAnswer) -> str:
-    """Name what no device can hold, though it is alone there."""
-    job = answer.job
-    stage = job.memory.footprint(job.shape).need(answer.layout).stage
-    names = job.work.block_names[stage.blocks.start : stage.blocks.stop]
-    what = f"a stage of {', '.join(names)}" if names else "the tail segment"
-    return f"Not even {what} alone fits. "
-
-
-def _length_advice(
-    microbatch: Any, *, job: Callable[[Any], TrainingJob], shortage: Shortage
-) -> str:
-    """Return how long sequences may be for a step to fit; nothing where no length is known to help.
-
-    Args:
-        microbatch: A part of the batch that does not fit.
-        job: What is trained with such a part; a `DryRunError` where that is not known.
-        shortage: What a job lacks.
-    """
-    length = length_of(microbatch)
-    if length is None:
-        return ""
-    try:
-        most = longest_that_fits(
-            lambda count: shortage(job(shortened(microbatch, count))), too_long=length
-        )
-    except DryRunError:  # it is no length, or the step needs this one
-        return ""
-    if most < 1:
-        return ""
-    return f"Sequences of {length:,} are too long: those of up to {most:,} fit. "

@@ -294,10 +294,10 @@ class PipelineRuntime:
         overlaps = trains and self._may_overlap()
 
         def call(view: Any, microbatch: Any, index: int) -> Any:  # in the microbatch's thread
-            with self._own_log.of(view.log):
+            with self._own_log.recording_into(view.log):
                 output = view.training_step(microbatch, *arguments)
             if index == 0:
-                logged.note(microbatch)
+                logged.look_at(microbatch)
             if self._fusion is not None:
                 output = self._fusion.materialized(output)
             if isinstance(output, Mapping) and output.get("loss") is None:
@@ -362,7 +362,7 @@ class PipelineRuntime:
         losses: Sequence[Tensor | None] = (None,),
     ) -> None:
         """Log what one step on the full batch has logged."""
-        logged.use(self._module)
+        logged.show_rest_to(self._module)
         replay_logs(
             recorders,
             shares=shares,
@@ -446,7 +446,7 @@ class PipelineRuntime:
 
         def call(view: Any, here: Any) -> Any:
             output = view.training_step(here, *arguments)
-            logged.note(here)
+            logged.look_at(here)
             return output
 
         blocks = [block for stack in engine.stacks for block in stack.blocks]
@@ -476,7 +476,7 @@ class PipelineRuntime:
 
             def call(view: Any, here: Any) -> Any:
                 output = getattr(view, step_name)(here, *arguments)
-                logged.note(here)
+                logged.look_at(here)
                 return output if self._fusion is None else self._fusion.materialized(output)
 
             with self._metrics.lent() as stand_ins:

@@ -123,6 +123,7 @@ class RoundPipeStrategy(ParallelStrategy):
         cluster_environment: Set by the Trainer.
         checkpoint_io: How checkpoints are written; None is `RoundPipeCheckpointIO`.
         precision_plugin: None takes `Trainer(precision=...)`.
+        **renamed: Settings that have another name now; they are refused.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -160,7 +161,9 @@ class RoundPipeStrategy(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **renamed: NoReturn,
     ) -> None:
+        checks.refuse_renamed(renamed)
         given = locals()
         self._options = Options(**{field.name: given[field.name] for field in fields(Options)})
         self._stochastic_rounding = stochastic_rounding

@@ -22,6 +22,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from torch import Tensor, nn
 
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import compat
 
 WAITING_HOOKS = (
@@ -98,6 +99,10 @@ def needs_sync(owner: Any, hook: str) -> bool:
     defining = next((c for c in type(owner).__mro__ if hook in vars(c)), None)
     if defining is None or defining in _HARMLESS:
         return False
+    if "reads_parameters" in vars(defining):
+        raise ConfigurationError(
+            f"{defining.__name__}.reads_parameters is called requires_optimizer_sync now."
+        )
     return bool(vars(defining).get("requires_optimizer_sync", True))
 
 

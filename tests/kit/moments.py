@@ -13,6 +13,7 @@ from torch import Tensor
 
 from roundpipe_lightning.engine import steps as running
 from roundpipe_lightning.engine.worker.turns import Turns
+from tests.kit.engine import Block
 
 PATIENCE_SECONDS = 60.0
 """For what comes at once, however busy the machine is."""
@@ -113,3 +114,12 @@ def call_in_backward(tensor: Tensor, call: Callable[[], None]) -> Tensor:
     """Return the same tensor; `call` is called when its gradient comes, before that goes on."""
     same: Tensor = _CallInBackward.apply(tensor, call)  # type: ignore[no-untyped-call]
     return same
+
+
+class HeardBlock(Block):
+    """A block whose backward pass a test hears of."""
+
+    hear: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return call_in_backward(super().forward(x), self.hear)

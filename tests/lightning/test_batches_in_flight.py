@@ -11,17 +11,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
-from torch import Tensor
 
 from roundpipe_lightning import ExportPretrained, PipelineMonitor, PipelineTimeline, PlanReport
 from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecord
 from roundpipe_lightning.strategy import sync_hooks as readers
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.moments import call_in_backward
+from tests.kit.moments import HeardBlock
 from tests.kit.training import (
     QUIET,
-    Block,
     Regressor,
     make_trainer,
     regression_data,
@@ -34,17 +32,6 @@ TIMEOUT_SECONDS = 60.0
 NUM_WORKERS, NUM_MICROBATCHES = 3, 2
 PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1}
 """The last stage is on another worker than the others."""
-
-
-class HeardBlock(Block):
-    """A block whose backward pass a test is told of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hear: Callable[[], None] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return call_in_backward(super().forward(x), self.hear)
 
 
 def fit(

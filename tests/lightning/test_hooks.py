@@ -97,15 +97,6 @@ def test_parameters_without_a_gradient_keep_none(tmp_path: Path) -> None:
     assert trainer.global_step == 4
 
 
-def test_attributes_set_in_training_step_reach_the_module(tmp_path: Path) -> None:
-    def remember(module: Any, batch: Any, batch_idx: int) -> None:
-        module.last_index = batch_idx
-
-    module = Regressor(on_step=remember)
-    make_trainer(tmp_path, strategy="roundpipe", max_epochs=1).fit(module, regression_data())
-    assert module.last_index == 3
-
-
 def test_evaluation_and_prediction_equal_one_device_to_the_bit(tmp_path: Path) -> None:
     torch.manual_seed(3)
     module = Regressor(dropout=0.5)

@@ -247,7 +247,7 @@ def test_the_planner_counts_masters_and_copies() -> None:
     needs = []
     for dtype in (None, torch.bfloat16):
         sizes = TransferSizes(stacks, dtype)
-        sized = sizes.of(work, chain)
+        sized = sizes.resized(work, chain)
         storage = storage_of([optimizer], masters=sizes.narrow)
         shape = MicrobatchShape(sequences=1, seq_len=1)
         model = MemoryModel(work=sized, hardware=hardware, storage=storage)
@@ -270,7 +270,7 @@ def test_the_planner_counts_gradients_in_their_dtype() -> None:
     stacks = find_stacks(module, None)
     chain = Chain.from_stacks(stacks)
     work = parameter_work(module, chain)
-    moved = TransferSizes(stacks, None).of(work, chain)
+    moved = TransferSizes(stacks, None).resized(work, chain)
     assert moved.blocks[0].trainable_bytes == 2 * work.blocks[0].trainable_bytes
 
 

@@ -119,7 +119,7 @@ def test_memory_that_is_tight_and_idle_workers_are_noted(tmp_path: Path) -> None
             hardware=replace(machine, device_bytes=size), num_microbatches=1
         )
         strategy.plan_listeners.append(
-            lambda news: needs.append(news.description.memory.device.total_bytes)
+            lambda event: needs.append(event.description.memory.device.total_bytes)
         )
         _fit(tmp_path, report, strategy=strategy, max_epochs=1)
     (text,) = report.texts
@@ -154,12 +154,6 @@ def test_fits_failures_and_evaluations(tmp_path: Path) -> None:
     trainer.fit(Regressor(), regression_data())
     assert len(report.texts) == 1, "that of the second fit, once"
     assert strategy.plan_listeners == []
-
-
-def test_fast_dev_run(tmp_path: Path) -> None:
-    report = PlanReport()
-    _fit(tmp_path, report, fast_dev_run=True)
-    assert len(report.texts) == 1
 
 
 def test_other_strategies_are_refused(tmp_path: Path) -> None:

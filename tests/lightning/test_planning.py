@@ -164,13 +164,6 @@ def test_a_step_that_uses_its_trainer_is_not_tried(tmp_path: Path, write: str) -
     assert any("The step uses the Trainer's loggers" in line for line in ran)
 
 
-def test_the_same_training_has_the_same_plan(tmp_path: Path) -> None:
-    plans = [fit(tmp_path).plan for _ in range(2)]
-    assert plans[0] == plans[1]
-    assert plans[0] is not None
-    assert plans[0].num_microbatches == 4  # twice the workers, whatever their speed
-
-
 def test_a_shape_is_planned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=SAY)
     data = torch.utils.data.DataLoader(PaddedSequences(14), batch_size=4)
@@ -268,24 +261,6 @@ def test_hints_are_kept(tmp_path: Path) -> None:
     assert plan.partition.backward == (1, 2, 1)
     assert max(plan.partition.forward) <= 2
     assert (plan.team_size, plan.round_size) == (1, 2)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_recompute_is_kept(tmp_path: Path, recompute: str) -> None:
-    plan = fit(tmp_path, recompute=recompute).plan
-    assert plan is not None
-    assert (plan.partition.num_backward > 0) == (recompute == "full")
-
-
-def test_a_model_without_blocks_is_planned(tmp_path: Path) -> None:
-    class Whole(Regressor):
-        def __init__(self) -> None:
-            super().__init__(num_blocks=1)
-
-    with pytest.warns(session.NoBlocksWarning):
-        plan = fit(tmp_path, Whole(), recompute="full").plan
-    assert plan is not None
-    assert plan.partition.num_blocks == 0
 
 
 def test_hints_for_a_full_batch_bend_for_a_smaller_one(tmp_path: Path) -> None:

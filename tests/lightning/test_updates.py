@@ -405,7 +405,15 @@ def test_who_may_read() -> None:
         def on_train_batch_end(self, *_: Any) -> None:
             pass
 
+    class Old(Mine):
+        reads_parameters = False
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass
+
     hook = "on_train_batch_end"
+    with pytest.raises(ConfigurationError, match="reads_parameters is called requires_opt"):
+        readers.needs_sync(Old(), hook)
     assert readers.needs_sync(Mine(), hook)
     assert not readers.needs_sync(Mine(), "on_train_batch_start")
     assert not readers.needs_sync(Blind(), hook)

@@ -25,11 +25,10 @@ from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.strategy import runtime as session
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.moments import call_in_backward
+from tests.kit.moments import HeardBlock
 from tests.kit.training import (
     QUIET,
     WIDTH,
-    Block,
     Regressor,
     make_trainer,
     parameter_error,
@@ -46,15 +45,6 @@ PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1
 
 LOOKS = LambdaCallback(on_after_backward=lambda *_: None)
 """Looks at gradients: every batch is waited for."""
-
-
-class HeardBlock(Block):
-    """A block whose backward pass a test is told of."""
-
-    hear: Callable[[], None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return call_in_backward(super().forward(x), self.hear)
 
 
 class Scheduled(Regressor):
