@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW, kernel, native
+from roundpipe_lightning.optim.compiled_loops import Form, noise_keys
 from roundpipe_lightning.optim.pieces import FlatParameter, Settings
 from roundpipe_lightning.optim.rounding import round_stochastically
 from roundpipe_lightning.optim.state import MomentFormat
@@ -119,7 +120,7 @@ def test_rounding_at_random_goes_on_behind_four_billion_elements(
 ) -> None:
     start = (3 << 32) + 1024
     once(torch.ones(1024).bfloat16(), torch.ones(1024))  # compiled and compared with torch
-    keys = native.noise_keys
+    keys = noise_keys
     monkeypatch.setattr(native, "noise_keys", lambda seed, first: keys(seed, start + first))
     gradient = torch.linspace(-2, 2, 1024)
     wide, narrow = (torch.linspace(-1, 1, 1024).bfloat16().to(d) for d in FLOATS[:2])
@@ -199,7 +200,7 @@ class _Other(Tensor):
 
 
 def test_defaults_of_the_caller_do_not_matter() -> None:
-    form = native.Form(
+    form = Form(
         values=torch.float32,
         gradient=torch.float32,
         copy=None,
@@ -282,7 +283,7 @@ def test_a_processor_that_lacks_instructions(
 def test_a_system_on_which_nothing_can_be_compiled(
     parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(form: native.Form) -> None:
+    def refuse(form: Form) -> None:
         raise RuntimeError("cannot allocate executable memory")
 
     monkeypatch.setattr(native, "checked", refuse)
