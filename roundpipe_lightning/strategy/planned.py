@@ -8,12 +8,10 @@ from functools import cached_property
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.measured import MeasuredProfile
-from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import (
     Operations,
     WorkProfile,
     microbatch_operations,
-    time_model,
 )
 from roundpipe_lightning.planning.report.description import PlanDescription
 from roundpipe_lightning.planning.schedule.plan import Plan
@@ -51,7 +49,7 @@ class Planned:
 
     @classmethod
     def unmeasured(cls, plan: Plan, job: TrainingJob, *, knows_activations: bool) -> Planned:
-        measured = MeasuredProfile(timed_profile(job))
+        measured = MeasuredProfile(job.profile)
         return cls(plan=plan, job=job, measured=measured, knows_activations=knows_activations)
 
     def operations_of(self, plan: Plan) -> Operations:
@@ -63,11 +61,6 @@ class Planned:
             )
             self._operations = (plan, counted)
         return self._operations[1]
-
-
-def timed_profile(job: TrainingJob) -> ModelProfile:
-    """Return a job's model with durations on its machine."""
-    return time_model(job.work, hardware=job.hardware, shape=job.shape, dtype=job.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,6 @@ from roundpipe_lightning.strategy.planned import (
     PlanEvent,
     Planned,
     StepWork,
-    timed_profile,
 )
 
 _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
@@ -224,7 +223,7 @@ class StepPlanner:
         self._planned.append(found)
         self._constraints.keep_rounds(found.plan)
         if len(self._planned) == 1 or count == self.num_microbatches:
-            self.profile = timed_profile(found.job)
+            self.profile = found.job.profile
         rank_zero_info(
             f"roundpipe: planned {count_text(count, 'microbatch')} on {self.machine.name} in "
             f"{found.planning_seconds:.2f} s: {found.plan.partition}, teams of "

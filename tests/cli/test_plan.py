@@ -1,9 +1,11 @@
-"""`roundpipe-plan`: the answer, what makes it fit, hints, and what is refused."""
+"""`roundpipe-plan`: the answer, what makes it fit, hints, refusals; once in its own process."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from peft import BOFTConfig
 
-from roundpipe_commands import EXIT_ERROR
+from roundpipe_commands import EXIT_ERROR, plan
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli import plan_settings
 from roundpipe_lightning.cli.build import build_run
@@ -25,7 +27,8 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, config_folder, load_hardware
 from roundpipe_lightning.planning.search.remedies import Price
-from tests.kit.runs import SMALL, compose_small, train_small
+from tests.kit.programs import run_program
+from tests.kit.runs import SMALL, compose_small, environment, files, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
 TIGHT = (*GPU, "hardware.device.device_bytes=430000000", "model.architecture.num_hidden_layers=4")
@@ -352,3 +355,46 @@ def test_adapters_that_peft_cannot_make_without_weights_are_refused(tmp_path: Pa
     boft = Adapters(config=BOFTConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigurationError, match="boft cannot be planned"):
         JobMaker().work(dataclasses.replace(settings, adapters=boft))
+
+
+def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", "import roundpipe_commands; roundpipe_commands.plan()"),
+            *("hardware=rtx4090x2", "output=json", "peft=lora"),
+        ],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(Path(__file__).parents[2])),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # bitsandbytes, which peft imports, says on some processors that it lacks a kernel.
+    assert [line for line in done.stderr.splitlines() if "kernels-community" not in line] == []
+    answer = json.loads(done.stdout)
+    assert answer["machine"]["name"] == "rtx4090x2"
+    [folder] = (tmp_path / "logs" / "plan" / "runs").iterdir()
+    assert files(folder) >= {"plan.json", "report.json", "timeline.json", "timeline.svg"}
+
+
+def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
+    done = run_program(
+        plan,
+        tmp_path,
+        "hardware=rtx4090x1",
+        "hardware.device.device_bytes=400000000",
+        "model.architecture.num_hidden_layers=2",
+        "hydra.run.dir=run",
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "cannot hold even one block" in done.stdout
+    assert done.stderr == ""
+
+
+def test_unknown_machines_end_with_1(tmp_path: Path) -> None:
+    done = run_program(plan, tmp_path, "hardware=rtx4090x9")
+    assert done.returncode == 1
+    assert "rtx4090x8" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -30,7 +30,7 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.round_robin import schedule_of
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Stage
 from roundpipe_lightning.planning.schedule.timeline import Timeline
@@ -168,13 +168,8 @@ class _Step:
         )
 
     def _schedule(self, *, num_batches: int) -> Schedule:
-        return round_robin_schedule(
-            self.layout.partition,
-            num_workers=self.hardware.num_devices,
-            num_microbatches=num_batches * self.layout.num_microbatches,
-            round_size=self.layout.round_size,
-            team_size=self.layout.team_size,
-        )
+        count, workers = num_batches * self.layout.num_microbatches, self.hardware.num_devices
+        return schedule_of(self.layout, num_workers=workers, num_microbatches=count)
 
     def _costs(self) -> StageCosts:
         """What stages cost, the expansion of compressed weights spread over a round."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 
@@ -82,6 +82,19 @@ def round_robin_schedule(
     return Schedule(workers=tuple(map(tuple, rows)))
 
 
+def schedule_of(
+    layout: PipelineLayout, *, num_workers: int, num_microbatches: int | None = None
+) -> Schedule:
+    """Lay a layout's stages round the workers, for its microbatches or another number of them."""
+    return round_robin_schedule(
+        layout.partition,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches or layout.num_microbatches,
+        round_size=layout.round_size,
+        team_size=layout.team_size,
+    )
+
+
 def split_rounds(num_microbatches: int, *, round_size: int) -> tuple[int, ...]:
     """Return the number of microbatches of every round; the last one may have fewer."""
     full, rest = divmod(num_microbatches, round_size)
@@ -105,13 +118,7 @@ def turns_of_batch(plan: Plan) -> int:
 def _may_rotate(plan: Plan) -> bool:
     if len(set(plan.resident)) > 1 and plan.num_batches == 1:
         return False
-    return plan.schedule == round_robin_schedule(
-        plan.partition,
-        num_workers=plan.num_workers,
-        num_microbatches=plan.num_microbatches,
-        round_size=plan.round_size,
-        team_size=plan.team_size,
-    )
+    return plan.schedule == schedule_of(plan, num_workers=plan.num_workers)
 
 
 def rotated(plan: Plan, num_workers: int) -> Plan:

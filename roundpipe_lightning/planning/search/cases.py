@@ -18,7 +18,7 @@ from roundpipe_lightning.planning.cost.traffic import boundary_route, hop_second
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule, split_rounds
+from roundpipe_lightning.planning.schedule.round_robin import schedule_of, split_rounds
 from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
@@ -174,7 +174,7 @@ class Case:
         Without `num_batches` the stream has the batches that plans are compared by.
         """
         partition, costs = layout.partition, self.costs(layout)
-        schedule = self.schedule(partition, num_batches=num_batches or self.config.num_batches)
+        schedule = self.schedule(layout, num_batches=num_batches or self.config.num_batches)
         if self.hardware.shares_host_memory:
             timeline = simulate(schedule, partition=partition, costs=costs)
         else:
@@ -204,14 +204,9 @@ class Case:
             route=route,
         )
 
-    def schedule(self, partition: Partition, *, num_batches: int) -> Schedule:
-        return round_robin_schedule(
-            partition,
-            num_workers=self.hardware.num_devices,
-            num_microbatches=self.config.batch_microbatches * num_batches,
-            round_size=self.config.round_size,
-            team_size=self.config.team_size,
-        )
+    def schedule(self, layout: PipelineLayout, *, num_batches: int) -> Schedule:
+        count = self.config.batch_microbatches * num_batches
+        return schedule_of(layout, num_workers=self.hardware.num_devices, num_microbatches=count)
 
 
 def find_cases(

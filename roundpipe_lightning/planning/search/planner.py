@@ -24,7 +24,7 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import check_partition
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.round_robin import schedule_of
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.cases import Admits, Case, Prediction, Profiles, find_cases
@@ -170,7 +170,7 @@ def _plan(case: Case, found: Prediction) -> Plan:
         num_microbatches=case.config.batch_microbatches * num_batches,
         team_size=layout.team_size,
         round_size=layout.round_size,
-        schedule=case.schedule(partition, num_batches=num_batches),
+        schedule=case.schedule(layout, num_batches=num_batches),
         block_names=case.profile.block_names,
         num_batches=num_batches,
         weight_slots=layout.weight_slots,
@@ -184,15 +184,9 @@ def plan_of_one_batch(plan: Plan) -> Plan:
 
     It has the same stages, teams and rounds, and says how many batches they were chosen for.
     """
-    num_microbatches = plan.num_microbatches // plan.num_batches
-    schedule = round_robin_schedule(
-        plan.partition,
-        num_workers=plan.num_workers,
-        num_microbatches=num_microbatches,
-        round_size=plan.round_size,
-        team_size=plan.team_size,
-    )
-    return replace(plan, num_microbatches=num_microbatches, schedule=schedule)
+    count = plan.batch_microbatches
+    schedule = schedule_of(plan, num_workers=plan.num_workers, num_microbatches=count)
+    return replace(plan, num_microbatches=count, schedule=schedule)
 
 
 class _Choice:
