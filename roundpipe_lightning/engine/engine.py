@@ -302,7 +302,7 @@ class Engine:
             waits_for_end=not self._num_steps,
             on_success=self._step_ended,
         )
-        self._open.steps.begin(step, prepared.visits(backward=backward))
+        self._open.steps.begin(step, prepared.stage_runs(backward=backward))
         return step
 
     def _wait_for_capacity(self, plan: Plan, *, backward: bool) -> PreparedPlan:
@@ -313,8 +313,8 @@ class Engine:
         steps, plans = self._open.steps, self._plans
         if not steps.is_empty:
             following = plans.overlapping(plan)
-            visits = following.visits(backward=backward)
-            steps.wait_for_capacity(visits, pools=following.graph.pools)
+            stage_runs = following.stage_runs(backward=backward)
+            steps.wait_for_capacity(stage_runs, pools=following.graph.pools)
             if not steps.is_empty:
                 plans.batch_begins(plan, overlaps=True)
                 return following
@@ -390,8 +390,8 @@ class Engine:
         transfers = self._open.transfers
         succeeded, failed = False, None
         try:
-            visits = self._plans.prepared(self._plan).visits(backward=False)
-            transfers.begin(visits, is_planned=False)
+            stage_runs = self._plans.prepared(self._plan).stage_runs(backward=False)
+            transfers.begin(stage_runs, is_planned=False)
             result = evaluation.evaluate(
                 call, batch, overrides=overrides or {}, stand_ins=stand_ins or {}
             )

@@ -31,7 +31,7 @@ class PreparedPlan:
     def __init__(self, plan: Plan, chain: Chain) -> None:
         self.plan = plan
         self._chain = chain
-        self._visits: dict[bool, tuple[WorkerRuns, ...]] = {}
+        self._stage_runs: dict[bool, tuple[WorkerRuns, ...]] = {}
         self._rotated: dict[int, PreparedPlan] = {}
 
     @cached_property
@@ -44,11 +44,11 @@ class PreparedPlan:
         """By how many workers later the next batch in flight begins."""
         return turns_of_batch(self.plan)
 
-    def visits(self, *, backward: bool) -> tuple[WorkerRuns, ...]:
+    def stage_runs(self, *, backward: bool) -> tuple[WorkerRuns, ...]:
         """Return what each worker runs, with or without the BACKWARD stages."""
-        if backward not in self._visits:
-            self._visits[backward] = plan_runs(self.plan, self._chain, backward=backward)
-        return self._visits[backward]
+        if backward not in self._stage_runs:
+            self._stage_runs[backward] = plan_runs(self.plan, self._chain, backward=backward)
+        return self._stage_runs[backward]
 
     def beginning_with(self, worker: int) -> PreparedPlan:
         """Return the plan whose batch begins with a worker."""

@@ -353,26 +353,26 @@ class StepsInFlight:
 
     # ------------------------------------------------------------------------------- the beginning
 
-    def wait_for_capacity(self, visits: Sequence[WorkerRuns], *, pools: Sequence[int]) -> None:
-        """End steps until another one, with these visits and pools, can begin."""
+    def wait_for_capacity(self, stage_runs: Sequence[WorkerRuns], *, pools: Sequence[int]) -> None:
+        """End steps until another one, with these stage_runs and pools, can begin."""
         if len(self._steps) == _MOST_IN_FLIGHT:
             self.finish(self._steps[0])
         if not self._steps:
             return
         transfers = self._transfers
-        if not (transfers.can_overlap(visits, pools)):
+        if not (transfers.can_overlap(stage_runs, pools)):
             self.finish(self._steps[-1])
 
     def reserve_second_set(self) -> None:
         """Have memory for two steps in flight as soon as none is."""
         self._transfers.reserve_second_set()
 
-    def begin(self, step: Step, visits: Sequence[WorkerRuns]) -> None:
+    def begin(self, step: Step, stage_runs: Sequence[WorkerRuns]) -> None:
         """Begin a step, for which there is capacity.
 
         Args:
             step: The step.
-            visits: What each worker runs of it.
+            stage_runs: What each worker runs of it.
 
         Raises:
             Exception: What a step that is in flight has failed with.
@@ -387,10 +387,10 @@ class StepsInFlight:
         self._steps.append(step)
         with self._guarded():
             if overlaps:
-                self._transfers.begin_overlapped(visits)
+                self._transfers.begin_overlapped(stage_runs)
             else:
                 self._transfers.begin(
-                    visits, on_failure=self._abort_turns, making_room=step.making_room
+                    stage_runs, on_failure=self._abort_turns, making_room=step.making_room
                 )
             team = self._free_team(len(step.microbatches))
             step.start(team, on_failure=lambda: self._abort_with(step))

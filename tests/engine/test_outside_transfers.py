@@ -169,27 +169,6 @@ def test_what_comes_before_the_blocks_of_the_first_run_goes_before_their_weights
         assert worker.priorities[2:] == [Priority.WEIGHTS, Priority.PREFETCH]
 
 
-def test_what_one_worker_has_learnt_another_one_expects(
-    head: nn.Parameter, tail: nn.Parameter
-) -> None:
-    with workers_with(head, tail) as (one, other, uses):
-        uses.begin_step()
-        one.begin(F0)
-        other.begin(X0, B1)
-        one.values(head, is_first=True)
-        other.values(tail)
-        for worker in (one, other):
-            worker.weights.end_step()
-        uses.begin_step()  # the next step begins with the other worker
-        one.begin(B1, X0)
-        one.weights.begin_ahead()
-        other.begin(F0)
-        assert one.priorities == [Priority.WEIGHTS, Priority.PREFETCH]
-        assert other.priorities == [Priority.WEIGHTS, Priority.WEIGHTS]
-        assert other.values(head, is_first=True).shape == head.shape
-        assert len(other.queue.jobs) == 2
-
-
 def test_what_a_step_in_flight_needs_comes_ahead_and_what_only_the_last_one_used_goes(
     head: nn.Parameter, tail: nn.Parameter
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.engine.device.events import DoneEvent, HostEvent
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool, PinnedPools
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey
@@ -66,34 +65,6 @@ def test_who_writes_next_waits_for_the_copies_that_used_the_place() -> None:
     assert again.after == (arrived,)  # what has happened need not be waited for
     pool.release(again)  # whose copies were never submitted
     assert pool.allocate(1000).after == (arrived,)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_places_do_not_depend_on_which_copies_have_ended(seed: int) -> None:
-    """The same blocks, with every copy over at once, never, and at random."""
-
-    def places(is_over: Callable[[], bool]) -> list[tuple[int, int]]:
-        pool, drawn = PinnedPool(buffer), random.Random(seed)
-        blocks: list[PinnedBlock] = []
-        found: list[tuple[int, int]] = []
-        for _ in range(200):
-            if blocks and drawn.random() < 0.5:
-                pool.release(blocks.pop(drawn.randrange(len(blocks))))
-            else:
-                block, event = pool.allocate(drawn.randrange(1, 4000)), HostEvent("a copy")
-                block.used_until(event)
-                if is_over():
-                    event.set()
-                blocks.append(block)
-                found.append(place_of(block.tensor))
-        return [*found, (0, pool.num_bytes)]
-
-    buffer = torch.empty(1 << 20, dtype=torch.uint8)
-    luck = random.Random(seed + 1)
-    found = {
-        tuple(places(over)) for over in (lambda: True, lambda: False, lambda: luck.random() < 0.5)
-    }
-    assert len(found) == 1
 
 
 def test_the_next_microbatch_has_the_whole_pool() -> None:

@@ -59,9 +59,7 @@ class Place:
     def within(self, region: Tensor, *, offset: int) -> Tensor:
         """Return the part of a flat buffer of bytes that is the parameter's.
 
-        Args:
-            region: The buffer.
-            offset: Where in it the block's region begins.
+        The block's region begins at the offset.
         """
         start = offset + self.offset
         flat = region[start : start + self.num_bytes].view(self.dtype)
@@ -184,11 +182,7 @@ class FlatLayout:
 
 
 class Layouts:
-    """The layouts of a store's blocks, made once and looked at again before each step.
-
-    Args:
-        store: The parameters.
-    """
+    """The layouts of a store's blocks, made once and looked at again before each step."""
 
     def __init__(self, store: HostStore) -> None:
         self._store = store
@@ -316,12 +310,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def sum_wide(leaf: Tensor, dtype: torch.dtype) -> None:
-    """Have gradients summed up on a device in a type that loses nothing of two others.
-
-    Args:
-        leaf: What stands for a parameter there.
-        dtype: The type of the sums on the host.
-    """
+    """Have a leaf's gradients summed up in a type that loses nothing of its own or of `dtype`."""
     wide = torch.promote_types(leaf.dtype, dtype)
     if wide is not leaf.dtype:
         leaf.grad_dtype = wide

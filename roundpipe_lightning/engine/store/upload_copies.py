@@ -68,12 +68,7 @@ class NarrowCopies:
             optimizer.write_copies(self._places)
 
     def updated(self, values: Mapping[nn.Parameter, Tensor], by: Optimizer) -> None:
-        """Cast what an optimizer has changed, if it has not done so itself.
-
-        Args:
-            values: The parameters' new values.
-            by: The optimizer.
-        """
+        """Cast what an optimizer has changed, if it has not done so itself."""
         if id(by) in map(id, self._writers):
             self._note({p: v for p, v in values.items() if p in self._places})
         else:

@@ -167,11 +167,7 @@ class BoundaryTensor:
         return self._host, [] if self._landed is None else [self._landed]
 
     def on(self, worker: TransferEndpoint | None) -> Tensor:
-        """Return it on a worker, without a graph, for compute that is launched from now on.
-
-        Args:
-            worker: Where; None: on the host.
-        """
+        """Return it on a worker, or on the host, for compute that is launched from now on."""
         if worker is not None and self._here is not None and self._is_here(worker):
             return self._here.detach()
         if worker is None or worker.transfers is None:

@@ -197,12 +197,9 @@ class GradientReducer:
     def add_stage(
         self, stage: int, microbatches: Sequence[int], gradients: Gradients | FlatGradients
     ) -> None:
-        """Add gradients of parameters that only this stage uses.
+        """Add gradients of parameters that only this stage of the backward partition uses.
 
-        Args:
-            stage: Index in the backward partition.
-            microbatches: Which microbatches they are of, ascending.
-            gradients: Host tensors, taken over.
+        They are of some microbatches, ascending, and host tensors, which are taken over.
         """
         if not isinstance(gradients, FlatGradients):  # those have it already
             gradients = _in_their_dtype(gradients)
@@ -235,11 +232,7 @@ class GradientReducer:
         self.reserve_shared(microbatch)(gradients)
 
     def reserve_shared(self, microbatch: int) -> Callable[[Gradients], None]:
-        """Reserve a place in the order of such gradients.
-
-        Returns:
-            Takes the gradients, in any thread.
-        """
+        """Reserve a place in the order of such gradients; return what takes them, in any thread."""
         return partial(self._add_shared, microbatch, self._microbatches[microbatch].reserve())
 
     def _add_shared(self, microbatch: int, number: int, gradients: Gradients) -> None:
@@ -280,12 +273,6 @@ class GradientDownloads:
 
     Those of a stage run are gathered in one buffer on the device by the thread whose turn it is.
     Those of parameters outside the blocks go as they are, sent by any thread.
-
-    Args:
-        device: The worker's.
-        layouts: How blocks lie in memory.
-        downloads: The worker's queue.
-        worker: The worker's name, for messages.
     """
 
     def __init__(
@@ -367,9 +354,7 @@ class GradientDownloads:
     def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
         """Send gradients of parameters outside the blocks, which compute so far has made.
 
-        Args:
-            gradients: On the device; nobody else uses them after.
-            landed: Given them, on the host, in the queue's thread.
+        Nobody else uses them after. `landed` is given them, on the host, in the queue's thread.
         """
         with self._mutex:
             while len(self._outside) >= _MOST_ON_THE_WAY:

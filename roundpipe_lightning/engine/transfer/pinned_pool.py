@@ -142,11 +142,7 @@ class PinnedPools:
         return self._buffer.nbytes
 
     def begin_step(self, numbers: Sequence[int]) -> tuple[PinnedPool, ...]:
-        """Give a pool to each microbatch of a step, which may overlap one that is in flight.
-
-        Args:
-            numbers: Of the pools, by microbatch.
-        """
+        """Return the pools of a step's microbatches, by their numbers; another may be in flight."""
         free = next(i for i in range(_MOST_SETS) if i not in self._busy)
         self._busy.append(free)
         while len(self._sets) <= free:
@@ -165,11 +161,7 @@ class PinnedPools:
         self._num_wanted = _MOST_SETS
 
     def can_overlap(self, numbers: Sequence[int]) -> bool:
-        """Return whether a step can begin while one is in flight: there are pools for both.
-
-        Args:
-            numbers: Of the pools of the step, by microbatch.
-        """
+        """Return whether a step can begin while one is in flight: there are pools for both."""
         lengths, num_sets = self._made
         if num_sets < _MOST_SETS and not self._was_without:
             self.reserve_second_set()
@@ -179,13 +171,9 @@ class PinnedPools:
         return is_made and not any(pool.is_short for pool in self._all)
 
     def end(self, *, failed: bool = False) -> None:
-        """Make pools as long as steps have needed; none is in flight any more.
-
-        Args:
-            failed: Whether steps were given up, so that threads may still have some.
-        """
+        """Make pools as long as steps have needed; none is in flight any more."""
         self._busy.clear()
-        if failed:
+        if failed:  # threads of steps that were given up may still have some
             for pool in self._all:
                 pool.retire()
             self._divide()

@@ -159,16 +159,7 @@ class WeightPrefetcher:
     """The memory for weights of one worker, and what is uploaded into it.
 
     Called by the thread whose turn it is; the Trainer's thread may add a step meanwhile, and end
-    one.
-
-    Args:
-        device: The worker's.
-        layouts: How blocks lie in memory.
-        store: The parameters.
-        uploads: The worker's queue.
-        uses: What is known of the user's code outside the blocks.
-        names: What blocks are called.
-        worker: The worker's name, for messages.
+    one. Messages call the blocks by their `names`.
     """
 
     def __init__(
@@ -210,13 +201,7 @@ class WeightPrefetcher:
     def prepare(
         self, runs: Iterable[StageRun], *, num_slots: int, resident: Sequence[nn.Module] = ()
     ) -> None:
-        """Make room for some stage runs. Slots are made, or made larger, here and nowhere else.
-
-        Args:
-            runs: The stage runs.
-            num_slots: How many of them have their weights here at once.
-            resident: Blocks that stay.
-        """
+        """Make room for some stage runs, of which `num_slots` have their weights here at once."""
         self._regions.clear()
         self._prepare_residents(resident)
         largest = max((self._slot_bytes(run.blocks) for run in runs), default=0)
@@ -307,8 +292,7 @@ class WeightPrefetcher:
     def begin_overlapped(self, runs: Sequence[StageRun]) -> None:
         """Begin the uploads of a step while the one before it may still run.
 
-        Args:
-            runs: The worker's; there is room for them, and what stays need not change before them.
+        There is room for them, and what stays need not change before them.
         """
         with self._lock:
             self._versions, self._step = self._store.versions, self._step + 1
@@ -351,12 +335,7 @@ class WeightPrefetcher:
     # --------------------------------------------------------------------------------- stage runs
 
     def acquire(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
-        """Return the weights of the stage run that computes now.
-
-        Args:
-            stage: Its stage.
-            blocks: The stage's blocks; of those that are not here the upload begins.
-        """
+        """Return the weights of the stage run that computes now, and upload what is missing."""
         with self._lock:
             weights = self._present_weights(stage, blocks)
             self._upload(weights, blocks, Priority.WEIGHTS)
@@ -541,10 +520,7 @@ class WeightPrefetcher:
     ) -> Tensor:
         """Return the values of a parameter outside the blocks, for compute launched from now on.
 
-        Args:
-            parameter: The parameter.
-            wait: Lets the worker's compute wait.
-            is_first: Whether none of the run's blocks has run.
+        `wait` lets compute wait for the upload; `is_first`: none of the run's blocks has run.
         """
         with self._lock:
             versions, step = self._versions, self._step

@@ -98,17 +98,7 @@ class WorkerRuns:
 
 
 class WorkerTransfers:
-    """All that moves between the host and one worker.
-
-    Args:
-        device: The worker's.
-        worker: The worker's name, for messages.
-        layouts: How blocks lie in memory.
-        store: The parameters.
-        uses: What is known of the user's code outside the blocks.
-        names: What blocks are called.
-        on_failure: Called with an error in a copy, and where it was.
-    """
+    """All that moves between the host and one worker, which is called `worker` in messages."""
 
     def __init__(
         self,
@@ -150,12 +140,7 @@ class WorkerTransfers:
     # ----------------------------------------------------------------------------------- a step
 
     def begin_step(self, step: WorkerRuns, *, is_planned: bool = True) -> None:
-        """Make room, and begin the uploads of the first stage run.
-
-        Args:
-            step: What the worker will run.
-            is_planned: Whether in that order, so that weights can be uploaded ahead.
-        """
+        """Make room, and begin the uploads of the first stage run; see `WeightPrefetcher`."""
         if self._prepared != (step, self._layouts.version):
             self._prepare(step)
             self._prepared = (step, self._layouts.version)
@@ -226,15 +211,10 @@ class WorkerTransfers:
         last: int,
         shared: Sequence[Set[nn.Parameter]],
     ) -> None:
-        """Send a stage run's gradients to the reducer.
+        """Send the gradients of a stage run's leaves to the reducer.
 
-        Args:
-            stage: Index of the stage.
-            blocks: Its blocks, with their leaves.
-            microbatches: Whose gradients they are, ascending.
-            reducer: Takes them when they have landed.
-            last: The microbatch that ends the run.
-            shared: Parameters that have others, too: summed per microbatch first.
+        They are of some microbatches, of which the `last` ends the run. Those of `shared`
+        parameters, which have others, too, are summed per microbatch first.
         """
         several = {p for layout, _ in blocks for known in shared for p in layout.trained & known}
         add_reserved = reducer.reserve_shared(last) if several else None
@@ -317,12 +297,7 @@ class WorkerTransfers:
 
 
 class Transfers:
-    """Everything that moves between the host and the workers.
-
-    Args:
-        store: The parameters.
-        devices: One per worker.
-        names: All blocks, each with what it is called.
+    """Everything that moves between the host and the workers, one per device.
 
     Attributes:
         transfers: One per worker; None for those that compute in host memory.
@@ -368,7 +343,7 @@ class Transfers:
 
         Args:
             steps: What each worker runs.
-            is_planned: Whether in that order.
+            is_planned: Whether in that order, so that weights can be uploaded ahead.
             on_failure: Called, in any thread, when a copy has failed.
             making_room: Entered while memory for weights is made on a worker, by its index.
         """
@@ -391,12 +366,7 @@ class Transfers:
                 transfers.weights.begin_ahead()
 
     def can_overlap(self, steps: Sequence[WorkerRuns], pools: Sequence[int]) -> bool:
-        """Return whether a step can begin while one runs: memory and layouts stay as they are.
-
-        Args:
-            steps: What each worker runs.
-            pools: Numbers of the pools of its microbatches.
-        """
+        """Return whether a step can begin while one runs: memory and layouts stay as they are."""
         pairs, copies = zip(steps, self.transfers, strict=True), self._store.copies
         changes = self._versions is not self._store.versions
         if changes and not all(one.weights.can_change for one in self._moving):
@@ -476,12 +446,7 @@ class Transfers:
             transfers.abort()
 
     def end(self, *, failed: bool = False, grace_seconds: float = 0.0) -> None:
-        """Forget the step.
-
-        Args:
-            failed: Whether it was given up.
-            grace_seconds: How long to wait then for copies that are under way.
-        """
+        """Forget the step; if it was given up, wait so long for copies that are under way."""
         self._on_failure = _do_nothing
         for transfers in self._moving:
             if failed:

@@ -115,10 +115,7 @@ def update_units(
 ) -> list[UpdateUnit]:
     """Divide a module's parameters: one unit per block, one per parameter used elsewhere.
 
-    Args:
-        module: The module.
-        blocks: Its blocks by name.
-        shared: Parameters of blocks that others use, too.
+    Parameters of blocks that others use, too, are `shared`.
     """
     block_of = {p: name for name, block in blocks.items() for p in block.parameters()}
     members: dict[str, list[nn.Parameter]] = {}
@@ -183,10 +180,7 @@ class Updater:
     def begin(self, optimizer: Optimizer) -> None:
         """Have an optimizer's step made for each block when its gradients are there.
 
-        What is made so reaches no `.grad`. `submit` makes the rest.
-
-        Args:
-            optimizer: As for `submit`. Its options are captured now.
+        What is made so reaches no `.grad`. `submit` makes the rest. Options are captured now.
         """
         assert not self._stale, "a step computes with the values from before the update"
         step = CapturedStep(optimizer, gradients={})
@@ -261,9 +255,7 @@ class Updater:
     def keep(self, optimizers: Iterable[Optimizer], *, is_read: bool = False) -> None:
         """Copy what the optimizers are about to change: the next step computes with the copies.
 
-        Args:
-            optimizers: Whose step is made next.
-            is_read: Whether the next step has begun already, after `defer`.
+        `is_read`: the next step has begun already, after `defer`.
         """
         self.join()
         if is_read:
@@ -363,12 +355,7 @@ class Updater:
         return units
 
     def _announce(self, units: Iterable[UpdateUnit], *, is_new: bool = False) -> None:
-        """Have readers of units wait until one part more of each has been made.
-
-        Args:
-            units: The units.
-            is_new: Whether they are the first of their step.
-        """
+        """Have readers of units, the first of a step perhaps, wait for one part more of each."""
         with self._changed:
             if is_new:
                 self._placed.clear()

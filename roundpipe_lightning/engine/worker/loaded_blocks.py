@@ -111,7 +111,7 @@ class ResidentBlocks:
         store: The parameters.
         device: Where to.
         classes: The classes of views.
-        visit: The visit that they belong to, whose uploads are under way; None: they are uploaded
+        weights: Those of their stage run, whose uploads are under way; None: they are uploaded
             here, where nothing is uploaded ahead.
         await_upload: Lets compute wait for an upload.
     """
@@ -123,11 +123,11 @@ class ResidentBlocks:
         store: HostStore,
         device: Device,
         classes: ViewClasses,
-        visit: StageWeights | None = None,
+        weights: StageWeights | None = None,
         await_upload: Callable[[Event], None] | None = None,
     ) -> None:
         self.kind = kind
-        self._visit = visit
+        self._weights = weights
         self._await_upload = device.await_event if await_upload is None else await_upload
         self.num_bytes = 0
         self._store = store
@@ -154,11 +154,11 @@ class ResidentBlocks:
         for block in blocks:
             if block not in self._blocks:
                 self._blocks.add(block)
-                if self._visit is None:
+                if self._weights is None:
                     for parameter, value in self._store.upload_block(block, self._device).items():
                         self._add_leaf(parameter, value)
                 else:
-                    self._add_region(block, self._visit.regions[block])
+                    self._add_region(block, self._weights.regions[block])
                 for buffer in block.buffers():
                     self._buffers.place(buffer)
 
@@ -191,8 +191,8 @@ class ResidentBlocks:
 
     def block(self, block: nn.Module) -> nn.Module:
         """Return the stand-in for a block: the same code, with parameters that are here."""
-        if self._visit is not None:
-            event = self._visit.events.pop(block, None)
+        if self._weights is not None:
+            event = self._weights.events.pop(block, None)
             if event is not None:
                 self._await_upload(event)
         return self._maker.view_of(block)
@@ -252,11 +252,11 @@ class ResidentBlocks:
         return microbatches
 
     def placed(self) -> list[tuple[BlockLayout, Sequence[nn.Parameter]]]:
-        """Return the layouts and leaves of the blocks of a visit, in the order of the stage."""
-        assert self._visit is not None, "it is a visit's"
+        """Return the layouts and leaves of the blocks of a stage run, in the order of the stage."""
+        assert self._weights is not None, "it is a stage run's"
         return [
             (region.layout, self._placed[block])
-            for block, region in self._visit.regions.items()
+            for block, region in self._weights.regions.items()
             if block in self._placed
         ]
 
@@ -272,7 +272,7 @@ class ResidentBlocks:
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""
         self._maker.close()
-        if self._visit is not None:  # its leaves live on
+        if self._weights is not None:  # its leaves live on
             for leaf in self._leaves.values():
                 leaf.grad = None
         self._leaves.clear()

@@ -73,10 +73,10 @@ class Worker:
             return self._resident
         if self._resident is None or self._stage != stage:
             self._evict()
-            visit = None
+            weights = None
             if self.transfers is not None:
-                visit = self.transfers.weights.acquire(stage, blocks)
-            self._resident = self._new_resident(stage.kind, visit)
+                weights = self.transfers.weights.acquire(stage, blocks)
+            self._resident = self._new_resident(stage.kind, weights)
             self._stage = stage
         elif self.transfers is not None:
             self.transfers.weights.acquire(stage, blocks)
@@ -101,13 +101,13 @@ class Worker:
             self._streamed_bytes = 0
             blocks.close()
 
-    def _new_resident(self, kind: StageKind, visit: StageWeights | None = None) -> ResidentBlocks:
+    def _new_resident(self, kind: StageKind, weights: StageWeights | None = None) -> ResidentBlocks:
         return ResidentBlocks(
             kind,
             store=self._store,
             device=self.device,
             classes=self._classes,
-            visit=visit,
+            weights=weights,
             await_upload=self._await_weights,
         )
 
