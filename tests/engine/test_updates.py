@@ -207,13 +207,13 @@ def test_an_error_is_raised_once_and_lets_everybody_go(model: Model, store: Host
     def fail(unit: UpdateUnit, step: CapturedStep) -> None:
         if unit.name == "layers.1":
             if shall_wait.pop():
-                await_wanted(store, model.layers[2].weight)
+                await_wanted(store, model.layers[1].weight)
             raise OSError("the disk is full")
         step.run(unit.parameters)
 
     with Updater(store, units_of(model, store), run_unit=fail) as updater:
         updater.submit(sgd_with_gradients(model))
-        thread, results = in_thread(lambda: store.await_updated(model.layers[2]))
+        thread, results = in_thread(lambda: store.await_updated(model.layers[1]))
         thread.join(PATIENCE_SECONDS)
         assert isinstance(results[0], UpdateAborted)
         with pytest.raises(OSError, match="the disk is full") as caught:
