@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.cost.partition_table import Evaluator
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import (
     call_lengths,
@@ -18,7 +19,6 @@ from roundpipe_lightning.planning.schedule.cuts import (
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
-from roundpipe_lightning.planning.search.makespan_table import Evaluator
 from roundpipe_lightning.planning.search.partition import (
     StageLimits,
     balanced_cuts,

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
-from roundpipe_lightning.planning.cost.partition_table import PartitionTable
+from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
-from roundpipe_lightning.planning.search.makespan_table import Evaluator
 from roundpipe_lightning.planning.search.partition import (
     StageLimits,
     balanced_cuts,

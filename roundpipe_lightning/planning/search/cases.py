@@ -12,7 +12,7 @@ import numpy.typing as npt
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute, StageCosts, stage_costs
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.partition_table import Floats, PartitionTable
+from roundpipe_lightning.planning.cost.partition_table import Evaluator, Floats, PartitionTable
 from roundpipe_lightning.planning.cost.simulate import simulate, simulate_transfers
 from roundpipe_lightning.planning.cost.traffic import boundary_route, hop_seconds
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
@@ -29,7 +29,6 @@ from roundpipe_lightning.planning.search.limits import (
     resident_blocks,
     widest_limits,
 )
-from roundpipe_lightning.planning.search.makespan_table import Evaluator
 from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
