@@ -198,7 +198,6 @@ class Engine:
 
     @property
     def stacks(self) -> tuple[BlockStack, ...]:
-        """The stacks whose blocks it knows."""
         return self._stacks
 
     @property

@@ -132,7 +132,6 @@ class Evaluation:
         )
 
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a proxy."""
         if torch.is_grad_enabled():
             return RUN_HERE
         with self._user.suspended():

@@ -205,7 +205,6 @@ class _MeetingPlace(TorchFunctionMode):
 
     @property
     def runs_a_block(self) -> bool:
-        """Whether a block runs at present."""
         return self._copies is not None
 
     @contextmanager
@@ -218,7 +217,6 @@ class _MeetingPlace(TorchFunctionMode):
             self._copies = None
 
     def is_here(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device."""
         return tensor.device == self._device.torch_device
 
     def placed(self, parameter: nn.Parameter) -> Tensor:

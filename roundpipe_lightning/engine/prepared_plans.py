@@ -36,7 +36,6 @@ class PreparedPlan:
 
     @cached_property
     def graph(self) -> TurnGraph:
-        """The gates of its actions."""
         return TurnGraph.from_plan(self.plan)
 
     @cached_property

@@ -214,7 +214,6 @@ class Step:
                 )
 
     def raise_first(self) -> NoReturn:
-        """Raise the first failure again."""
         failure = self.failures[0]
         self.failures.clear()
         try:
@@ -236,7 +235,6 @@ class Step:
         raise AssertionError("unreachable")
 
     def _shortage(self, place: str) -> Shortage:
-        """Describe a shortage outside the actions."""
         workers = self.context.workers
         worker = next((one for one in workers if str(one) in place), workers[0])
         plan = self.context.turns.graph.plan
@@ -348,7 +346,6 @@ class StepsInFlight:
 
     @property
     def last_turns(self) -> Turns | None:
-        """The gates of the last one."""
         return self._steps[-1].context.turns if self._steps else None
 
     # ------------------------------------------------------------------------------- the beginning

@@ -94,7 +94,6 @@ class BlockCompiler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned."""
         self._known = bool(state["known"])
         self._left = dict(state["left"])
         self._drawing = set(state["drawing"])

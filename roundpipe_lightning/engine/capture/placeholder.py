@@ -163,7 +163,6 @@ def make_proxy(
 
 
 def writes_first(name: str) -> bool:
-    """Return whether a torch function of that name writes into its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (
             name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")

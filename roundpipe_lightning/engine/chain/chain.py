@@ -38,7 +38,6 @@ class BlockStack:
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Refuse empty stacks and blocks that occur twice."""
         if len(self.blocks) != len(self.names) or not self.blocks:
             raise ConfigurationError(
                 f"A stack needs as many names as blocks and at least one: {self.name!r} has "
@@ -130,7 +129,6 @@ class Chain:
         return cls(links=tuple(links), others=others)
 
     def same_calls(self, other: Chain) -> bool:
-        """Return whether the calls are the same, cut in the same places."""
         mine, theirs = (
             [(link.name, link.cut, link.gradient) for link in chain.links]
             for chain in (self, other)
@@ -138,12 +136,10 @@ class Chain:
         return mine == theirs
 
     def __len__(self) -> int:
-        """Number of calls."""
         return len(self.links)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The calls' names."""
         return tuple(link.name for link in self.links)
 
     @property

@@ -193,7 +193,6 @@ class ForwardPass:
     # ----------------------------------------------------------------------------------- turns
 
     def _go_to_fused_stage(self) -> None:
-        """Pass the FORWARD turns that are left."""
         while self.turns.in_forward_stage:
             self._next_turn()
         self._forget_unused()
@@ -369,7 +368,6 @@ class ForwardPass:
         return kept + sum(value.host_bytes for call in self.calls for value in call.values)
 
     def links(self) -> list[Link]:
-        """Return the calls as links of a chain."""
         return [
             Link(
                 block=call.block,

@@ -92,7 +92,6 @@ class Segments:
 
     @property
     def number(self) -> int:
-        """Number of the last one."""
         return len(self._all) - 1
 
     def __getitem__(self, number: int) -> Segment:

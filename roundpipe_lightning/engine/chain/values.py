@@ -96,7 +96,6 @@ class Value(Reference):
             self.host = None
 
     def drop(self) -> None:
-        """Forget the tensor: its step has ended."""
         self.here = self.host = self._kept_lazy = None
 
     def materialize(self) -> Tensor:

@@ -174,7 +174,6 @@ class HostEvent(Event):
             raise self._error
 
     def when_done(self, callback: Callback) -> None:
-        """Call back from the thread that sets it; at once if it was set."""
         with self._lock:
             if not self._is_over:
                 self._callbacks.append(callback)
