@@ -24,7 +24,6 @@ from tests.kit.engine import (
     WIDTH,
     Block,
     Regressor,
-    check_parity,
     cpu_workers,
     differences,
     emulated_workers,
@@ -231,15 +230,21 @@ def test_user_code_for_one_device_runs_on_several(module: type[Regressor], serve
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 def test_the_same_on_the_processor(module: type[Regressor], num_workers: int) -> None:
     ours, theirs = module(), module()
-    check_parity(ours, num_workers=num_workers, devices=cpu_workers(num_workers))
+    batches = regression_batches(3)
+    plain = plain_step(theirs, batches)
+    stack = layers_of(ours)
+    plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
+    result = engine_step(ours, stack, plan, batches, devices=cpu_workers(num_workers))
+    assert not differences(ours, result, plain)
     for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
         assert torch.equal(mine, other), name
     assert all(parameter.grad is None for parameter in ours.parameters())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_models_of_transformers(name: str) -> None:
-    module = tiny_causal_lm(name, tied=True)
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_of_transformers(name: str, tied: bool) -> None:
+    module = tiny_causal_lm(name, tied=tied)
     stack = decoder_stack(module)
     batches = token_batches(3)
     plain = plain_step(module, batches)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.nn import functional
 from roundpipe_lightning.emulation.placement import DeviceMismatchError
 from roundpipe_lightning.emulation.tagged_tensor import (
     TaggedMode,
-    TaggedTensor,
     move,
     tag,
     tag_of,
@@ -39,20 +37,6 @@ def _grad(tensor: Tensor) -> Tensor:
 
 def _attention(x: Tensor, mask: Tensor | None = None) -> Tensor:
     return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-
-
-def _place(module: nn.Module, device_name: str) -> None:
-    """Put a module's parameters and buffers on a device, ties kept."""
-    leaves: dict[Tensor, Tensor] = {}
-    for child in module.modules():
-        for table in (child._parameters, child._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    if tensor not in leaves:
-                        leaves[tensor] = tag(tensor, device_name).requires_grad_(
-                            tensor.requires_grad
-                        )
-                    table[name] = leaves[tensor]  # type: ignore[assignment]
 
 
 # --- upload, download, names ----------------------------------------------------------------------
@@ -517,67 +501,3 @@ def test_the_mode_ends() -> None:
         with mode, pytest.raises(ZeroDivisionError):
             _ = 1 / 0
         assert tag_of(torch.zeros(1, device="cpu:0")) is None
-
-
-# --- whole models ---------------------------------------------------------------------------------
-
-_SIZE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "head_dim": 8,
-    "vocab_size": 64,
-}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-_MOE = {**_EXPERTS, "moe_intermediate_size": 16}
-_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
-_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": _SIZE,
-    "llama": _SIZE,
-    "gemma2": _SIZE,
-    "gpt2": {**_GPT2, "loss_type": "ForCausalLM"},
-    "gpt_oss": {**_SIZE, **_MOE},
-    "qwen3_moe": {**_SIZE, **_MOE},
-}
-
-
-@pytest.mark.parametrize("name", _MODELS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_models_train_on_one_device(name: str, tied: bool) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    special: dict[str, Any] = {
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": tied,
-    }
-    config = AutoConfig.for_model(name, **special, **_MODELS[name])
-    model = AutoModelForCausalLM.from_config(config).float()
-    ids = torch.randint(3, 64, (2, 12))
-    mask = torch.ones_like(ids)
-    mask[1, 8:] = 0
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-    torch.manual_seed(1)
-    expected_loss = model(**batch, use_cache=False).loss
-    expected_loss.backward()
-    expected = {n: p.grad for n, p in model.named_parameters()}
-    model.zero_grad()
-
-    _place(model, W0)
-    torch.manual_seed(1)
-    with TaggedMode(W0):
-        loss = model(**{k: tag(v, W0) for k, v in batch.items()}, use_cache=False).loss
-        loss.backward()
-    assert tag_of(loss) == W0
-    assert loss.item() == expected_loss.item()
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    assert all(isinstance(p, TaggedTensor) for p in model.parameters())
-    assert gradients.keys() == expected.keys()
-    for n, gradient in gradients.items():
-        assert gradient is not None, n
-        assert torch.equal(untag(gradient), expected[n]), n

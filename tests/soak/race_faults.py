@@ -54,13 +54,7 @@ FAULTS = {
 
 
 class ForgetfulDevice(ServedDevice):
-    """A device that leaves waits out.
-
-    Args:
-        index: Its number.
-        server: The server.
-        fault: Which.
-    """
+    """A device that leaves waits out."""
 
     def __init__(self, index: int, *, server: EmulatedServer, fault: Fault) -> None:
         super().__init__(index, server=server)
@@ -83,13 +77,7 @@ class ForgetfulDevice(ServedDevice):
 
 
 class ForgetfulServer(EmulatedServer):
-    """A server of forgetful devices.
-
-    Args:
-        num_devices: How many.
-        fault: What they forget.
-        given: As for an emulated server.
-    """
+    """A server of forgetful devices."""
 
     def __init__(self, num_devices: int, *, fault: Fault, **given: Any) -> None:
         self._fault = fault

@@ -94,12 +94,7 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int, *, is_small: bool = False) -> Case:
-        """Draw the case of a seed.
-
-        Args:
-            seed: The seed.
-            is_small: Draw few blocks and microbatches.
-        """
+        """Draw the case of a seed, with few blocks and microbatches if it is to be small."""
         numbers = random.Random(seed)
         spec = ModelSpec.drawn(numbers, most_blocks=2 if is_small else 4)
         planned = numbers.randint(1, spec.num_passes)
@@ -137,7 +132,6 @@ class Case:
         )
 
     def plan(self, names: Sequence[str]) -> Plan:
-        """Return its plan, for blocks of these names."""
         return Plan(
             model="race",
             partition=self.partition,
@@ -178,12 +172,7 @@ def _partition(lengths: Sequence[int], numbers: random.Random) -> Partition:
 
 
 def run_case(case: Case, *, fault: Fault | None = None) -> list[str]:
-    """Run a case and say what is wrong with it; nothing if all is well.
-
-    Args:
-        case: The case.
-        fault: A wait that is left out.
-    """
+    """Return what is wrong with a case, in which a wait may be left out."""
     model = make_model(case.model)
     plain = PlainModel(model)
     chain = model.chain(num_passes=case.planned_passes)
@@ -328,7 +317,6 @@ def _train_stale(case: Case, engine: Engine, model: RaceModel, plain: PlainModel
 def _plain_step(
     case: Case, plain: PlainModel, seed: int
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return what plain PyTorch computes of a batch."""
     torch.manual_seed(seed)
     step_seed = int(torch.randint(0, 2**62, (), device="cpu"))
     return plain.step(make_batches(case.num_microbatches, seed=seed), step_seed=step_seed)

@@ -58,7 +58,6 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.randn(outputs) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply and add."""
         weight: Tensor = self.weight
         if self.rounds:
             weight = weight.to(torch.bfloat16).to(x.dtype)
@@ -75,7 +74,6 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
-        """Add what the layers give."""
         hidden = self.outer(torch.tanh(self.inner(x)))
         if self.cross is not None and states is not None:
             hidden = hidden + torch.tanh(self.cross(exact(states)))
@@ -136,7 +134,6 @@ class ModelSpec:
 
     @classmethod
     def drawn(cls, numbers: random.Random, *, most_blocks: int) -> ModelSpec:
-        """Draw one."""
         num_second = numbers.choice((0, 0, 0, 1, 2))
         return cls(
             num_first=numbers.randint(1, most_blocks),
@@ -178,7 +175,6 @@ class RaceModel(nn.Module):
         return Block(dropout=self.spec.dropout, crossed=crossed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss."""
         del batch_idx
         x, y = batch
         states = self.head(x)
@@ -193,7 +189,6 @@ class RaceModel(nn.Module):
         return loss
 
     def stacks(self) -> tuple[BlockStack, ...]:
-        """Return the stacks that have blocks."""
         found = []
         for name, blocks in (("first", self.first), ("second", self.second)):
             names = tuple(f"{name}.{index}" for index in range(len(blocks)))
@@ -236,11 +231,7 @@ def make_batches(num_microbatches: int, *, seed: int) -> list[tuple[Tensor, Tens
 
 
 class _Streams(TorchFunctionMode):
-    """Draws a microbatch's random numbers from its stream, as the engine promises to.
-
-    Args:
-        stream: The stream.
-    """
+    """Draws a microbatch's random numbers from its stream, as the engine promises to."""
 
     def __init__(self, stream: RandomStream) -> None:
         super().__init__()
@@ -254,7 +245,6 @@ class _Streams(TorchFunctionMode):
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Draw the numbers of the next call of a block."""
         with self._stream.block(self._num_calls):
             self._num_calls += 1
             yield
@@ -274,11 +264,7 @@ class _Called(nn.Module):
 
 
 class PlainModel:
-    """The same model, trained by a plain loop over the microbatches.
-
-    Args:
-        model: Is copied.
-    """
+    """A copy of the model, trained by a plain loop over the microbatches."""
 
     def __init__(self, model: RaceModel) -> None:
         self._model = copy.deepcopy(model)
