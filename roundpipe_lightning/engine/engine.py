@@ -1,5 +1,7 @@
 """The engine: runs the steps of a plan.
 
+Step M2 of docs/design.md.
+
 ```
 Trainer's thread   step(microbatches) ─── waits, watches ───────────────▶ StepResult
 microbatch threads    user code and stages, turn by turn ──┘ gradients, losses, outputs

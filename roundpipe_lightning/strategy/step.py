@@ -1,5 +1,7 @@
 """A training batch: what goes into the engine, and what Lightning gets of it.
 
+Steps M1, M10 and M11 of docs/design.md.
+
 ```
 batch ─ split ─► microbatches ─► engine.begin_step ─┬─► losses, outputs ─► merged: one loss
                                                     ├─► logs, metrics ───► merged, replayed

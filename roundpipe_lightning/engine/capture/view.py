@@ -1,5 +1,7 @@
 """Views: shallow copies of a module tree in which parameters, buffers and children can differ.
 
+Step M3 of docs/design.md.
+
 A microbatch runs the user's own code on a view of the user's module. The view has its own
 `_parameters`, `_buffers` and `_modules` tables; everything else is the original's, read and written
 live:

@@ -1,5 +1,7 @@
 """One microbatch's way back through the chain.
 
+Step M8 of docs/design.md.
+
 ```
 calls       0 1 2 │ 3 4 │ 5 6 (fused)
 backward          │     │ the tail segment with 5 and 6: the loss, down to its leaves

@@ -1,5 +1,7 @@
 """One microbatch's way through the chain, forward: every call of a block, planned or not.
 
+Steps M4 and M7 of docs/design.md.
+
 ```
 entry ─▶ [F0] ─ boundary ─▶ [F1] ─ boundary ─▶ [X0: last blocks] ─▶ output, to the user's code
             keeps what flows into the blocks that begin a recompute

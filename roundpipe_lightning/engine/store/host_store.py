@@ -1,5 +1,7 @@
 """The host store: where the model lives.
 
+Step W1 of docs/design.md.
+
 The user's own parameters are the masters. The store lays each block's parameters out in flat
 buffers in host memory, one per dtype, and points the parameters into them, so that a block travels
 in one copy, whatever the number of its tensors (`store/flat_buffers.py`). A block's old memory

@@ -1,5 +1,7 @@
 """Boundaries: tensors that a turn has made and that later turns take, on other workers perhaps.
 
+Step M5 of docs/design.md.
+
 ```
 turn on worker 0    h = block(x) ●                      ●  compute has come so far
 download of 0                    └─ h to the host ●        landed

@@ -1,5 +1,7 @@
 """Transfer queues: what is copied to and from a worker, in the order in which compute waits for it.
 
+Steps W2 and W6 of docs/design.md.
+
 Each worker has one queue for each direction, and each queue a host thread. A job becomes *ready*
 when what it waits for is done; of the ready ones the most urgent goes first, and among equals the
 one that came first. Jobs are cut into chunks, so that an urgent one overtakes a long one:

@@ -1,5 +1,7 @@
 """Gradients on their way to the host, and their sums there, in the order of the microbatches.
 
+Steps M9, W6 and W7 of docs/design.md.
+
 Floating-point addition is not associative, so a sum that depends on who finished first would make
 the result depend on the number of workers. Contributions that arrive early wait for their turn:
 

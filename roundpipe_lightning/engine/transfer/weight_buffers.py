@@ -1,5 +1,7 @@
 """Memory on a device for weights: allocated once, used for one block after the other.
 
+Steps W2 and W5 of docs/design.md.
+
 A block's leaves are views of the memory that its region is copied into. They depend on the form of
 the block and on the place of the region, so they are made once and serve every block of the form,
 run after run: bringing a block costs one copy per flat buffer, however many tensors it has.

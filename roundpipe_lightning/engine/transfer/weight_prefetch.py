@@ -1,5 +1,7 @@
 """The weights that a worker computes with: uploaded ahead, into memory that is free by then.
 
+Steps W2, W3 and W5 of docs/design.md.
+
 A *stage run* is a run of actions of one stage on one worker. With two slots for the weights of its
 blocks:
 

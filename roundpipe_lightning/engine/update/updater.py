@@ -1,5 +1,7 @@
 """Updates: the optimizer's step, block by block, in a thread beside everything else.
 
+Steps W8 and W9 of docs/design.md.
+
 ```
 Trainer's thread  ... backward ─ submit ─ callbacks ─ next batch ─ [ forward: b0    b1    b2 ... ]
                                     │                               waits ▲     ▲     ▲

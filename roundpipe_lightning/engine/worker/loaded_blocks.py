@@ -1,5 +1,7 @@
 """Blocks on a worker: their parameters, their buffers and the views that compute with them.
 
+Step W4 of docs/design.md.
+
 ```
 host      parameters ── upload ──▶ leaves ── views of the blocks ── run ──▶ gradients ── download
           buffers    ◀──────────── what the forward pass has written

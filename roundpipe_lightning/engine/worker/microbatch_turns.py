@@ -1,5 +1,7 @@
 """The turns of one microbatch: which stage it runs, on which worker, and what it owns meanwhile.
 
+Steps M6 and M9 of docs/design.md.
+
 ```
 thread of a microbatch    F0 on worker 0 ── next_turn ── F1 on worker 1 ── next_turn ── X0 ...
                           begin: the gate opens, the device is made current

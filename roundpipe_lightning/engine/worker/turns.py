@@ -1,5 +1,7 @@
 """Turns: the schedule as gates that host threads pass.
 
+Step M2 of docs/design.md.
+
 Every action of a step has a gate. It opens when the action before it on the same worker and
 everything in `dependencies()` have ended; whoever waits in `begin` then owns the worker until
 `end`:
