@@ -66,8 +66,7 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None) -> BlockStack | 
     Without names it is the largest repeated list: of every `nn.ModuleList` and `nn.Sequential` with
     at least two children of one type, the one whose children of their commonest type have the most
     bytes of parameters. A list inside of another's children is part of the other's bytes, so the
-    outer one is taken. Classes are compared, never their names, and a list that two names lead to
-    counts once.
+    outer one is taken. A list that two names lead to counts once.
 
     Args:
         module: The user's module; on the meta device too.
@@ -152,16 +151,11 @@ def _repeated_bytes(blocks: Iterable[nn.Module | None]) -> int:
     largest = max(counts.values(), default=0)
     if largest < 2 or len(set(children)) < len(children):  # a block that runs twice is no stage's
         return 0
+    commonest = [kind for kind, count in counts.items() if count == largest]
     return max(
-        _parameter_bytes(child for child in children if type(child) is kind)
-        for kind, count in counts.items()
-        if count == largest
+        sum(p.nbytes for p in {p for c in children if type(c) is kind for p in c.parameters()})
+        for kind in commonest
     )
-
-
-def _parameter_bytes(modules: Iterable[nn.Module]) -> int:
-    parameters = {p for child in modules for p in child.parameters()}
-    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def _list_as_stack(name: str, blocks: nn.ModuleList | nn.Sequential) -> BlockStack:

@@ -320,20 +320,13 @@ class LossFusion:
     Args:
         mode: `"fused"`: every projection onto more numbers than it takes. `"auto"`: those whose
             result is large.
-        large_logits_bytes: What is large under `"auto"`, in float32.
 
     Attributes:
         report: What became of them.
     """
 
-    def __init__(
-        self,
-        mode: Literal["auto", "fused"],
-        *,
-        large_logits_bytes: int = LARGE_LOGITS_BYTES,
-    ) -> None:
+    def __init__(self, mode: Literal["auto", "fused"]) -> None:
         self._mode = mode
-        self._large_logits_bytes = large_logits_bytes
         self._thread = _ThreadState()
         self.report = FusedLosses()
 
@@ -379,7 +372,7 @@ class LossFusion:
         num_tokens = hidden.numel() // max(1, width)
         if self._mode == "fused":
             return vocabulary > width and num_tokens > 0
-        return num_tokens * vocabulary * torch.float32.itemsize > self._large_logits_bytes
+        return num_tokens * vocabulary * torch.float32.itemsize > LARGE_LOGITS_BYTES
 
     @contextmanager
     def active(self) -> Iterator[LossFusion]:

@@ -6,11 +6,9 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
@@ -29,107 +27,80 @@ _OPERATIONS_PER_SECOND = 1e12  # of no device in particular: only ratios of dura
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def profile_module(
-    module: nn.Module,
-    stack: Blocks,
-    *,
-    tokens_per_microbatch: int | None = None,
-    compute_dtype: torch.dtype | None = None,
-) -> ModelProfile:
-    """Estimate sizes in bytes, and durations in a unit of their own, of blocks and segments.
+def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
+    """Estimate a module's work from its parameters, where its code cannot be asked.
 
-    Durations are those of a device that does 10^12 operations per second, and count, per token and
-    parameter, two operations forward, as many backward for the gradient of the input, and as many
-    again for the gradient of the parameter if it gets one. Tables that are looked up
-    (`nn.Embedding`) cost nothing; of the experts of a mixture only as many count as a token meets,
-    where a `config` of the model says how many. Attention scores are left out: they depend on the
-    length of the sequences. Modules registered before the first block belong to the head segment,
-    others outside of the blocks to the tail segment. `boundary_bytes` is 0: parameters do not tell
-    it. A call of a chain that needs no gradient has no backward.
+    Per token and parameter there are two operations forward, as many backward for the gradient of
+    the input, and as many again for the gradient of the parameter if it gets one. Tables that are
+    looked up (`nn.Embedding`) cost nothing; of the experts of a mixture only as many count as a
+    token meets, where a `config` of the model says how many. Attention scores are left out: they
+    depend on the length of the sequences. Modules registered before the first block belong to the
+    head segment, others outside of the blocks to the tail segment. A call of a chain that needs no
+    gradient has no backward.
+
+    Bytes are those of the parameters and buffers as they are; of activations and boundaries nothing
+    is known, so they are 0. The figures are those of one token, or of a sample that is one row.
 
     Args:
         module: The user's module; on the meta device too.
         stack: Its blocks.
-        tokens_per_microbatch: Tokens, or samples where a sample is one row. None: 1.
-        compute_dtype: What parameters are uploaded as. None: what they are.
     """
-    tokens = 1 if tokens_per_microbatch is None else tokens_per_microbatch
     shares = _expert_shares(module)
 
-    def num_bytes(tensors: Iterable[Tensor]) -> int:
-        return sum(
-            t.numel() * (compute_dtype if compute_dtype and t.is_floating_point() else t).itemsize
-            for t in tensors
-        )
-
-    def profile(name: str, modules: Iterable[nn.Module]) -> BlockProfile:
-        owners = list(modules)
+    def work(name: str, owners: Sequence[nn.Module], *, has_backward: bool = True) -> BlockWork:
         uses = [(p, _operations(owner, p, shares)) for owner, p in _parameter_uses(owners)]
         every_token = sum(count for _, count in uses)
         trained = sum(count for p, count in uses if p.requires_grad)
-        return BlockProfile(
+        tensors = owned_tensors(owners)
+        trainable = {p for p, _ in uses if p.requires_grad and has_backward}
+        return BlockWork(
             name=name,
-            forward_seconds=every_token * tokens / _OPERATIONS_PER_SECOND,
-            backward_seconds=(every_token + trained) * tokens / _OPERATIONS_PER_SECOND,
-            parameter_bytes=num_bytes(owned_tensors(owners)),
-            trainable_bytes=num_bytes({p for p, _ in uses if p.requires_grad}),
+            forward=_operations_work(every_token),
+            backward=_operations_work(every_token + trained if has_backward else 0),
+            num_parameters=num_parameters(tensors),
+            num_trainable=sum(p.numel() for p in trainable),
+            parameter_bytes=sum(tensor.nbytes for tensor in tensors),
+            trainable_bytes=sum(p.nbytes for p in trainable),
         )
 
     head, tail = _segments(module, stack)
     chain = _chain(stack)
-    blocks = [profile(link.name, link.block.modules()) for link in chain.links]
-    return ModelProfile(
-        blocks=tuple(
-            block if link.backward else replace(block, backward_seconds=0.0, trainable_bytes=0)
-            for link, block in zip(chain.links, blocks, strict=True)
-        ),
-        cuts=chain.cuts,
-        head=profile("head segment", head),
-        tail=profile("tail segment", tail),
-        fingerprint=module_fingerprint(module, stack),
-    )
-
-
-def parameter_work(
-    module: nn.Module, stack: Blocks, *, tokens_per_microbatch: int = 1
-) -> WorkProfile:
-    """Estimate a module's work from its parameters, where its code cannot be asked.
-
-    Operations are those of `profile_module`. Bytes are those of the parameters and buffers as they
-    are; of activations and boundaries nothing is known, so they are 0.
-    """
-    profile = profile_module(module, stack, tokens_per_microbatch=tokens_per_microbatch)
-    head, tail = _segments(module, stack)
-    blocks = [list(link.block.modules()) for link in _chain(stack).links]
-    parts = (profile.head, *profile.blocks, profile.tail)
-    works = [
-        _segment_work(part, owned_tensors(owners))
-        for part, owners in zip(parts, (head, *blocks, tail), strict=True)
-    ]
     return WorkProfile(
-        head=works[0],
-        blocks=tuple(works[1:-1]),
-        tail=works[-1],
+        head=work("head segment", head),
+        blocks=tuple(
+            work(link.name, list(link.block.modules()), has_backward=link.backward)
+            for link in chain.links
+        ),
+        tail=work("tail segment", tail),
         tied_parameters=sum(t.numel() for t in owned_tensors(head) & owned_tensors(tail)),
-        fingerprint=profile.fingerprint,
-        cuts=profile.cuts,
+        fingerprint=module_fingerprint(module, stack),
+        cuts=chain.cuts,
     )
 
 
-def _segment_work(part: BlockProfile, tensors: set[Tensor]) -> BlockWork:
-    def work(seconds: float) -> Work:
-        return Work(matrix_operations=Amount(fixed=seconds * _OPERATIONS_PER_SECOND))
+def _operations_work(operations: float) -> Work:
+    return Work(matrix_operations=Amount(fixed=float(operations)))
 
-    return BlockWork(
-        name=part.name,
-        forward=work(part.forward_seconds),
-        backward=work(part.backward_seconds),
-        num_parameters=num_parameters(tensors),
-        num_trainable=sum(
-            tensor.numel() for tensor in tensors if tensor.requires_grad and part.trainable_bytes
-        ),
-        parameter_bytes=part.parameter_bytes,
-        trainable_bytes=part.trainable_bytes,
+
+def profile_module(module: nn.Module, stack: Blocks) -> ModelProfile:
+    """Return `parameter_work` in seconds of a device that does 10^12 operations per second."""
+
+    def profile(work: BlockWork) -> BlockProfile:
+        return BlockProfile(
+            name=work.name,
+            forward_seconds=work.forward.matrix_operations.fixed / _OPERATIONS_PER_SECOND,
+            backward_seconds=work.backward.matrix_operations.fixed / _OPERATIONS_PER_SECOND,
+            parameter_bytes=work.parameter_bytes,
+            trainable_bytes=work.trainable_bytes,
+        )
+
+    work = parameter_work(module, stack)
+    return ModelProfile(
+        blocks=tuple(map(profile, work.blocks)),
+        cuts=work.cuts,
+        head=profile(work.head),
+        tail=profile(work.tail),
+        fingerprint=work.fingerprint,
     )
 
 
