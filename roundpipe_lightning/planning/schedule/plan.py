@@ -62,15 +62,9 @@ def _parse_blocks(text: str) -> tuple[int, ...]:
 
 
 FORMAT_VERSION = 2
-"""Version of the saved form; a file of a later version is refused."""
-
-_VERSIONS = (1, FORMAT_VERSION)
-"""Versions that are read; the first one had no `_ADDED`."""
+"""Version of the saved form; a file of another version is refused."""
 
 _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
-
-_ADDED = {"num_batches": 1, "weight_slots": 2, "recompute": "full", "resident": "-"}
-"""What version 2 has beside, and its value in version 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +234,6 @@ class Plan(PipelineLayout):
         check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
 
     def _values(self) -> dict[str, Any]:
-        """What is saved; the names from `num_batches` to `resident` are new in version 2."""
         counts = {name: getattr(self, name) for name in (*_COUNTS, "num_batches", "weight_slots")}
         return {
             "model": self.model,
@@ -269,8 +262,7 @@ class Plan(PipelineLayout):
         """
         head, _, rows = text.partition("\nschedule:\n")
         first, *lines = head.splitlines() or [""]
-        known = {f"roundpipe plan {version}": version for version in _VERSIONS}
-        if first not in known:
+        if first != f"roundpipe plan {FORMAT_VERSION}":
             raise PlanError(
                 f"Expected 'roundpipe plan {FORMAT_VERSION}' in the first line, got "
                 f"{first[:80]!r}. Make a new plan with this version."
@@ -279,7 +271,7 @@ class Plan(PipelineLayout):
         values: dict[str, Any] = {name.strip(): value.strip() for name, _, value in pairs}
         values["block_names"] = values.get("block_names", "").split()
         values["schedule"] = rows.splitlines()
-        return cls._from_values(values, version=known[first], source="text")
+        return cls._from_values(values, source="text")
 
     def to_json(self) -> str:
         """JSON form, which `from_json` reads back."""
@@ -297,17 +289,15 @@ class Plan(PipelineLayout):
         except json.JSONDecodeError as error:
             raise PlanError(f"Not a plan: {error}.") from error
         version = values.pop("format_version", None) if isinstance(values, dict) else None
-        if version not in _VERSIONS or isinstance(version, bool):
+        if version != FORMAT_VERSION:
             raise PlanError(
-                f"format_version={version!r}, but this version reads "
-                f"{' and '.join(map(str, _VERSIONS))}: make a new plan."
+                f"format_version={version!r}, but this version reads {FORMAT_VERSION}: make a new "
+                "plan."
             )
-        return cls._from_values(values, version=version, source="JSON")
+        return cls._from_values(values, source="JSON")
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any], *, version: int, source: str) -> Plan:
-        if version == 1:
-            values = {**values, **_ADDED}
+    def _from_values(cls, values: dict[str, Any], *, source: str) -> Plan:
         try:
             counts = {name: int(values[name]) for name in (*_COUNTS, "num_batches", "weight_slots")}
             return cls(
