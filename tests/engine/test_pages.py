@@ -11,7 +11,7 @@ from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPools
-from tests.kit.engine import LockingDevice, Regressor, engine_for
+from tests.kit.engine import Regressor
 
 
 def _pages(buffer: torch.Tensor) -> set[int]:
@@ -78,24 +78,6 @@ def test_everything_that_is_locked_can_be_and_is_given_back(
     assert not runtime.registered
     assert device.page_locked_bytes == 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-
-
-def test_an_engine_that_cannot_be_opened_gives_its_page_locks_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module, devices = Regressor(2), [LockingDevice(0), LockingDevice(1)]
-
-    def fail(*args: object, **given: object) -> None:
-        assert devices[0].locked
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("roundpipe_lightning.engine.engine.Transfers", fail)
-    with (
-        pytest.raises(RuntimeError, match="out of memory"),
-        engine_for(module, devices=devices, num_workers=2, num_microbatches=2),
-    ):
-        pass
-    assert not devices[0].locked
 
 
 def test_memory_that_cannot_be_locked_is_said_once_per_device(

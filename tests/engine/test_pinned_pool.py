@@ -151,7 +151,7 @@ def test_who_comes_back_late_from_a_failed_step_gets_ordinary_memory() -> None:
 
 @settings(deadline=None)
 @given(random_plans())
-def test_microbatches_of_one_lane_are_never_under_way_together(plan: Plan) -> None:
+def test_microbatches_of_one_pool_are_never_under_way_together(plan: Plan) -> None:
     graph = TurnGraph.from_plan(plan)
     before = {key: set[ActionKey]() for key in graph.actions}
     for key in _in_order(plan, graph, first=lambda ready: ready[0]):
@@ -165,7 +165,7 @@ def test_microbatches_of_one_lane_are_never_under_way_together(plan: Plan) -> No
     assert sorted({*graph.pools}) == [*range(max(graph.pools) + 1)]
 
 
-def test_rounds_take_over_the_lanes_of_rounds_that_have_ended() -> None:
+def test_rounds_take_over_the_pools_of_rounds_that_have_ended() -> None:
     plan = plan_of(
         layers_of(Regressor(3)),
         num_workers=2,
