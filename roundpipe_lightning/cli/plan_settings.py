@@ -32,7 +32,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import TrainingJob
 from roundpipe_lightning.planning.search.request import PartitionHints
-from roundpipe_lightning.strategy.plan_inputs import state_bytes_per_parameter
+from roundpipe_lightning.strategy.planning.inputs import state_bytes_per_parameter
 
 _MOST_SEQUENCES = 8
 """Sequences of a microbatch that are tried where the number of microbatches is not given."""

@@ -32,10 +32,11 @@ from torch.optim import Optimizer
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
 from roundpipe_lightning.errors import ConfigurationError, GradientError
-from roundpipe_lightning.optim.finite import all_finite
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat, sync_hooks
 from roundpipe_lightning.strategy.runtime import PipelineRuntime
+
+_FINITE_PIECE = 1 << 20  # elements
 
 
 class OptimizerSync:
@@ -397,4 +398,25 @@ def check_gradients(
         f"{trainer.current_epoch}.{others} The optimizer has not stepped: the parameters are those "
         "of before this batch. Look at its data and at the loss; a lower learning rate, a warm-up "
         "or precision='bf16-mixed' in place of a 16-bit one often help."
+    )
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether a floating point tensor has neither NaN nor infinities, in one pass.
+
+    A sum is finite only if all its terms are. So each piece is summed, which is as fast as reading
+    it; only a piece whose sum is not finite, because of a term or because finite terms add up to
+    too much, is looked at number by number.
+
+    Args:
+        tensor: On any device, of any strides, without a graph being made; may be sparse (COO).
+    """
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    flat = values.reshape(-1)
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return all(
+        bool(torch.isfinite(part.sum(dtype=wide))) or bool(torch.isfinite(part).all())
+        for part in flat.split(_FINITE_PIECE)
     )

@@ -32,9 +32,9 @@ from roundpipe_lightning.strategy import compat, sync_hooks
 from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
 from roundpipe_lightning.strategy.metrics import MetricStandIns
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
-from roundpipe_lightning.strategy.plan_inputs import num_values
-from roundpipe_lightning.strategy.planned import PlanEvent, Planned
-from roundpipe_lightning.strategy.planner import StepPlanner
+from roundpipe_lightning.strategy.planning.inputs import num_values
+from roundpipe_lightning.strategy.planning.planned import PlanEvent, Planned
+from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.step import (
     InFlightBatch,
     device_generators_seeded,

@@ -60,7 +60,7 @@ from roundpipe_lightning.planning.report.step_record import EngineCounters, Step
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.logging import weighted_mean
-from roundpipe_lightning.strategy.planned import Planned
+from roundpipe_lightning.strategy.planning.planned import Planned
 
 _TWICE = (
     "The loss of a roundpipe step was run backward a second time; its gradients were "

@@ -13,8 +13,8 @@ from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.device.probe import available_bytes
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
-from roundpipe_lightning.strategy import plan_inputs
-from roundpipe_lightning.strategy import planner as planning
+from roundpipe_lightning.strategy.planning import inputs as plan_inputs
+from roundpipe_lightning.strategy.planning import planner as planning
 from tests.kit.training import (
     QUIET,
     LanguageModel,

@@ -10,8 +10,8 @@ import pytest
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.planning.search.fit import fit_training
-from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy import runtime
+from roundpipe_lightning.strategy.planning import planner as planning
 
 _fit_training = functools.cache(fit_training)
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy.plan_inputs import storage_of
+from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
 

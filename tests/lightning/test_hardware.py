@@ -16,8 +16,8 @@ from roundpipe_lightning.errors import ConfigurationError, FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.strategy import plan_inputs as machines
 from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy.planning import inputs as machines
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

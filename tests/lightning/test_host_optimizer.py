@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from roundpipe_lightning import optim
 from roundpipe_lightning.errors import OffloadError
 from roundpipe_lightning.optim import disk
-from roundpipe_lightning.strategy.plan_inputs import storage_of
+from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import (
     QUIET,

@@ -20,7 +20,7 @@ from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.strategy import runtime as session
-from roundpipe_lightning.strategy.planned import PlanEvent
+from roundpipe_lightning.strategy.planning.planned import PlanEvent
 from tests.kit.training import (
     QUIET,
     LanguageModel,

@@ -21,7 +21,7 @@ from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.planning.cost.memory import MemoryModel
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
-from roundpipe_lightning.strategy.plan_inputs import TransferSizes, storage_of
+from roundpipe_lightning.strategy.planning.inputs import TransferSizes, storage_of
 from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from roundpipe_lightning import PlanReport
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.hardware import load_hardware
-from roundpipe_lightning.strategy import planner as planning
+from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data

@@ -24,8 +24,8 @@ from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedu
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.fit import Improvement, improved_plan
 from roundpipe_lightning.planning.search.request import PartitionHints
-from roundpipe_lightning.strategy import planner as planning
 from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.resume.randomness import random_state
 from tests.kit.training import (
     QUIET,

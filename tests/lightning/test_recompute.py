@@ -15,7 +15,7 @@ from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
-from roundpipe_lightning.strategy import planner as planning
+from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import QUIET, make_trainer, parameter_error, same_bits
 

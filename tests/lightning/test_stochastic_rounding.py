@@ -15,7 +15,7 @@ from torch.nn import functional
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy.plan_inputs import storage_of
+from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (

@@ -27,7 +27,7 @@ from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import runtime as session
 from roundpipe_lightning.strategy import sync_hooks as readers
-from roundpipe_lightning.strategy.plan_inputs import storage_of
+from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy

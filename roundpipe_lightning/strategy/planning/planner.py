@@ -45,7 +45,7 @@ from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
-from roundpipe_lightning.strategy.plan_inputs import (
+from roundpipe_lightning.strategy.planning.inputs import (
     DryRunError,
     TransferSizes,
     accelerators_of,
@@ -58,7 +58,7 @@ from roundpipe_lightning.strategy.plan_inputs import (
     widest_dtype,
     without_training,
 )
-from roundpipe_lightning.strategy.planned import (
+from roundpipe_lightning.strategy.planning.planned import (
     PlanConstraints,
     PlanEvent,
     Planned,

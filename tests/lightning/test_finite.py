@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.optim import finite
-from roundpipe_lightning.optim.finite import all_finite
+from roundpipe_lightning.strategy.optimizer_sync import all_finite
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 
