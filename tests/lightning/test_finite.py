@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.optim import finite
+from roundpipe_lightning.strategy import optimizer_sync
 from roundpipe_lightning.strategy.optimizer_sync import all_finite
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 def test_finds_one_anywhere(
     dtype: torch.dtype, value: float, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finite, "_PIECE", 1000)
+    monkeypatch.setattr(optimizer_sync, "_FINITE_PIECE", 1000)
     tensor = torch.ones(30, 100, dtype=dtype)
     assert all_finite(tensor)
     tensor.view(-1)[place] = value
