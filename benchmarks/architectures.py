@@ -305,7 +305,7 @@ def examine(name: str, kind: str) -> Report:
     if not stacks:
         return Report(name=name, verdict=Verdict.NOT_PIPELINED, reason="no list of blocks found")
     blocks = [block for stack in stacks for block in stack.blocks]
-    facts: dict[str, Any] = {
+    details: dict[str, Any] = {
         "name": name,
         "stack": ", ".join(stack.name for stack in stacks),
         "num_blocks": len(blocks),
@@ -321,23 +321,23 @@ def examine(name: str, kind: str) -> Report:
         with Engine(module, stack=stacks, devices=devices, plan=plan, chain=chain) as engine:
             got, not_pipelined = train_pipelined(module, engine)
     except RoundPipeError as error:
-        return Report(verdict=Verdict.REFUSED, reason=_described(error), **facts)
+        return Report(verdict=Verdict.REFUSED, reason=_described(error), **details)
     except Exception as error:  # noqa: BLE001 - reported
-        return Report(verdict=Verdict.BROKEN, reason=_described(error), **facts)
+        return Report(verdict=Verdict.BROKEN, reason=_described(error), **details)
     if not_pipelined:
-        return Report(verdict=Verdict.NOT_PIPELINED, reason=not_pipelined, **facts)
+        return Report(verdict=Verdict.NOT_PIPELINED, reason=not_pipelined, **details)
     found = differences(want, got)
     if not found:
-        return Report(verdict=Verdict.IDENTICAL, **facts)
+        return Report(verdict=Verdict.IDENTICAL, **details)
     if differences(want, train_plainly(again)):
         reason = "the model differs from itself"
         if not differences(want, got, tolerance=TOLERANCE):
-            return Report(verdict=Verdict.IDENTICAL, reason=reason, **facts)
+            return Report(verdict=Verdict.IDENTICAL, reason=reason, **details)
         found = [f"{reason}{' (it draws random numbers)' if draws else ''}", *found]
     if _gradients_matter(plain):
         found = ["without gradients the model itself computes other bits", *found]
     reason = f"{len(found)} differ: {', '.join(found[:3])}"
-    return Report(verdict=Verdict.DIFFERENT, reason=reason, **facts)
+    return Report(verdict=Verdict.DIFFERENT, reason=reason, **details)
 
 
 def _gradients_matter(module: LanguageModel) -> bool:

@@ -393,7 +393,7 @@ def run_model(
 
 
 def format_text(result: dict[str, Any]) -> str:
-    """Write the result for people."""
+    """Write the result as text."""
     lines = [
         f"{'':16}{'idle':>21}{'makespan':>23}{'host':>8}",
         f"{'':16}{'simulated':>11}{'measured':>10}{'simulated':>12}{'measured':>11}",

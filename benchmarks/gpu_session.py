@@ -39,7 +39,7 @@ class Job:
     """A command and its time.
 
     Attributes:
-        name: For people and `--only`.
+        name: For messages and `--only`.
         arguments: Of this Python.
         limit_seconds: After which it is ended.
     """

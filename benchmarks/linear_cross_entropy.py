@@ -224,7 +224,7 @@ def percent(part: float, whole: float) -> float:
 
 
 def print_report(result: dict[str, Any]) -> None:
-    """Print for people."""
+    """Print as text."""
     mib = 2**20
     print(
         f"vocabulary {result['vocabulary']}, hidden {result['hidden_size']}, {result['dtype']}, "

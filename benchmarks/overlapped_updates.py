@@ -265,7 +265,7 @@ def processor_seconds(options: argparse.Namespace, *, way: str) -> list[float]:
 
 
 def format_text(result: dict[str, Any]) -> str:
-    """Write the result for people."""
+    """Write the result as text."""
     lines = []
     for name, row in result["models"].items():
         first, *others = row["step_ms"]

@@ -219,7 +219,7 @@ def run(timings: PublishedTimings) -> dict[str, Any]:
 
 
 def format_text(result: dict[str, Any]) -> str:
-    """Write the result for people."""
+    """Write the result as text."""
     lines = [f"{'replayed':42}{'makespan':>12}{'published':>12}{'off by':>9}"]
     for model, rows in result["replayed"].items():
         for name, row in rows.items():

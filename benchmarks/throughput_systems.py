@@ -154,14 +154,14 @@ class System(ABC):
                 torch.accelerator.synchronize(torch.device(self.task.device))
             seconds.append(time.perf_counter() - start)
             self._step += 1
-        answer: dict[str, Any] = {"seconds": seconds, "loss": loss, **self.facts()}
+        answer: dict[str, Any] = {"seconds": seconds, "loss": loss, **self.details()}
         if on_device:
             device = torch.device(self.task.device)
             answer["peak_gib"] = torch.accelerator.max_memory_allocated(device) / 2**30
             answer["reserved_gib"] = torch.accelerator.max_memory_reserved(device) / 2**30
         return answer
 
-    def facts(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """What else there is to say about the last steps."""
         return {}
 
@@ -342,7 +342,7 @@ class Ours(System):
             raise answer
         return answer
 
-    def facts(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """What the strategy knows of the last step."""
         strategy = self._trainer.strategy
         return {
@@ -404,8 +404,8 @@ class Ours(System):
             callbacks=[Answer()],
         )
 
-    def _note_plan(self, news: Any) -> None:
-        self._planned_gib = news.description.memory.device.total_bytes / 2**30
+    def _note_plan(self, plan: Any) -> None:
+        self._planned_gib = plan.description.memory.device.total_bytes / 2**30
 
     def _module(self) -> Any:
         from lightning.pytorch import LightningModule

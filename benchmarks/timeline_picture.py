@@ -1,7 +1,7 @@
 """Makes the picture of a timeline in the documentation: a training on an emulated server.
 
-Four emulated devices train a chain of blocks whose computations take given times; the last ones are
-dearer, as an LM head is. `PipelineTimeline` records, and its picture is written to the folder.
+Four emulated devices train a chain of blocks whose computations take given times. The last blocks
+take longer, as an LM head does. `PipelineTimeline` draws the picture into the folder.
 
     python benchmarks/timeline_picture.py docs/pictures
 """

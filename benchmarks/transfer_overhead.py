@@ -3,11 +3,11 @@
 The device is a part of host memory that is treated as a device's, so what is measured is the
 engine's own work. Three figures:
 
-- The time of a visit (weights brought into a slot, gradients gathered and sent home, summed in the
-  reducer) for blocks of many small tensors, as in LoRA, against blocks of one tensor of the same
-  size. The visits alternate in one process; the figure is the ratio of their times, pair by pair.
+- The time of a stage run (weights uploaded into a slot, gradients gathered, downloaded and summed)
+  for blocks of many small tensors, as in LoRA, against blocks of one tensor of the same
+  size. Both alternate in one process; the figure is the ratio of their times, pair by pair.
 - What the calling thread spends on it, the same way.
-- Growth over many steps of a small model, each of which begins while the one before drains:
+- Growth over many steps of a small model, each of which begins while the one before is in flight:
   threads, tensors, slots and page-locked bytes.
 
     python benchmarks/transfer_overhead.py [--tensors 1000] [--steps 1000] [--seconds 500]
@@ -44,7 +44,7 @@ from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 from tests.kit.plans import default_plan
 
 BLOCKS = 4
-VISITS = 8
+STAGE_RUNS = 8
 
 
 class MemoryDevice(CpuDevice):
@@ -71,8 +71,8 @@ class Parameters(nn.Module):
         self.all = nn.ParameterList(torch.zeros(size) for _ in range(num))
 
 
-class Visitor:
-    """Visits a stage again and again.
+class StageRunLoop:
+    """Runs a stage again and again.
 
     Args:
         num_tensors: Per block.
@@ -90,22 +90,22 @@ class Visitor:
         assert transfers is not None
         self._transfers = transfers
         self._stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(BLOCKS))
-        visit = StageRun(stage=self._stage, blocks=self._blocks, wanted=self._blocks)
-        self._step = WorkerRuns(runs=(visit,) * VISITS, num_slots=2, resident=())
+        stage_run = StageRun(stage=self._stage, blocks=self._blocks, wanted=self._blocks)
+        self._step = WorkerRuns(runs=(stage_run,) * STAGE_RUNS, num_slots=2, resident=())
         self._gradients = [torch.ones_like(p) for p in module[0].parameters()]
 
     def run(self) -> tuple[float, float]:
-        """Make some visits; return the seconds of one in all, and of the calling thread alone."""
-        reducer = GradientReducer(num_microbatches=VISITS, num_stages=2)
+        """Run the stage; return the seconds of a run, and those of the calling thread alone."""
+        reducer = GradientReducer(num_microbatches=STAGE_RUNS, num_stages=2)
         start, own = time.perf_counter(), time.thread_time()
         self._transfers.begin_step(self._step)
         self._transfers.weights.begin_ahead()
-        for number in range(VISITS):
-            visit = self._transfers.weights.acquire(self._stage, self._blocks)
+        for number in range(STAGE_RUNS):
+            stage_run = self._transfers.weights.acquire(self._stage, self._blocks)
             placed = []
             for block in self._blocks:
-                region = visit.regions[block]
-                self._transfers.await_event(visit.events.pop(block), WaitedFor.WEIGHTS)
+                region = stage_run.regions[block]
+                self._transfers.await_event(stage_run.events.pop(block), WaitedFor.WEIGHTS)
                 leaves = list(region.leaves().values())
                 for leaf, gradient in zip(leaves, self._gradients, strict=True):
                     leaf.grad = gradient
@@ -117,7 +117,7 @@ class Visitor:
         own = time.thread_time() - own
         self._transfers.drain(timeout_seconds=60.0)
         self._transfers.end_step()
-        return (time.perf_counter() - start) / VISITS, own / VISITS
+        return (time.perf_counter() - start) / STAGE_RUNS, own / STAGE_RUNS
 
     def close(self) -> None:
         """Give everything back."""
@@ -125,13 +125,13 @@ class Visitor:
 
 
 def many_small_tensors(*, num_tensors: int, num_elements: int, pairs: int) -> dict[str, Any]:
-    """Measure visits of many tensors against visits of one."""
-    many, one = Visitor(num_tensors, num_elements), Visitor(1, num_elements)
+    """Measure stage runs of many tensors against stage runs of one."""
+    many, one = StageRunLoop(num_tensors, num_elements), StageRunLoop(1, num_elements)
     ratios, own = [], []
     try:
         for pair in range(pairs + 1):
-            visitors = (many, one) if pair % 2 else (one, many)
-            seconds = {visitor: visitor.run() for visitor in visitors}
+            loops = (many, one) if pair % 2 else (one, many)
+            seconds = {loop: loop.run() for loop in loops}
             if pair:  # the first pair makes what is made once
                 ratios.append(seconds[many][0] / seconds[one][0])
                 own.append((seconds[many][1], seconds[one][1]))
@@ -141,7 +141,7 @@ def many_small_tensors(*, num_tensors: int, num_elements: int, pairs: int) -> di
     return {
         "tensors_per_block": num_tensors,
         "block_bytes": 4 * num_elements,
-        "visit_ratio_median": statistics.median(ratios),
+        "stage_run_ratio_median": statistics.median(ratios),
         "own_microseconds_per_tensor": statistics.median(
             (a - b) / (BLOCKS * num_tensors) * 1e6 for a, b in own
         ),
@@ -252,7 +252,7 @@ def main() -> None:
         return
     print(
         f"blocks of {options.tensors} tensors against one of the same {options.mebibytes} MiB: "
-        f"{result['visit_ratio_median']:.2f} times the time of a visit, "
+        f"{result['stage_run_ratio_median']:.2f} times the time of a stage run, "
         f"{result['own_microseconds_per_tensor']:.2f} microseconds of the thread per tensor\n"
         f"{result['steps']} steps: {result['tensors_grown']} more tensors, "
         f"{result['threads_grown']} more threads, {result['page_locked_bytes_grown']} more bytes "

@@ -26,7 +26,7 @@ def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return importlib.import_module(request.param)
 
 
-# --- the session on a GPU ------------------------------------------------------------------------
+# --- the jobs on a GPU ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("program", ["train_throughput"], indirect=True)

@@ -1,4 +1,4 @@
-"""The figures of a run: `summary.json` for programs, a table for people."""
+"""The figures of a run: `summary.json` for programs, a table to read."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -226,8 +226,8 @@ class Microbatch:
         context, found, index = self._context, self._user.take_gradients(), self._index
         if sum(map(len, found.values())) == len({p for some in found.values() for p in some}):
             for worker, gradients in found.items():
-                promise = context.reducer.reserve_shared(index)
-                context.workers[worker].send_outside(gradients, landed=promise)
+                landed = context.reducer.reserve_shared(index)
+                context.workers[worker].send_outside(gradients, landed=landed)
             return
         total: Gradients = {}  # the same parameter on several workers: one sum of all
         for worker, gradients in found.items():

@@ -117,7 +117,7 @@ def test_the_answer_is_one_object_and_a_folder(ask: Ask) -> None:
     assert json.loads((ask.folder / "report.json").read_text()) == found
 
 
-def test_a_page_for_people(ask: Ask) -> None:
+def test_a_readable_page(ask: Ask) -> None:
     page = ask.text(*GPU)
     for words in ("Stages:", "Teams of", "Memory", "Moved per step", "tokens/s", "Bottleneck"):
         assert words in page

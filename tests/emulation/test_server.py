@@ -62,16 +62,16 @@ def _buffer(device: ServedDevice, numbers: int) -> Tensor:
 def test_copies_take_the_time_of_their_bytes_and_keep_their_order() -> None:
     with EmulatedServer(1, timing=_timing()) as server:
         (device,) = server.devices
-        slot, home = _buffer(device, 20), torch.zeros(20)
+        slot, host = _buffer(device, 20), torch.zeros(20)
         begin = time.perf_counter()
         first = device.copy(slot, torch.ones(20), queue=UP)
         second = device.copy(slot, torch.full((20,), 2.0), queue=UP)
-        third = device.copy(home, slot, queue=DOWN, after=[second])
+        third = device.copy(host, slot, queue=DOWN, after=[second])
         assert not third.is_done or time.perf_counter() - begin > 0.079  # the host goes on
         third.wait()
         seconds = time.perf_counter() - begin
         assert all(event.is_done for event in (first, second))
-        assert home.tolist() == [2.0] * 20
+        assert host.tolist() == [2.0] * 20
         # 20 ms and 20 ms up, 40 ms down
         assert seconds > 0.079
 
@@ -134,13 +134,13 @@ def test_compute_waits_for_a_copy_and_the_next_one_for_compute() -> None:
     with EmulatedServer(1, timing=_timing()) as server:
         (device,) = server.devices
         device.start_clock()
-        slot, home = _buffer(device, 20), torch.zeros(20)
+        slot, host = _buffer(device, 20), torch.zeros(20)
         uploaded = device.copy(slot, torch.ones(20), queue=UP)
         with device.activate():
             device.await_event(uploaded)
             server.launch(0.05)
             computed = device.mark_event("computed")
-        device.copy(home, slot, queue=DOWN, after=[computed]).wait()
+        device.copy(host, slot, queue=DOWN, after=[computed]).wait()
         end = device.mark() - device._clock_start
         ((start, stop),) = device.compute.spans
         assert start - device._clock_start >= 0.02
@@ -302,14 +302,14 @@ class TestChecker:
             (device,) = server.devices
             with device.thread_context(), device.activate():
                 result = device.upload(torch.ones(4)) * 3
-                home = torch.zeros(4)
+                host = torch.zeros(4)
                 with pytest.raises(ProtocolError, match=r"aten\.mul"):
-                    device.copy(home, result, queue=DOWN)
-                event = device.copy(home, result, queue=DOWN, after=[device.mark_event("computed")])
+                    device.copy(host, result, queue=DOWN)
+                event = device.copy(host, result, queue=DOWN, after=[device.mark_event("computed")])
                 with pytest.raises(ProtocolError, match="the host, reads"):
-                    home + 1
+                    host + 1
                 event.wait()
-                assert (home + 1).tolist() == [4.0] * 4
+                assert (host + 1).tolist() == [4.0] * 4
 
     def test_what_crosses_at_once_waits_for_the_device(self) -> None:
         with EmulatedServer(2, checker=ProtocolChecker()) as server:

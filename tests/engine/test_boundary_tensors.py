@@ -1,4 +1,4 @@
-"""Boundaries under way: values and strides arrive; memory is lent, taken back and page-locked."""
+"""Boundary tensors: values and strides arrive; memory is allocated, released, page-locked."""
 
 from __future__ import annotations
 

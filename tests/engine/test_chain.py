@@ -447,7 +447,7 @@ def test_a_worker_never_holds_more_than_its_stage_and_a_streamed_block() -> None
             with torch.no_grad():
                 engine.evaluate(lambda view, b: view.training_step(b, 0), batches[0])
             for worker in engine.workers:
-                # Two slots, gradients on their way home, and what is streamed.
+                # Two slots, gradients that are downloaded, and what is streamed.
                 assert 0 < worker.peak_bytes() <= 4 * largest + outside + values
                 assert worker.peak_bytes() < sum(block.values())
             planned = one_block_each(result.chain, num_workers=3, num_microbatches=2)

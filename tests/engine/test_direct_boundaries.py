@@ -94,7 +94,7 @@ def test_the_planner_counts_copies_that_are_made() -> None:
     rows = worker_stage_runs(
         plan.schedule, partition=plan.partition, profile=profile, route=BoundaryRoute.DIRECT
     )
-    counted = [sum(visit.direct_bytes for visit in row) for row in rows]
+    counted = [sum(run.direct_bytes for run in row) for row in rows]
     made = [traffic.direct_bytes for traffic in result.traffic]
     assert min(counted) > 0
     # What is sent ahead to a turn that does not take it is not counted: one boundary here.

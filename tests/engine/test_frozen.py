@@ -28,7 +28,7 @@ from tests.kit.engine import (
 
 
 class Counting(EmulatedDevice):
-    """Counts the bytes that come here and go home."""
+    """Counts the bytes that are uploaded and downloaded."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -82,7 +82,7 @@ def step(module: Regressor, **changes: Any) -> tuple[Any, list[Counting]]:
     return result, devices
 
 
-def test_gradients_of_what_is_trained_alone_go_home_once() -> None:
+def test_gradients_of_trained_parameters_alone_are_downloaded_once() -> None:
     module, _ = model(trained=["adapter"])
     result, devices = step(module)
     trained = [p for p in module.parameters() if p.requires_grad]

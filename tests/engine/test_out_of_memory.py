@@ -170,7 +170,7 @@ def _shortage(device: Device | None = None, *, num_workers: int = 1, **given: An
     return Shortage(worker, workers=[worker] * num_workers, **{**described, **given})
 
 
-def test_accelerators_memory_is_accounted_for_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_memory_adds_up_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"get_memory_info": (1 << 30, 24 << 30), "memory_allocated": 16 << 30}
     figures["memory_reserved"] = 20 << 30
     for name, value in figures.items():

@@ -1,4 +1,4 @@
-"""Parameters outside the blocks are uploaded ahead from the second step on; gradients go home."""
+"""Parameters outside the blocks are uploaded ahead from the second step on."""
 
 from __future__ import annotations
 

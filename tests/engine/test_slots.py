@@ -1,4 +1,4 @@
-"""Weights in slots, blocks that stay, gradients on their way home: the numbers and the costs."""
+"""Weights in slots, blocks that stay, gradients that are downloaded: the numbers and the costs."""
 
 from __future__ import annotations
 
@@ -180,13 +180,13 @@ def transfers_of(module: nn.ModuleList) -> Iterator[WorkerTransfers]:
         store.close()
 
 
-def operations_per_visit(num_parameters: int) -> int:
-    """Count what a thread launches to bring three blocks and to send their gradients home."""
+def operations_per_stage_run(num_parameters: int) -> int:
+    """Count what a thread launches to upload three blocks and to download their gradients."""
     module = nn.ModuleList(Many(num_parameters) for _ in range(3))
     blocks = tuple(module)
     stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(3))
-    visit = StageRun(stage=stage, blocks=blocks, wanted=blocks)
-    step = WorkerRuns(runs=(visit,) * 6, num_slots=2, resident=())
+    stage_run = StageRun(stage=stage, blocks=blocks, wanted=blocks)
+    step = WorkerRuns(runs=(stage_run,) * 6, num_slots=2, resident=())
     reducer = GradientReducer(num_microbatches=6, num_stages=2)
     gradients = [torch.ones(4) for _ in range(num_parameters)]
     with transfers_of(module) as transfers:
@@ -219,7 +219,7 @@ def operations_per_visit(num_parameters: int) -> int:
 
 
 def test_many_small_tensors_cost_what_one_flat_buffer_costs() -> None:
-    few, many = operations_per_visit(2), operations_per_visit(500)
+    few, many = operations_per_stage_run(2), operations_per_stage_run(500)
     assert few == many < 100
 
 

@@ -40,21 +40,21 @@ NUM_MICROBATCHES = 2
 
 
 class Heard(Block):
-    """A block whose backward pass a test is told of."""
+    """A block whose backward pass calls what a test gives."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
-        self.hear: Callable[[], None] = lambda: None
+        self.on_backward: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        return call_in_backward(super().forward(x), self.hear)
+        return call_in_backward(super().forward(x), self.on_backward)
 
 
-def let_first_block(module: Regressor, hear: Callable[[], None]) -> None:
+def let_first_block(module: Regressor, on_backward: Callable[[], None]) -> None:
     """Have somebody called in the backward pass of the first block, the last one to run."""
     first = module.layers[0]
     assert isinstance(first, Heard)
-    first.hear = hear
+    first.on_backward = on_backward
 
 
 def module_and_plan(
@@ -155,13 +155,13 @@ def test_a_batch_that_draws_from_what_others_draw_from_is_waited_for(*, drops_ou
     module, plan = module_and_plan(dropout=0.5, make_block=None if drops_out else Noisy)
     returned = threading.Event()
 
-    def hear() -> None:
+    def on_backward() -> None:
         assert not drops_out or returned.wait(TIMEOUT_SECONDS)
 
     with opened(module, plan) as engine:
         returned.set()
         wanted = [begin(engine, number).result() for number in range(2)]
-        let_first_block(module, hear)
+        let_first_block(module, on_backward)
         for number, result in enumerate(wanted):
             returned.clear()
             step = begin(engine, number)
@@ -222,7 +222,7 @@ def test_numbers_drawn_while_a_batch_is_in_flight_are_those_of_the_main_thread()
     module, plan = module_and_plan()
     drawn, heard = threading.Event(), threading.Event()
 
-    def hear() -> None:
+    def on_backward() -> None:
         heard.set()
         assert drawn.wait(TIMEOUT_SECONDS)
 
@@ -230,7 +230,7 @@ def test_numbers_drawn_while_a_batch_is_in_flight_are_those_of_the_main_thread()
         begin(engine, 0).result()
         torch.manual_seed(7)
         wanted = torch.rand(3)
-        let_first_block(module, hear)
+        let_first_block(module, on_backward)
         step = begin(engine, 1)
         step.outputs()
         torch.manual_seed(7)
@@ -273,12 +273,12 @@ def test_an_error_before_the_next_batch_is_known_ends_that_too(
     running: list[Step] = []
     begin_step = StepsInFlight.begin
 
-    def begun(steps: StepsInFlight, step: Step, visits: Any) -> None:
+    def begun(steps: StepsInFlight, step: Step, runs: Any) -> None:
         if running:  # the next one is ready, and nobody knows of it yet
             may_fail.set()
             assert running[0].wait(TIMEOUT_SECONDS / 2)
         running.append(step)
-        begin_step(steps, step, visits)
+        begin_step(steps, step, runs)
 
     def fail() -> None:
         assert may_fail.wait(TIMEOUT_SECONDS)
@@ -473,7 +473,7 @@ def test_slots_are_overwritten_when_they_were_read() -> None:
     module, plan = module_and_plan()
 
     def call(view: Any, batch: Any) -> None:
-        view.training_step(batch, 0)  # nothing comes home that the host would wait for
+        view.training_step(batch, 0)  # nothing is downloaded that the host would wait for
 
     with opened(module, plan) as engine, torch.no_grad():
         for batch in regression_batches(4):

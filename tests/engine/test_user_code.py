@@ -70,13 +70,13 @@ class SlyBlock(nn.Module):
 class BorrowingBlock(nn.Module):
     """A block that uses a parameter of somebody else."""
 
-    def __init__(self, lender: list[nn.Parameter]) -> None:
+    def __init__(self, owner: list[nn.Parameter]) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
-        self.lender = lender
+        self.owner = owner
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x) * self.lender[0]  # type: ignore[no-any-return]
+        return x + self.inner(x) * self.owner[0]  # type: ignore[no-any-return]
 
 
 class NormedBlock(nn.Module):
@@ -116,9 +116,9 @@ def test_a_block_may_reach_its_parameters_past_the_view(
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
 def test_a_parameter_of_somebody_else_is_refused_by_name(kind: str) -> None:
-    lender: list[nn.Parameter] = []
-    module = Regressor(make_block=lambda: BorrowingBlock(lender))
-    lender.append(module.tail.bias)
+    owner: list[nn.Parameter] = []
+    module = Regressor(make_block=lambda: BorrowingBlock(owner))
+    owner.append(module.tail.bias)
     stack = layers_of(module)
     with pytest.raises(CaptureError, match=r"'tail\.bias'.*not registered in it"):
         engine_step(

@@ -50,9 +50,9 @@ def fit(folder: Path, module: Any, data: Any, **settings: Any) -> RoundPipeStrat
 
 def test_auto_is_planned_from_measured_figures(tmp_path: Path) -> None:
     strategy = fit(tmp_path, LanguageModel(), DataLoader(PaddedSequences(8), batch_size=4))
-    session = strategy._seen
-    assert session is not None
-    machine = session._planner.machine
+    runtime = strategy._seen
+    assert runtime is not None
+    machine = runtime._planner.machine
     total = torch.cuda.get_device_properties(0).total_memory
     assert machine.num_devices == 2
     assert 0.3 * total < machine.device_bytes < 0.5 * total

@@ -1,4 +1,4 @@
-"""Moments inside other threads: a test is told of them, or brings them about."""
+"""Moments inside other threads: a test waits for them, or brings them about."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class GivenUp:
         self._event = threading.Event()
         abort = Turns.abort
 
-        def heard(turns: Turns) -> None:
+        def abort_and_set(turns: Turns) -> None:
             abort(turns)
             self._event.set()
 
-        monkeypatch.setattr(Turns, "abort", heard)
+        monkeypatch.setattr(Turns, "abort", abort_and_set)
 
     def wait(self) -> None:
         """Wait for it: what user code does that does not come back by itself."""
@@ -80,7 +80,7 @@ class GivenUp:
 
 
 class ObservedCondition(threading.Condition):
-    """A condition that tells when a thread other than the test's waits for it.
+    """A condition that counts when a thread other than the test's waits for it.
 
     Attributes:
         waits: Released once for every wait. Nothing that the condition guards changes between that
@@ -92,7 +92,7 @@ class ObservedCondition(threading.Condition):
         self.waits = threading.Semaphore(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Tell, and wait."""
+        """Count, and wait."""
         if threading.current_thread() is not threading.main_thread():
             self.waits.release()
         return super().wait(timeout)
@@ -116,10 +116,10 @@ def call_in_backward(tensor: Tensor, call: Callable[[], None]) -> Tensor:
     return same
 
 
-class HeardBlock(Block):
-    """A block whose backward pass a test hears of."""
+class ObservedBlock(Block):
+    """A block whose backward pass calls what a test gives."""
 
-    hear: Callable[[], None] = staticmethod(lambda: None)
+    on_backward: Callable[[], None] = staticmethod(lambda: None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return call_in_backward(super().forward(x), self.hear)
+        return call_in_backward(super().forward(x), self.on_backward)

@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 from roundpipe_lightning import ExportPretrained, PipelineMonitor, PipelineTimeline, PlanReport
 from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecord
-from roundpipe_lightning.strategy import sync_hooks as readers
+from roundpipe_lightning.strategy import sync_hooks
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.moments import HeardBlock
+from tests.kit.moments import ObservedBlock
 from tests.kit.training import (
     QUIET,
     Regressor,
@@ -37,7 +37,7 @@ PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1
 def fit(
     folder: Path,
     *callbacks: Callback,
-    hear: Callable[[], None] = lambda: None,
+    on_backward: Callable[[], None] = lambda: None,
     on_step: Callable[[Any, Any, int], Any] | None = None,
     dropout: float = 0.0,
     **flags: Any,
@@ -45,9 +45,9 @@ def fit(
     """Train for six batches, three of which are accumulated."""
     torch.manual_seed(0)
     module = Regressor("adamw", on_step=on_step, dropout=dropout)
-    first = HeardBlock()
+    first = ObservedBlock()
     first.load_state_dict(module.layers[0].state_dict())
-    first.hear = hear
+    first.on_backward = on_backward
     module.layers[0] = first
     options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 3} | flags
     trainer = make_trainer(
@@ -72,11 +72,11 @@ def test_the_next_batch_begins_before_the_backward_pass_ends(tmp_path: Path) -> 
         elif index == 2:
             begun.set()
 
-    def hear() -> None:
+    def on_backward() -> None:
         if is_third.is_set():  # in the backward pass of the second batch
             assert begun.wait(TIMEOUT_SECONDS / 2), "the third batch has not begun"
 
-    module, trainer = fit(tmp_path, hear=hear, on_step=on_step)
+    module, trainer = fit(tmp_path, on_backward=on_backward, on_step=on_step)
     gradients: list[int] = []
     looking = LambdaCallback(on_after_backward=lambda *_: gradients.append(1))
     plain, plain_trainer = fit(tmp_path, looking)
@@ -116,18 +116,22 @@ def test_who_asks_for_the_last_step_gets_it(tmp_path: Path) -> None:
 def test_an_error_of_a_backward_pass_that_drains_is_raised(tmp_path: Path) -> None:
     steps: list[int] = []
 
-    def hear() -> None:
+    def on_backward() -> None:
         if len(steps) > NUM_MICROBATCHES:
             raise ValueError("the second batch has failed")
 
     with pytest.raises(ValueError, match="the second batch has failed"):
-        fit(tmp_path, hear=hear, on_step=lambda view, batch, index: steps.append(index))
+        fit(
+            tmp_path,
+            on_backward=on_backward,
+            on_step=lambda view, batch, index: steps.append(index),
+        )
 
 
 @pytest.mark.parametrize("kind", [PipelineMonitor, PipelineTimeline, PlanReport, ExportPretrained])
 def test_no_step_is_waited_for_because_of_them(kind: type[Callback]) -> None:
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
-    assert not [hook for hook in hooks if readers.needs_sync(kind(), hook)]
+    assert not [hook for hook in hooks if sync_hooks.needs_sync(kind(), hook)]
 
 
 def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
@@ -139,13 +143,15 @@ def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
         if index == 2:
             begun.set()
 
-    def hear() -> None:
+    def on_backward() -> None:
         if len(steps) > NUM_MICROBATCHES:  # in the backward pass of the second batch
             assert begun.wait(TIMEOUT_SECONDS / 2), "the third batch has not begun"
 
     monitor, timeline = PipelineMonitor(every_n_steps=1), PipelineTimeline(tmp_path / "drawn")
     report = PlanReport(write=lambda text: None)
-    module, trainer = fit(tmp_path, monitor, timeline, report, hear=hear, on_step=on_step)
+    module, trainer = fit(
+        tmp_path, monitor, timeline, report, on_backward=on_backward, on_step=on_step
+    )
     assert same_bits(module, fit(tmp_path)[0])
     assert list(timeline.measured) == [3, 4, 5], "the last one, too"
     figures = monitor.figures

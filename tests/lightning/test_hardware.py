@@ -16,7 +16,7 @@ from roundpipe_lightning.errors import ConfigurationError, FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import inputs as machines
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
@@ -93,7 +93,7 @@ def test_a_plan_may_take_what_nobody_uses(
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     small = machine(device_bytes=RESERVED_BYTES + 2 * BLOCK_BYTES)
-    with mock.patch.object(session, "Engine") as engine:
+    with mock.patch.object(runtime, "Engine") as engine:
         lack = r"GiB of device memory are missing.*Not even a stage of layers\.\d alone fits\."
         with pytest.raises(FitError, match=lack):
             fit(tmp_path, hardware=small)
@@ -124,7 +124,7 @@ def test_an_evaluation_needs_no_gradients(tmp_path: Path) -> None:
 def test_activations_are_known_with_the_first_batch(tmp_path: Path) -> None:
     """The parameters fit, the step does not: refused in time, with what makes it fit."""
     small = machine(device_bytes=RESERVED_BYTES + 9 * BLOCK_BYTES)
-    with mock.patch.object(session, "Engine") as engine:
+    with mock.patch.object(runtime, "Engine") as engine:
         with pytest.raises(FitError, match=r"The training step does not fit rtx4090x2") as refused:
             fit(tmp_path, hardware=small, batch_size=64, count=2)
         engine.assert_not_called()

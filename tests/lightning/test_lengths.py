@@ -19,7 +19,7 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
-from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning.planned import PlanEvent
 from tests.kit.training import (
     QUIET,
@@ -75,7 +75,7 @@ def refused(folder: Path, lengths: Sequence[int], **settings: Any) -> FitError:
 
 
 def test_the_first_batch_is_refused_with_the_longest_length_that_runs(tmp_path: Path) -> None:
-    with mock.patch.object(session, "Engine") as engine:
+    with mock.patch.object(runtime, "Engine") as engine:
         longest = longest_in(refused(tmp_path, [512]))
         engine.assert_not_called()
     assert 16 < longest < 512

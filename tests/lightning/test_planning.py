@@ -24,7 +24,7 @@ from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedu
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.fit import Improvement, improved_plan
 from roundpipe_lightning.planning.search.request import PartitionHints
-from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.resume.randomness import random_state
 from tests.kit.training import (
@@ -284,7 +284,7 @@ def test_hints_for_a_full_batch_bend_for_a_smaller_one(tmp_path: Path) -> None:
 def test_impossible_hints_are_refused_before_anything_is_allocated(
     tmp_path: Path, hints: PartitionHints, message: str
 ) -> None:
-    with mock.patch.object(session, "Engine") as engine:
+    with mock.patch.object(runtime, "Engine") as engine:
         with pytest.raises(PlanError, match=message):
             fit(tmp_path, hints=hints)
         engine.assert_not_called()

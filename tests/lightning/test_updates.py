@@ -25,8 +25,7 @@ from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.models.batches import split_batch
 from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import runtime as session
-from roundpipe_lightning.strategy import sync_hooks as readers
+from roundpipe_lightning.strategy import runtime, sync_hooks
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
@@ -413,16 +412,16 @@ def test_who_may_read() -> None:
 
     hook = "on_train_batch_end"
     with pytest.raises(ConfigurationError, match="reads_parameters is called requires_opt"):
-        readers.needs_sync(Old(), hook)
-    assert readers.needs_sync(Mine(), hook)
-    assert not readers.needs_sync(Mine(), "on_train_batch_start")
-    assert not readers.needs_sync(Blind(), hook)
-    assert readers.needs_sync(Seeing(), hook)
-    assert readers.needs_sync(LambdaCallback(on_train_batch_end=lambda *_: None), hook)
-    assert readers.needs_sync(EMAWeightAveraging(), hook)
-    assert not readers.needs_sync(ModelCheckpoint(), hook)
-    assert not readers.needs_sync(LearningRateMonitor(), "on_train_batch_start")
-    assert not readers.needs_sync(Regressor(), hook)
+        sync_hooks.needs_sync(Old(), hook)
+    assert sync_hooks.needs_sync(Mine(), hook)
+    assert not sync_hooks.needs_sync(Mine(), "on_train_batch_start")
+    assert not sync_hooks.needs_sync(Blind(), hook)
+    assert sync_hooks.needs_sync(Seeing(), hook)
+    assert sync_hooks.needs_sync(LambdaCallback(on_train_batch_end=lambda *_: None), hook)
+    assert sync_hooks.needs_sync(EMAWeightAveraging(), hook)
+    assert not sync_hooks.needs_sync(ModelCheckpoint(), hook)
+    assert not sync_hooks.needs_sync(LearningRateMonitor(), "on_train_batch_start")
+    assert not sync_hooks.needs_sync(Regressor(), hook)
 
 
 def test_a_step_runs_while_the_next_batch_is_fetched(
@@ -444,7 +443,7 @@ def test_a_step_runs_while_the_next_batch_is_fetched(
                 fetched.set()
             return torch.ones(8), torch.ones(1)
 
-    monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=run))
+    monkeypatch.setattr(runtime, "Updater", partial(Updater, run_unit=run))
     trainer = make_trainer(
         tmp_path, strategy=Overlapping(num_microbatches=1), max_epochs=1, limit_val_batches=0
     )

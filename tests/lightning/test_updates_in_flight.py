@@ -22,10 +22,10 @@ from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.optim import HostAdamW
-from roundpipe_lightning.strategy import runtime as session
+from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.moments import HeardBlock
+from tests.kit.moments import ObservedBlock
 from tests.kit.training import (
     QUIET,
     WIDTH,
@@ -52,11 +52,11 @@ class Scheduled(Regressor):
 
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
-    def __init__(self, *, hear: Callable[[], None] = lambda: None, **options: Any) -> None:
+    def __init__(self, *, on_backward: Callable[[], None] = lambda: None, **options: Any) -> None:
         super().__init__("adamw", **options)
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers[0] = first = HeardBlock()
-        first.hear = hear
+        self.layers[0] = first = ObservedBlock()
+        first.on_backward = on_backward
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.embed(x))
@@ -98,7 +98,7 @@ class Watched:
         monkeypatch.setattr(NarrowCopies, "cast", casts)
         monkeypatch.setattr(Updater, "_copy", copies)
         monkeypatch.setattr(Updater, "defer", counted)
-        monkeypatch.setattr(session, "Updater", partial(Updater, run_unit=self.run_unit))
+        monkeypatch.setattr(runtime, "Updater", partial(Updater, run_unit=self.run_unit))
 
     def run_unit(self, unit: UpdateUnit, step: CapturedStep) -> None:
         """Make an update, and say that the parameters are written to."""
@@ -180,13 +180,13 @@ def test_the_next_step_begins_before_the_backward_pass_ends(
             order.append("forward of the third step")
             begun.set()
 
-    def hear() -> None:
+    def on_backward() -> None:
         if is_second.is_set():
             assert begun.wait(TIMEOUT_SECONDS / 2), "the third step has not begun"
             order.append("backward of the second step, or later")
 
     torch.manual_seed(0)
-    module = Scheduled(hear=hear, on_step=on_step, dropout=flags.get("dropout", 0.0))
+    module = Scheduled(on_backward=on_backward, on_step=on_step, dropout=flags.get("dropout", 0.0))
     found, trainer = fit(tmp_path, watched=watched, module=module, **flags)
     assert order[0] == "forward of the third step"
     assert watched.num_deferred == 5  # the first step of an engine is waited for
@@ -267,7 +267,7 @@ def test_with_validation_in_between_and_a_shorter_window(tmp_path: Path, watched
 def test_one_step_in_so_many_is_waited_for(
     tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_MOST_OVERLAPPED", 2)
+    monkeypatch.setattr(runtime, "_MOST_OVERLAPPED", 2)
     fit(tmp_path, watched=watched, num_batches=8)
     assert watched.num_deferred == 8 - 3  # of batches 0, 3 and 6 nothing is put off
 
@@ -290,12 +290,12 @@ def test_an_error_of_a_backward_pass_that_drains_is_raised(
 ) -> None:
     heard_of = count()  # one worker makes every backward pass of this block, one after the other
 
-    def hear() -> None:
+    def on_backward() -> None:
         if next(heard_of) == step * NUM_MICROBATCHES:
             raise ValueError("the backward pass has failed")
 
     torch.manual_seed(0)
-    module = Scheduled(hear=hear)
+    module = Scheduled(on_backward=on_backward)
     with pytest.raises(ValueError, match="the backward pass has failed") as caught:
         fit(tmp_path, watched=watched, module=module)
     assert "layers.0" in str(vars(caught.value)["__notes__"])

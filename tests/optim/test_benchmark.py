@@ -1,4 +1,4 @@
-"""benchmarks/host_optimizer.py runs, small, and gives the figures it promises."""
+"""benchmarks/host_optimizer.py runs, small, and gives all its figures."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_blocks_that_save_nothing_do_not_stay() -> None:
     assert resident_blocks(footprint(10, 10, 10, 10), once) == ((0, 1, 2, 3),)
 
 
-def test_workers_keep_what_they_visit() -> None:
+def test_workers_keep_blocks_of_their_own_stages() -> None:
     # stages F0 F1 F2 F3 X0 B1 B2 B3 B4 on three workers
     found = resident_blocks(footprint(10, 10, 10, 10, num_devices=3), LAYOUT)
     assert found == ((0, 2, 3), (1,), (0, 2, 3))

@@ -231,7 +231,7 @@ def make_batches(num_microbatches: int, *, seed: int) -> list[tuple[Tensor, Tens
 
 
 class _Streams(TorchFunctionMode):
-    """Draws a microbatch's random numbers from its stream, as the engine promises to."""
+    """Draws a microbatch's random numbers from its stream, as the engine does."""
 
     def __init__(self, stream: RandomStream) -> None:
         super().__init__()

@@ -9,8 +9,8 @@ upload of 1                                       └─ h to worker 1 ●
 turn on worker 1                                                   ○ await, next_block(h)
 ```
 
-The way home begins when the turn ends, and the way to the next worker as soon as it is known which
-one: both while other microbatches compute. A boundary whose takers are all on devices that reach
+The download begins when the turn ends, and the upload as soon as the next worker is known. Both
+run while other microbatches compute. A boundary whose takers are all on devices that reach
 the one that made it goes there by one copy, or none where that is the same device, and not to the
 host as long as there is room:
 
@@ -45,7 +45,7 @@ class TransferEndpoint(Protocol):
 
     @property
     def transfers(self) -> WorkerTransfers | None:
-        """What moves there; None if it computes in host memory."""
+        """Its transfers; None if it computes in host memory."""
 
 
 class BoundaryTensor:
@@ -165,7 +165,7 @@ class BoundaryTensor:
             return self._here, [self._made]
         if self._host is None:
             self._offload_to_host()
-        assert self._host is not None, "it has been sent home"
+        assert self._host is not None, "it has been downloaded"
         return self._host, [] if self._landed is None else [self._landed]
 
     def on(self, worker: TransferEndpoint | None) -> Tensor:
@@ -183,7 +183,7 @@ class BoundaryTensor:
     def _on_host(self) -> Tensor:
         if self._host is None:
             self._offload_to_host()
-        assert self._host is not None, "it has been sent home"
+        assert self._host is not None, "it has been downloaded"
         if self._landed is None:
             return self._host.detach()
         self._landed.wait()
@@ -193,7 +193,7 @@ class BoundaryTensor:
 def send_to_host(
     tensor: Tensor, transfers: WorkerTransfers, *, after: Event
 ) -> tuple[Tensor, Event]:
-    """Bring a tensor of user code home, into ordinary host memory.
+    """Download a tensor of user code into ordinary host memory.
 
     Args:
         tensor: On the worker, without a graph.

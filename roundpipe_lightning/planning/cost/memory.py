@@ -57,7 +57,7 @@ class MemoryNeed:
         return dict(self.num_bytes).get(kind, 0)
 
     def __str__(self) -> str:
-        """For people, e.g. `device: 20.1 of 24.0 GiB (F0[0:4]: weights 12.0, activations 8.1)`."""
+        """E.g. `device: 20.1 of 24.0 GiB (F0[0:4]: weights 12.0, activations 8.1)`."""
         parts = ", ".join(f"{kind.value} {size / _GIB:.1f}" for kind, size in self.num_bytes)
         where = f"{self.stage}: " if self.stage else ""
         total, there = self.total_bytes / _GIB, self.available_bytes / _GIB

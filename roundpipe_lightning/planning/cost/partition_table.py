@@ -116,7 +116,7 @@ class PartitionTable:
         """Return the column of the stage so many places on; -1 where none is.
 
         The last stages of a round are followed by the first ones of the next, if there is one. A
-        stage that follows itself is one visit that goes on, so nothing follows.
+        stage that follows itself is one stage run that goes on, so nothing follows.
         """
         columns = np.arange(self.start.shape[1])[None, :]
         first, count = self.first[:, None], (self.last - self.first + 1)[:, None]

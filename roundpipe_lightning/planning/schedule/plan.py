@@ -115,8 +115,8 @@ class PipelineLayout(PipelineConfig):
 
     Attributes:
         partition: How many blocks each stage has.
-        resident: For every worker the blocks whose weights stay on it between visits: frozen ones
-            for good, trainable ones within the step. Empty: none do.
+        resident: For every worker the blocks whose weights stay on it between stage runs. Frozen
+            blocks stay for good, trainable ones within the step. Empty: none stay.
     """
 
     partition: Partition

@@ -6,8 +6,8 @@ FUSED stage gets no more blocks than a device would hold if the blocks were deal
 FORWARD stage twice as many.
 
 What memory a device has to spare while it runs the stage that needs the most is given to blocks
-that it visits anyway. A frozen block that stays is never uploaded again. A trainable one changes
-when the step ends, so it stays from its first visit of a step on, usually its FORWARD, to the last
+that it runs anyway. A frozen block that stays is never uploaded again. A trainable one changes
+when the step ends, so it stays from its first run of a step on, usually its FORWARD, to the last
 one: its BACKWARD, and those of later rounds. Greedy: blocks that save the most uploads per byte
 first. While such a block's stage runs, the block needs no room in a slot for weights.
 """
@@ -154,7 +154,7 @@ def resident_blocks(
     Args:
         footprint: The model on the machine.
         layout: The plan's stages, teams and rounds; it must fit.
-        at_least: Blocks that must stay on every worker that visits as many.
+        at_least: Blocks that must stay on every worker that runs as many.
         at_most: Blocks that may stay on a worker; None: as many as fit and save uploads.
 
     Raises:
@@ -213,15 +213,15 @@ class _Residents:
     def _ranked(self, runs: list[int]) -> list[int]:
         """Return the blocks that save uploads, those that save the most per byte first."""
         blocks = self._footprint.profile.blocks
-        visits: Counter[int] = Counter()
+        num_runs: Counter[int] = Counter()
         previous = None
         for place in runs:
-            if place != previous:  # the same stage again is the same visit
-                visits.update(self._layout.partition.stages()[place].blocks)
+            if place != previous:  # the same stage again is the same stage run
+                num_runs.update(self._layout.partition.stages()[place].blocks)
             previous = place
         saved = {
             index: count - blocks[index].trainable_bytes / blocks[index].parameter_bytes
-            for index, count in visits.items()
+            for index, count in num_runs.items()
             if blocks[index].parameter_bytes
         }
         worthwhile = [index for index, share in saved.items() if share > 0]
