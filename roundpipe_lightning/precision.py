@@ -49,7 +49,7 @@ SUPPORTED_PRECISIONS = (*_TRUE_DTYPES, *_AUTOCAST_DTYPES)
 """Every value `RoundPipePrecision(precision=...)` takes."""
 
 _LIGHTNINGS_MIXED_KEY = "MixedPrecision"
-"""Where Lightning's own plugin keeps the loss scale in a checkpoint, and so do we."""
+"""Key of the loss scale in a checkpoint, as Lightning's own plugin writes it."""
 
 
 class RoundPipePrecision(Precision):
@@ -149,7 +149,7 @@ class RoundPipePrecision(Precision):
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """What `*-mixed` computes in where autocast allows; None for the others."""
+        """Dtype in which `*-mixed` computes where autocast allows; None for the others."""
         return _AUTOCAST_DTYPES.get(str(self.precision))
 
     @property

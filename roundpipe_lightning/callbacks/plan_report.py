@@ -114,7 +114,7 @@ def _change_lines(event: PlanEvent, before: Plan) -> list[str]:
 
 
 def _step_lines(event: PlanEvent) -> list[str]:
-    """How long a step should take, as far as that is known."""
+    """The predicted or measured time of a step, if one is known."""
     measured = event.planned.measured
     if not (event.planned.knows_activations or measured.is_ready):
         return [

@@ -114,7 +114,7 @@ def split_frozen(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def describe_frozen(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """What a checkpoint says of the frozen parameters that it leaves out.
+    """Describe the frozen parameters that a checkpoint leaves out.
 
     Returns:
         `names`, `shapes` and `samples`: a float32 tensor of shape (names, 8).

@@ -277,7 +277,7 @@ def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool
 # Writing -----------------------------------------------------------------------------------------
 
 _Records = Mapping[str, Sequence[Record]]
-"""What is written, by the name of its file in a folder, or `_ONE_FILE`."""
+"""Records to write, by the name of the file in a folder, or `_ONE_FILE`."""
 _ONE_FILE = ""
 
 

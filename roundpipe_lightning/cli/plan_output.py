@@ -129,7 +129,7 @@ class PlanOutput:
 
     @property
     def missing(self) -> str:
-        """What is missing; empty where it fits."""
+        """The missing memory, as text; empty where the plan fits."""
         memory = self.answer.memory
         lacks = " ".join(
             f"{size_text(need.missing_bytes)} of {need.place} memory are missing."

@@ -1,4 +1,4 @@
-"""What `roundpipe-plan` is asked: a configuration turned into the planner's terms."""
+"""Settings of `roundpipe-plan`: a configuration turned into the planner's terms."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Precision:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """What the optimizer steps."""
+        """Dtype of the parameters that the optimizer steps."""
         return torch.float32 if self.master_bytes else getattr(torch, self.dtype)
 
 
@@ -74,7 +74,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What is to be planned.
+    """A training that is to be planned.
 
     Attributes:
         source: The model.

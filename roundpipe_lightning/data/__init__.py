@@ -1,4 +1,4 @@
-"""What `train.py` trains on. Nothing is downloaded, and nothing is read at import."""
+"""Data modules of `train.py`. Nothing is downloaded, and nothing is read at import."""
 
 from roundpipe_lightning.data.bytes import ByteDataModule, TextFolder
 from roundpipe_lightning.data.chat import ChatDataModule

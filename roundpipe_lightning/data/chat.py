@@ -229,7 +229,7 @@ def check_messages(value: Any, *, place: str) -> Sequence[Message]:
 def _assistant_span(
     text: str, *, before: str, through: str, content: str
 ) -> tuple[int, int] | None:
-    """Where the assistant's message is in the text of a conversation.
+    """Return the span of the assistant's message in the text of a conversation.
 
     Args:
         text: The whole conversation.

@@ -61,7 +61,7 @@ class Sample:
 
 
 class TooLong(str, enum.Enum):
-    """What becomes of a sample that is longer than the limit.
+    """Treatment of a sample that is longer than the limit.
 
     It is an error that names the sample, is left out (how many were is logged), or is cut.
     """

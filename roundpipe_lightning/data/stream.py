@@ -109,7 +109,7 @@ class WindowStream(IterableDataset[tuple[int, State, Batch]]):
 
 
 def _beginning(number: int) -> State:
-    """Where a process begins: at its first run."""
+    """Return the state in which a process begins: at its first run."""
     return {"run": number, "used": 0, "rest": []}
 
 
@@ -165,7 +165,7 @@ class StreamLoader(DataLoader[Any]):
         self._history = [{"epoch": self._num_started, "workers": workers}]
 
     def state_dict(self) -> State:
-        """Where the next batch begins that was not used yet."""
+        """Return the position of the next batch that was not used yet."""
         return self._history[0] if self._history else {}
 
     def load_state_dict(self, state: State) -> None:

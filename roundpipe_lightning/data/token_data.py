@@ -1,4 +1,4 @@
-"""What the data modules have in common: reading, splitting, batching, going on where it was."""
+"""The common part of the data modules: reading, splitting, batching, resuming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenizerMaker(Protocol):
 
     @property
     def name(self) -> str | None:
-        """What it is called; None: it needs no name."""
+        """Name of the tokenizer; None: it needs no name."""
 
     def load(self) -> Any:
         """The tokenizer, as transformers has it."""
@@ -37,7 +37,7 @@ class TokenizerMaker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """How samples are split, cut and batched.
+    """Options for splitting, cutting and batching samples.
 
     Attributes:
         seq_len: Tokens of a sample, or of a packed row, at most.
@@ -151,7 +151,7 @@ class TokenDataModule(LightningDataModule):
         return self.val_dataloader()
 
     def collate(self) -> Callable[[list[Row]], Any] | None:
-        """What makes a batch of rows; None stacks their tensors."""
+        """Function that makes a batch of rows; None stacks their tensors."""
         return None
 
 
@@ -198,7 +198,7 @@ class FileDataModule(TokenDataModule):
 
     @property
     def tokenizer_name(self) -> str:
-        """What the tokenizer is called in messages."""
+        """Name of the tokenizer in messages."""
         return repr(self.tokenizer_source.name or "bytes")
 
     @property
@@ -382,7 +382,7 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches of the current epoch were handed out."""
+        """Return the number of batches of the current epoch that were handed out."""
         return {"num_yielded": self.num_yielded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

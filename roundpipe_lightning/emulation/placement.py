@@ -49,7 +49,7 @@ def server_of(device_name: str) -> str:
 
 @functools.cache
 def device_of(device_name: str) -> torch.device:
-    """What `.device` reports for a device: `cpu:3` for `"worker:3"`."""
+    """Return the value of `.device` for a device: `cpu:3` for `"worker:3"`."""
     return torch.device("cpu", _parse(device_name)[1])
 
 

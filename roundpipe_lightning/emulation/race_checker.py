@@ -35,7 +35,7 @@ HOST = "the host"
 """The line of all host threads."""
 
 Stamp: TypeAlias = Mapping[str, int]
-"""What had ended on every line: the number of its pieces of work."""
+"""Vector clock: for every line the number of its pieces of work that had ended."""
 
 _FORGET_EVERY = 512  # new memories, after which those that were freed are forgotten
 

@@ -32,7 +32,7 @@ from roundpipe_lightning.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedTiming:
-    """What takes how long on an emulated server.
+    """Speeds and delays of an emulated server.
 
     Attributes:
         upload_bytes_per_second: Of each device's link.
@@ -202,7 +202,7 @@ class ServerClock:
 
 
 class ComputeQueue:
-    """What a device computes, in order: all times are known at the launch.
+    """The compute queue of a device, in order: all times are known at the launch.
 
     Args:
         host: The threads that launch.
@@ -245,6 +245,6 @@ class ComputeQueue:
 
     @property
     def spans(self) -> tuple[tuple[float, float], ...]:
-        """When it computed since `restart`, as (start, end), in order."""
+        """Times of compute since `restart`, as (start, end), in order."""
         with self._mutex:
             return tuple(self._spans)

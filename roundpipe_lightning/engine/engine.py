@@ -55,7 +55,7 @@ class UnusedStackWarning(UserWarning):
 
 
 class _Opened(NamedTuple):
-    """What an engine has between entering and closing."""
+    """Resources that an engine has between entering and closing."""
 
     store: HostStore
     transfers: Transfers

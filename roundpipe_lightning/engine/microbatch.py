@@ -47,7 +47,7 @@ UserStep: TypeAlias = Callable[[Any, Any, int], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What the microbatches of one step share. The rest is as given to `Engine.begin_step`.
+    """State that the microbatches of one step share. The rest is as given to `Engine.begin_step`.
 
     Attributes:
         chain: The calls of blocks that are planned.

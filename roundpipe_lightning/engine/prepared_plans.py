@@ -1,4 +1,4 @@
-"""What follows from a plan and is made once: its gates, what each worker runs, where it begins."""
+"""Data that is made once per plan: its gates, the runs of each worker, and where it begins."""
 
 from __future__ import annotations
 

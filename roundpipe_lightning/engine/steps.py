@@ -60,7 +60,7 @@ _MOST_IN_FLIGHT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutputs:
-    """What is known of a step before its gradients are.
+    """Results of a step that are known before its gradients are.
 
     Attributes:
         outputs: What the user's step returned for every microbatch; its tensors detached, on the
@@ -74,7 +74,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult(StepOutputs):
-    """What a step gives.
+    """Result of a step.
 
     Attributes:
         gradients: Sum over the microbatches of the gradients of their scaled losses, on the host. A

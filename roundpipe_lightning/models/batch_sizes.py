@@ -1,4 +1,4 @@
-"""What a batch has: samples, tokens, targets, and how long its sequences are."""
+"""Counts of a batch: samples, tokens, targets, and the lengths of its sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCounts:
-    """How much a batch has of what is counted; None where it has nothing of the kind.
+    """Counts of a batch; None where a batch has nothing of the kind.
 
     Attributes:
         samples: Length of the first dimension.

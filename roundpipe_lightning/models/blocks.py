@@ -17,7 +17,7 @@ from roundpipe_lightning.errors import ConfigurationError
 __all__ = ["find_blocks", "find_stacks"]
 
 _GROWTH = 2.0
-"""How much larger the blocks of one stage are than those of another where a model has stages."""
+"""Ratio of block sizes from which on a model counts as one with stages of its own."""
 
 
 def find_stacks(module: nn.Module, names: Sequence[str] | None) -> tuple[BlockStack, ...]:

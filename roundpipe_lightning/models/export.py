@@ -76,7 +76,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How a model is exported; checked where it is made, long before the export.
+    """Options of an export; checked when they are made, long before the export.
 
     Attributes:
         dtype: `"auto"`, `"fp32"`, `"bf16"` or `"fp16"`, of the tensors in the files.

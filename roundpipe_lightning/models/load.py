@@ -44,7 +44,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How weights are read.
+    """Options for reading weights.
 
     Attributes:
         dtype: Of the parameters; None keeps that of the configuration (`"auto"`).

@@ -36,7 +36,7 @@ _BLOCK = 64  # weights that share a scale
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoding:
-    """How a layer's weight is quantised: to how many bits, and its shape and dtype when whole."""
+    """Encoding of a quantised weight: its bits, and its shape and dtype when whole."""
 
     bits: int
     shape: torch.Size
@@ -156,7 +156,7 @@ def is_quantized(layer: nn.Module) -> bool:
 
 
 def tensors_of(layer: nn.Module) -> dict[str, tuple[Tensor, Callable[[], Tensor], Tensor]]:
-    """What a quantised layer's tensors would be if it were not.
+    """Return the tensors of a quantised layer as they would be without quantisation.
 
     Returns:
         By name: the tensor without values, how to get them, and the tensor that holds them.

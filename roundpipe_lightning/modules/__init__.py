@@ -1,4 +1,4 @@
-"""What `train.py` trains: LightningModules without a line about pipelines."""
+"""Modules of `train.py`: LightningModules without a line about pipelines."""
 
 from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.base import TransformersModule

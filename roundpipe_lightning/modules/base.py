@@ -1,4 +1,4 @@
-"""What the modules here have in common: how their model is built and how it is optimized."""
+"""The common part of the modules here: building and optimizing their model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TransformersModule(LightningModule):
     """
 
     task: ClassVar[str] = "CAUSAL_LM"
-    """What the model is for, as peft spells it."""
+    """Task of the model, as peft spells it."""
 
     def __init__(
         self,

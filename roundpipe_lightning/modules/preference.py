@@ -209,5 +209,5 @@ def _with_adapters(base: PreTrainedModel, adapters: Adapters) -> Any:
 
 
 def _state_of(parameter: nn.Parameter) -> tuple[int, int]:
-    """What differs after a write: where the values are, and how often they were changed."""
+    """Return figures that differ after a write: the values' address and their version counter."""
     return (0 if parameter.is_meta else parameter.data_ptr(), parameter._version)

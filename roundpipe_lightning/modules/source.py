@@ -1,4 +1,4 @@
-"""Where a model comes from: an architecture written out, or published weights."""
+"""Sources of a model: an architecture written out, or published weights."""
 
 import contextlib
 import enum
@@ -31,7 +31,7 @@ _FROZEN_WEIGHTS = ("memory", "mmap")
 
 
 class Head(str, enum.Enum):
-    """What stands on top of the blocks: which of transformers' automatic classes is built."""
+    """Head on top of the blocks: it chooses one of transformers' automatic classes."""
 
     CAUSAL_LM = "causal_lm"
     """The next token: `AutoModelForCausalLM`."""

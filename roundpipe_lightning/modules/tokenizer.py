@@ -29,7 +29,7 @@ NUM_BYTE_TOKENS = 256 + len(_SPECIAL)
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSource:
-    """Where a tokenizer comes from; nothing is read until `load`.
+    """Source of a tokenizer; nothing is read until `load`.
 
     Attributes:
         name: Name on the Hugging Face hub or a local folder with `tokenizer.json`; None: one token

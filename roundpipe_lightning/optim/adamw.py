@@ -308,14 +308,14 @@ class HostAdamW(Optimizer):
 
     @property
     def kernel(self) -> str:
-        """What steps parameters of up to 32 bits: `"native"` or `"torch"`."""
+        """Kernel that steps parameters of up to 32 bits: `"native"` or `"torch"`."""
         return "native" if self._kernel.is_native else "torch"
 
     # ----------------------------------------------------------------------------------- planner
 
     @property
     def state_place(self) -> StatePlace:
-        """What the state takes, and where."""
+        """Size and place of the state."""
         return _place(self._layout, on_disk=self._files is not None)
 
     @classmethod

@@ -34,14 +34,14 @@ BLOCK = 256
 """Numbers that share a scale."""
 
 NOISE_LEVELS = 65536.0
-"""How many numbers the noise of a rounding may be."""
+"""Number of values that the noise of a rounding may have."""
 
 _PART = 512 * BLOCK  # numbers encoded at a time: fewer are slower, as each operation takes the GIL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Where the random numbers of a rounding come from.
+    """Source of the random numbers of a rounding.
 
     Attributes:
         seed: Of the tensor and the step.
@@ -71,7 +71,7 @@ class PowerCode:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What codes are stored as."""
+        """Dtype of the stored codes."""
         return torch.int8 if self.signed else torch.uint8
 
     def decode(self, codes: Tensor, scales: Tensor, *, out: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _adamw(number: Any, gradient: Any, moments: Any, factors: Any, whole: Any) -
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a step reads and writes.
+    """Types of the arrays that a step reads and writes.
 
     Attributes:
         values: Dtype of the master.

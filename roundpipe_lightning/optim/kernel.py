@@ -31,7 +31,7 @@ times: 64Ki take half as long again, 512Ki as long."""
 
 
 class KernelChoice(Enum):
-    """What steps the pieces."""
+    """Choice of the kernel that steps the pieces."""
 
     AUTO = "auto"
     """Machine code where it can be made and has torch's bits, else torch's operations."""

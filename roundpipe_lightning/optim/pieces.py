@@ -23,12 +23,12 @@ ALIGNMENT = 1024
 """Elements; a multiple of a vector register and of a block of 8 bit codes."""
 
 ROUNDED = ("values", "first", "second")
-"""What of a parameter noise is drawn for: the master and its two moments."""
+"""Parts of a parameter that noise is drawn for: the master and its two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a step of AdamW depends on, besides its tensors.
+    """Hyper-parameters of a step of AdamW.
 
     Attributes:
         lr: Learning rate.
@@ -161,7 +161,7 @@ def flattened_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 class UploadCopies:
-    """Where the new values of parameters are also written.
+    """Copies into which the new values of parameters are also written.
 
     A parameter is known by its memory, because a step in parts sees aliases of it. Copies of this
     object are the object itself.

@@ -39,7 +39,7 @@ _PIECE = 1 << 18  # elements that a whole moment is converted by; a multiple of 
 
 
 class MomentFormat(Enum):
-    """How the moments are kept."""
+    """Number format of the moments."""
 
     FP32 = "fp32"
     """float32: 8 bytes per parameter, the numbers of `torch.optim.AdamW(fused=True)`."""
@@ -183,7 +183,7 @@ def working_dtype(parameter: Tensor) -> torch.dtype:
 
 
 class StateLayout:
-    """How the state is kept. Never changes, so copies of this object are the object itself.
+    """Layout of the state. Never changes, so copies of this object are the object itself.
 
     Args:
         form: Of the moments.
@@ -263,7 +263,7 @@ class StateLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlace:
-    """What the state of large parameters takes.
+    """Size and place of the state of large parameters.
 
     Attributes:
         memory_bytes: Per parameter, in memory.

@@ -322,7 +322,7 @@ class SyncBeforeHooks(Callback):
 
 
 class TrainedParameters:
-    """What was trained when a training began, to be compared with what is.
+    """Parameters trained when a training began, to be compared with those trained now.
 
     Args:
         module: The user's module.

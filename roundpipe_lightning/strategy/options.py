@@ -45,7 +45,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user of the strategy can choose; the meaning is told at `RoundPipeStrategy`.
+    """Options of the strategy; `RoundPipeStrategy` explains them.
 
     Raises:
         ConfigurationError: A value cannot work, or not in this version.
@@ -134,7 +134,7 @@ class Options:
 
     @property
     def partition_hints(self) -> PartitionHints:
-        """What the user has settled about the stages, `recompute` included.
+        """The user's hints about the stages, `recompute` included.
 
         Raises:
             ConfigurationError: A hint is not known, or no whole number.

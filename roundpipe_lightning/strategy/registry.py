@@ -1,4 +1,4 @@
-"""What Lightning knows of the strategy: its name, and the devices behind its root device."""
+"""Registration with Lightning: the strategy's name, and the devices behind its root device."""
 
 from __future__ import annotations
 

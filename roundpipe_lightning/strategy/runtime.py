@@ -60,7 +60,7 @@ class NoBlocksWarning(UserWarning):
 
 
 class ServedLast:
-    """What the next step of a training that has ended would compute with.
+    """Parameters with which the next step of an ended training would compute.
 
     Held as long as the parameters are those that the training has made.
     """
@@ -238,7 +238,7 @@ class PipelineRuntime:
 
     @property
     def fused_losses(self) -> FusedLosses | None:
-        """What became of logits that were put off; None where none are."""
+        """Counts of lazy logits; None where the loss is not fused."""
         return None if self._fusion is None else self._fusion.report
 
     # A training batch ----------------------------------------------------------------------------

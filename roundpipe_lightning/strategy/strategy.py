@@ -65,7 +65,7 @@ __all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
 CHECKPOINT_KEY = "roundpipe"
 CHECKPOINT_VERSION = 2
 PREVIOUS_KEY = "previous_parameters"
-"""Where a checkpoint has what the next step computes with, where the module has newer values."""
+"""Key of the parameters that the next step computes with, where the module has newer ones."""
 
 T = TypeVar("T")
 
@@ -247,12 +247,12 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def last_timeline(self) -> Timeline | None:
-        """When every action of the last training step ran, whose end is waited for; None before."""
+        """Times of every action of the last training step, whose end is waited for; None before."""
         return self._last.timeline if self._last else None
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What is known of the last training step, whose end is waited for; None before."""
+        """Record of the last training step, whose end is waited for; None before."""
         return self._seen.last_step if self._seen and self._last else None
 
     @property
@@ -267,7 +267,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def fused_losses(self) -> FusedLosses | None:
-        """What became of logits that were put off; None with `loss="eager"` and before a set-up."""
+        """Counts of lazy logits; None with `loss="eager"` and before a set-up."""
         return self._seen.fused_losses if self._seen else None
 
     @property
@@ -362,7 +362,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints are written; an empty wrapper (`AsyncCheckpointIO()`) gets ours."""
+        """Plugin that writes checkpoints; an empty wrapper (`AsyncCheckpointIO()`) gets ours."""
         io = self._checkpoint_io
         if io is None:
             io = self._checkpoint_io = RoundPipeCheckpointIO()
@@ -627,7 +627,7 @@ class RoundPipeStrategy(ParallelStrategy):
             io.wait()
 
     def _steady_memory(self) -> list[torch.UntypedStorage]:
-        """What only an optimizer step changes; nothing where a callback changes weights, too."""
+        """Memory that only an optimizer step changes; none where a callback changes weights."""
         averaging = (StochasticWeightAveraging, WeightAveraging)
         callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, averaging) for callback in callbacks):

@@ -63,7 +63,7 @@ _ELSEWHERE = (
     *("on_fit_", "on_train_start", "on_train_end", "on_load_checkpoint"),
     *("on_sanity_check_", "on_validation_", "on_test_", "on_predict_"),
 )
-"""How the names of hooks begin that do not come between two training batches without an evaluation
+"""Prefixes of hooks that do not come between two training batches without an evaluation
 between them."""
 
 _BETWEEN = tuple(name for name in _EVERY if not name.startswith(_ELSEWHERE))
@@ -164,7 +164,7 @@ _MOST_STEPS = 3
 """Over how many objects a data set may know the module: its agent, the agent's policy."""
 
 _MOST_ITEMS = 16
-"""How many items of a container are looked at: samples need not be."""
+"""Most items of a container that are looked at: samples need not be."""
 
 
 def data_that_syncs(trainer: Trainer) -> Iterator[Any]:

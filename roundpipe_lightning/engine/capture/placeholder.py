@@ -1,4 +1,4 @@
-"""How user code, unchanged, hands a stack of blocks to the engine.
+"""Placeholders by which user code, unchanged, hands a stack of blocks to the engine.
 
 In a view every block is a proxy. A proxy gives its call to the engine, which runs the block on the
 worker of its stage, and gets lazy tensors for the block's outputs for the user's code to hand on:
@@ -42,7 +42,7 @@ _PAST_FUNCTIONS = (
 
 
 class LazyValue(Protocol):
-    """What a lazy tensor stands for."""
+    """The value that a lazy tensor stands for."""
 
     @property
     def block_name(self) -> str:
@@ -128,7 +128,7 @@ def materialized(node: Any) -> Any:
 
 
 class RunHere(Enum):
-    """What a proxy may be answered."""
+    """Answer to a proxy that runs its block itself."""
 
     RUN_HERE = "run here"
     """Run the block as part of the user's code around it."""
@@ -137,7 +137,7 @@ class RunHere(Enum):
 RUN_HERE = RunHere.RUN_HERE
 
 Called: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""What a proxy calls: the block, positional and keyword arguments. It returns the block's output,
+"""Function that a proxy calls: block, positional and keyword arguments. Returns the block's output,
 or RUN_HERE."""
 
 

@@ -253,7 +253,7 @@ class RandomStream:
 
     @property
     def num_draws(self) -> int:
-        """How often the present block, or the code outside the blocks, has drawn."""
+        """Number of draws by the present block, or by the code outside the blocks."""
         return self._draws
 
     def draw_all(self, call: Callable[[], Any]) -> Any:

@@ -33,7 +33,7 @@ _PAST_ARGUMENTS = (
 
 
 class Origin(NamedTuple):
-    """Where in a microbatch's forward pass a tensor was made.
+    """Place in a microbatch's forward pass where a tensor was made.
 
     Attributes:
         run: The microbatch's side outputs.
@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 
 
 class Watch(Enum):
-    """What is done with the results of the functions in a block."""
+    """Treatment of the results of the functions in a block."""
 
     UNWATCHED = "unwatched"
     """No block runs, or no gradient is wanted."""

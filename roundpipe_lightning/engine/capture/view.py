@@ -37,7 +37,7 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
 _EVERY_MODULE_HAS = _MODULE_INTERNALS | frozenset(_TABLES)
 
 DELETED: Any = object()
-"""What a view tells in place of a value when an attribute is deleted."""
+"""Marker that a view passes in place of a value when an attribute is deleted."""
 
 _AS_THE_ORIGINAL: Any = object()
 
@@ -125,7 +125,7 @@ class LazyTable(dict[str, V], Generic[V]):
 
 
 class View:
-    """What every view is besides a module; see the file's docstring."""
+    """Base class of every view, beside the module's own class; see the file's docstring."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Do not run the user class's own hook for classes: no user class is being defined."""

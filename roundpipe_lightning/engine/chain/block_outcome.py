@@ -20,7 +20,7 @@ Watched: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
 
 
 class Outcome:
-    """What one run of a block gave: its result, and what it wrote into its arguments.
+    """Outcome of one run of a block: its result, and the writes into its arguments.
 
     Args:
         result: What the block returned.

@@ -33,7 +33,7 @@ _NEEDED_FOR_BACKWARD = "compute_log_sumexp"
 
 
 class KeptOutputs:
-    """What some operations of one call of a block have given, from its forward to its recompute.
+    """Outputs of some operations of one call of a block, kept from its forward to its recompute.
 
     Args:
         names: Names of the operations, such as `aten::_scaled_dot_product_flash_attention`.
@@ -94,7 +94,7 @@ class KeptOutputs:
 
 @dataclass
 class _Entry:
-    """What one run of an operation has given.
+    """Outputs of one run of an operation.
 
     Attributes:
         operation: The operation.

@@ -1,4 +1,4 @@
-"""What passes between blocks: values, the calls that make them, and their way from turn to turn."""
+"""Values that pass between blocks, the calls that make them, and their way from turn to turn."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Value(Reference):
 
 
 Source: TypeAlias = Value | Tensor
-"""Where a tensor that a block or a segment takes comes from: a block, or user code."""
+"""Origin of a tensor that a block or a segment takes: another block's value, or user code."""
 
 
 class BlockCall:

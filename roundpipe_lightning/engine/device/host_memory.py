@@ -1,4 +1,4 @@
-"""How much memory the host has."""
+"""Memory of the host: its size, and what locks it."""
 
 from __future__ import annotations
 

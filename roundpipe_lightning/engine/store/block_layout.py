@@ -1,4 +1,4 @@
-"""How a block's parameters lie in a worker's memory, and what is copied there.
+"""Layouts of a block's parameters in a worker's memory, and the copies that go there.
 
 ```
 host     trainable float32 [ q | k | v ]     frozen bfloat16 [ w1 | w2 ]    a parameter of its own
@@ -156,7 +156,7 @@ class BlockLayout:
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Where gradients lie in a flat buffer of bytes.
+    """Layout of gradients in a flat buffer of bytes.
 
     Attributes:
         parameters: Whose gradients.

@@ -45,7 +45,7 @@ class FlatBuffer:
 
     @property
     def uploaded(self) -> Tensor:
-        """What is uploaded as long as nothing is kept beside it."""
+        """The tensor that is uploaded as long as no second version is kept."""
         return self.values if self.narrow is None else self.narrow
 
     def present_members(self) -> list[tuple[nn.Parameter, int]]:

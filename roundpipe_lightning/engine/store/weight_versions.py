@@ -22,7 +22,7 @@ from roundpipe_lightning.engine.device.base import Device
 
 
 class WeightVersions:
-    """Where uploads of the steps that share it read. They have the same values at all times.
+    """Source of the uploads of some steps. Steps that share it read the same values at all times.
 
     Args:
         previous: Whether from the copy beside the parameters.

@@ -1,1 +1,1 @@
-"""What moves between host and device: weights, boundaries, gradients."""
+"""Transfers between host and device: weights, boundaries, gradients."""

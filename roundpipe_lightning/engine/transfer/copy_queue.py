@@ -45,7 +45,7 @@ MOST_UNDER_WAY = 2
 
 
 class Priority(IntEnum):
-    """What goes first."""
+    """Order of jobs; the lowest goes first."""
 
     BOUNDARY = 0
     """A boundary, or its gradient: an action waits for it."""

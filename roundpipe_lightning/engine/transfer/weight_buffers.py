@@ -111,7 +111,7 @@ class Memory:
 
 
 class Region:
-    """Where a block lies on a worker.
+    """Memory of a block on a worker.
 
     Args:
         memory: In which buffer.

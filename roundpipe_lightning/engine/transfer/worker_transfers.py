@@ -1,4 +1,4 @@
-"""What moves between the host and the workers: queues, memory for weights, staging for gradients.
+"""Transfers between host and workers: queues, memory for weights, staging for gradients.
 
 ```
 begin ── uploads of first runs ── microbatches compute ── finish: what is under way lands ── end
@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
 
 
 class WaitedFor(Enum):
-    """What compute waits for."""
+    """Kinds of transfers that compute waits for."""
 
     WEIGHTS = "weights"
     """Uploads of blocks."""
@@ -56,7 +56,7 @@ class WaitedFor(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerTraffic:
-    """What a worker has moved in a step.
+    """Bytes and waits of a worker's transfers in a step.
 
     Attributes:
         uploaded_bytes: Bytes that its upload queue has copied from the host.

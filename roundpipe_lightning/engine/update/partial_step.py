@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 
 class CapturedStep:
-    """What one step of an optimizer does, while gradients and hyper-parameters change already.
+    """One step of an optimizer, captured while gradients and hyper-parameters change already.
 
     Args:
         optimizer: Whose step. Its parameters and its state are changed where a part is run.

@@ -78,7 +78,7 @@ class UpdateUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSpan:
-    """When a unit was updated.
+    """Time span in which a unit was updated.
 
     Attributes:
         name: The unit's.

@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorFigures:
-    """What a device's allocator and driver say, in bytes.
+    """Figures of a device's allocator and driver, in bytes.
 
     Attributes:
         total_bytes: The device's memory.
@@ -77,7 +77,7 @@ class AllocatorFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldMemory:
-    """What a worker held, in bytes, as it counts.
+    """Memory that a worker held, in bytes, by its own count.
 
     Attributes:
         weights: Of the stage's blocks, of those that stay or are uploaded for the next stage, and

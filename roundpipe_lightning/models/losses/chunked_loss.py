@@ -31,7 +31,7 @@ _SLICE_BYTES = 16 * 2**20  # of a 16-bit product that is added to a float32 sum
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """What is computed, beside the tensors.
+    """The loss to compute, beside its tensors.
 
     Attributes:
         dtype: Of the matrix products.
@@ -68,7 +68,7 @@ class LossSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSizes:
-    """How much of the logits is held at a time.
+    """Sizes of the part of the logits that is held at a time.
 
     Attributes:
         tokens: Rows of a chunk.
@@ -148,7 +148,7 @@ class _Chunk:
 
 
 class _RunningSums:
-    """What the loss needs of a chunk's logits, gathered part by part of the vocabulary.
+    """Sums of a chunk's logits that the loss needs, added up part by part of the vocabulary.
 
     Args:
         like: Gives the number of tokens and the device.

@@ -51,7 +51,7 @@ _MANY_PENDING = 64  # lazy logits that a thread remembers until it looks which o
 
 
 class LogitSource:
-    """How logits are made, and what is known of them as long as they are not.
+    """The computation of logits, and the properties known before it runs.
 
     Args:
         form: What they are.
@@ -284,7 +284,7 @@ class _Values(torch.autograd.Function):
 
 
 class FusedLosses:
-    """What became of lazy logits; several threads count.
+    """Counts of lazy logits, by what became of them; several threads count.
 
     Attributes:
         num_fused: Losses that were computed without the logits.
@@ -306,7 +306,7 @@ class FusedLosses:
 
 
 class _ThreadState(threading.local):
-    """What a thread has pending."""
+    """Lazy logits that a thread has pending."""
 
     def __init__(self) -> None:
         self.is_paused = False
@@ -403,7 +403,7 @@ class LossFusion:
 
     @property
     def num_pending(self) -> int:
-        """How many lazy logits of this thread are remembered."""
+        """Number of lazy logits of this thread that are remembered."""
         return len(self._thread.pending)
 
     def materialize_pending(self) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of logits between the output projection and the loss, written down, not computed.
+"""Operations on logits between the output projection and the loss, recorded, not computed.
 
 ```
 F.linear(hidden, weight)      LogitForm(hidden, weight)

@@ -1,1 +1,1 @@
-"""What a model costs: counted on the meta device, or estimated from its parameters."""
+"""Work of a model: counted on the meta device, or estimated from its parameters."""

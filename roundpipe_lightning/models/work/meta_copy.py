@@ -38,7 +38,7 @@ _SHARED = (
     *(os.PathLike, re.Pattern, types.ModuleType, types.BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
-"""What nobody changes, so that the copy can have the original's."""
+"""Types that nobody changes, so that the copy can share them with the original."""
 
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 2**26
@@ -255,7 +255,7 @@ _MODULE_SETTINGS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
 
 
 class _Copied:
-    """What every module of a copy is besides a module of the original's class."""
+    """Base class of every module of a copy, beside the original's class."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Do not run the user class's own hook for classes: no user class is being defined."""

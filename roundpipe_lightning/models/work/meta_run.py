@@ -32,7 +32,7 @@ Call: TypeAlias = Callable[[nn.Module, int, int], Any]
 
 @dataclass(kw_only=True)
 class SegmentCost:
-    """What one segment or block did in one run; the fields are those of `BlockWork`."""
+    """Work of one segment or block in one run; the fields are those of `BlockWork`."""
 
     forward: Count = field(default_factory=Count)
     backward: Count = field(default_factory=Count)
@@ -45,7 +45,7 @@ class SegmentCost:
 
 @dataclass(kw_only=True)
 class MeasuredRun:
-    """What one run found.
+    """Measurements of one run.
 
     Attributes:
         costs: Of the head, every block, and the tail, in this order.

@@ -59,7 +59,7 @@ _ATTENTION_BACKWARD = "_flash_attention_backward"
 
 @dataclass(kw_only=True)
 class Count:
-    """What has been counted.
+    """Operations and bytes that have been counted.
 
     Attributes:
         matrix_operations: Of matrix products, those of a mixture's experts among them.

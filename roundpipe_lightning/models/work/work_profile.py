@@ -54,7 +54,7 @@ __all__ = ["Call", "StepProfile", "causal_lm_call", "step_profile", "work_profil
 
 _ATTENTION = "roundpipe_counted"
 _LONG = 16
-"""How many times as long the sequences are that find the memory of long ones."""
+"""Factor by which sequences are lengthened to find the memory of long ones."""
 
 
 def causal_lm_call(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
@@ -123,7 +123,7 @@ def work_profile(
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """What a training step does.
+    """Profile of a training step.
 
     Attributes:
         work: Its work; all amounts are fixed, those of one microbatch.

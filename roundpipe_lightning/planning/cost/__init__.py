@@ -1,1 +1,1 @@
-"""What a plan costs: seconds, bytes moved, memory."""
+"""Costs of a plan: seconds, bytes moved, memory."""

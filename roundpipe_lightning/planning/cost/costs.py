@@ -1,4 +1,4 @@
-"""What the actions of a partition cost, in seconds: the simulator's input."""
+"""Costs of the actions of a partition, in seconds: the simulator's input."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from roundpipe_lightning.planning.schedule.stages import (
 
 
 class RecomputeStart(Enum):
-    """When the recompute of a BACKWARD action may begin."""
+    """Earliest begin of the recompute of a BACKWARD action."""
 
     EARLY = "early"
     """As soon as its worker is free: accelerators, where it is queued before the gradient's
     event."""
 
     WITH_GRADIENT = "with_gradient"
-    """When the gradient has arrived: workers that run an action in one go, such as CPU workers."""
+    """Once the gradient has arrived: workers that run an action in one go, such as CPU workers."""
 
 
 class BoundaryRoute(Enum):
-    """What goes directly from device to device."""
+    """Route of boundaries between devices."""
 
     THROUGH_HOST = "through_host"
     """Nothing."""
@@ -62,7 +62,7 @@ class ActionCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What every stage of a partition costs.
+    """Costs of every stage of a partition.
 
     Attributes:
         forward: Per FORWARD stage, in the order of `Partition.forward`.

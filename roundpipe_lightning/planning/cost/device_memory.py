@@ -1,4 +1,4 @@
-"""What one device holds at every stage of a layout: the one model of device memory.
+"""Memory of one device at every stage of a layout: the one model of device memory.
 
 The planner's limits, the check whether a plan fits, and the strategy's check before it allocates
 anything all ask here. A device holds, while it runs a stage,
@@ -43,7 +43,7 @@ _UNDER_WAY = 2
 
 
 class MemoryKind(Enum):
-    """What memory is used for."""
+    """Uses of memory."""
 
     WEIGHTS = "weights"
     """Parameters in the compute dtype, or compressed."""
@@ -58,7 +58,7 @@ class MemoryKind(Enum):
     """Tensors between two stages."""
 
     ACTIVATIONS = "activations"
-    """What a block or segment needs between its input and the end of its backward pass."""
+    """Memory of a block or segment from its input to the end of its backward pass."""
 
     MASTERS = "masters"
     """Full-precision parameters."""
@@ -70,12 +70,12 @@ class MemoryKind(Enum):
     """Page-locked buffers that copies go through."""
 
     RESERVED = "reserved"
-    """What the runtime takes."""
+    """Memory of the runtime."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceNeed:
-    """What a device needs at the stage that needs the most.
+    """Memory of a device at the stage that needs the most.
 
     Attributes:
         stage: That stage.

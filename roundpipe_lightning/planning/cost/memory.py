@@ -1,4 +1,4 @@
-"""What a plan needs of device and host memory, by kind, against what there is.
+"""Device and host memory that a plan needs, by kind, against the memory there is.
 
 `Footprint` is the model of a device. The host holds for every parameter its 16-bit copy (compressed
 where frozen), and where it is trained its master, gradient and optimizer state; the boundaries that
@@ -30,7 +30,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """What one place needs, against what it has.
+    """Memory needed in one place, against the memory it has.
 
     Attributes:
         place: `device` or `host`.
@@ -50,7 +50,7 @@ class MemoryNeed:
 
     @property
     def missing_bytes(self) -> int:
-        """What is needed beyond what there is; 0 where it fits."""
+        """Bytes needed beyond those there are; 0 where the plan fits."""
         return max(0, self.total_bytes - self.available_bytes)
 
     def of(self, kind: MemoryKind) -> int:
@@ -82,7 +82,7 @@ class MemoryReport:
 
     @property
     def missing_share(self) -> float:
-        """What is missing, as a share of what there is; less than 0 where there is room."""
+        """Missing memory as a share of the memory there is; less than 0 where there is room."""
         return max(
             (need.total_bytes - need.available_bytes) / max(abs(need.available_bytes), 1)
             for need in (self.device, self.host)
@@ -90,7 +90,7 @@ class MemoryReport:
 
     @property
     def reason(self) -> str:
-        """What is missing where, and what takes the most; empty where it fits."""
+        """Text: the missing memory by place, and its largest part; empty where the plan fits."""
         return " ".join(
             f"{need.missing_bytes / _GIB:.1f} GiB of {need.place} memory are missing: {need}."
             for need in (self.device, self.host)
@@ -185,7 +185,7 @@ class MemoryModel:
 
     @cached_property
     def _host_parameters(self) -> dict[MemoryKind, float]:
-        """What the host keeps of every parameter, whatever the layout."""
+        """Bytes that the host keeps of every parameter, whatever the layout."""
         work, storage = self.work, self.storage
         has_copies = not self.hardware.shares_host_memory or storage.master_bytes == 0
         tied = work.tied_parameters

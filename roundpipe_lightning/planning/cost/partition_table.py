@@ -102,7 +102,7 @@ class PartitionTable:
 
     @cached_property
     def is_stage(self) -> npt.NDArray[np.bool_]:
-        """Where a partition has a stage; the fused one may have no blocks."""
+        """Mask of the stages that a partition has; the fused one may have no blocks."""
         here = self.stop > self.start
         here[:, self.fused] = True
         return here

@@ -37,10 +37,10 @@ from roundpipe_lightning.planning.schedule.timeline import Timeline
 
 
 class UpdateTiming(Enum):
-    """When the optimizer runs."""
+    """Time at which the optimizer runs."""
 
     AFTER_STEP = "after_step"
-    """When all gradients have come down and before the next step begins (synchronous training)."""
+    """After all gradients have come down and before the next step begins (synchronous training)."""
 
     BEHIND_NEXT_STEP = "behind_next_step"
     """While the next step computes with weights that are one step old (asynchronous updates)."""
@@ -48,7 +48,7 @@ class UpdateTiming(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """How long an optimizer step takes, and of what.
+    """Predicted time of an optimizer step, and its parts.
 
     Attributes:
         step_seconds: From one step to the next.
@@ -172,7 +172,7 @@ class _Step:
         return schedule_of(self.layout, num_workers=workers, num_microbatches=count)
 
     def _costs(self) -> StageCosts:
-        """What stages cost, the expansion of compressed weights spread over a round."""
+        """Costs of the stages, the expansion of compressed weights spread over a round."""
         layout, partition = self.layout, self.layout.partition
         footprint = Footprint(self.stored, hardware=self.hardware)
         route = boundary_route(footprint, layout)

@@ -170,7 +170,7 @@ class _Flow:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """Where one worker stands: stage runs before `stage run` have ended."""
+    """Progress of one worker: stage runs before `stage run` have ended."""
 
     runs: list[_TimedRun]
     root: int

@@ -1,4 +1,4 @@
-"""What a step moves between host and devices, and the way that boundaries take.
+"""Traffic of a step between host and devices, and the route of boundaries.
 
 A *stage run* is some actions of one stage in a row on one worker. Its weights are uploaded once
 before it, but for those of blocks that stay on the worker (`Plan.resident`): of these only the
@@ -98,7 +98,7 @@ def _attention_bytes(profile: ModelProfile, stage: Stage, recompute: RecomputePo
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """What a stage moves.
+    """Bytes that a stage moves.
 
     Attributes:
         weight_bytes: Parameters, once per stage run.

@@ -1,1 +1,1 @@
-"""What is planned: the model's profile and the machine."""
+"""The model's profile and the machine."""

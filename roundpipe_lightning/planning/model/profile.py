@@ -1,4 +1,4 @@
-"""What the planner must know about a model, in bytes and seconds per microbatch."""
+"""The planner's profile of a model, in bytes and seconds per microbatch."""
 
 from __future__ import annotations
 

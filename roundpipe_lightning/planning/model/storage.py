@@ -1,4 +1,4 @@
-"""What training keeps and moves for each parameter, besides its place in the model."""
+"""Storage of each parameter in training, and the bytes that move for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_STATE_WINDOWS = 3  # one is read ahead, one stepped, one written behind
 
 
 class WeightStorage(Enum):
-    """Where the weights lie that are uploaded."""
+    """Storage of the weights that are uploaded."""
 
     PAGE_LOCKED = "page_locked"
     """In page-locked host memory: a device reads them by itself."""
@@ -61,7 +61,7 @@ class ParameterStorage:
 
     @property
     def update_bytes(self) -> float:
-        """What the optimizer reads and writes for a trainable parameter in one step.
+        """Bytes that the optimizer reads and writes for a trainable parameter in one step.
 
         It reads the gradient, reads and writes master and state, and writes the 16-bit copy. State
         on disk passes the memory as well; the disk's own time is not known here.

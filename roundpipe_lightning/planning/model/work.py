@@ -1,4 +1,4 @@
-"""What a model computes and keeps, before any machine: operations and bytes, no seconds.
+"""Work of a model on any machine: operations and bytes, no seconds.
 
 Every quantity is a function of the microbatch, b sequences of s tokens each:
 
@@ -26,7 +26,7 @@ from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePol
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchShape:
-    """What a microbatch measures.
+    """Shape of a microbatch.
 
     Attributes:
         sequences: Number of sequences, b.
@@ -113,7 +113,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one pass over a block computes.
+    """Operations of one pass over a block.
 
     Attributes:
         matrix_operations: Of matrix products, a multiply-add counted as two; of a mixture's experts
@@ -138,7 +138,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWork:
-    """What a block, or the head or tail segment, computes and keeps.
+    """Operations and bytes of a block, or of the head or tail segment.
 
     Attributes:
         name: Dotted name in the model, e.g. `model.layers.3`.

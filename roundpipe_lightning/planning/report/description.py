@@ -16,7 +16,7 @@ from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, StageK
 from roundpipe_lightning.planning.search.fit import TrainingJob
 
 MOVED = ("weights", "gradients", "boundaries_up", "boundaries_down", "boundaries_direct")
-"""What `PlanDescription.moved` counts, in the order in which it is named."""
+"""Keys of `PlanDescription.moved`, in the order of the text."""
 
 _MOVED_NAMES = (
     "weights up",
@@ -150,7 +150,7 @@ class PlanDescription:
         return f"Moved per step: {sizes}"
 
     def warnings(self) -> list[str]:
-        """What may need attention although the plan can run."""
+        """Sentences on what may need attention although the plan can run."""
         found = [
             (
                 f"{need.place.capitalize()} memory is tight: the plan needs "

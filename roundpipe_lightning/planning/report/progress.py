@@ -1,4 +1,4 @@
-"""How far the workers of a step have come in their schedule, as text for messages.
+"""Progress of the workers of a step in their schedule, as text for messages.
 
 ```
 [done] >running<  waiting; a column's actions may run at the same time
@@ -21,12 +21,12 @@ _MOST_COLUMNS = 16
 """Of the grid; those around the running actions are shown."""
 
 _COLUMNS_BEFORE = 3
-"""How many finished columns are shown before them."""
+"""Number of finished columns that are shown before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProgress:
-    """How far a step has come.
+    """Progress of a step.
 
     Attributes:
         plan: What is run.

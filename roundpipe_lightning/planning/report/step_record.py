@@ -26,7 +26,7 @@ from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEnt
 
 
 class IdleCause(Enum):
-    """What an idle worker waits for."""
+    """Causes for which a worker is idle."""
 
     FILL = "fill"
     """Its first action of the step: the pipeline fills."""
@@ -53,10 +53,10 @@ class IdleCause(Enum):
 
 
 _Rules: TypeAlias = Mapping[tuple[StageKind, int], Sequence[tuple[StageKind, int]]]
-"""What each stage depends on."""
+"""Dependencies of each stage."""
 
 _Ended: TypeAlias = Mapping[tuple[StageKind, int, int], float]
-"""When the action of a stage and a microbatch has ended."""
+"""Times at which the action of a stage and a microbatch has ended."""
 
 
 def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause, float]:
@@ -95,7 +95,7 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What two steps that overlap both count as their own: to be taken from the sums of both.
+    """Time that two overlapping steps both count as theirs: to be taken from the sums of both.
 
     Attributes:
         step_seconds: For how long the later one ran before the earlier one had ended.
@@ -170,7 +170,7 @@ def _gaps(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCounters:
-    """What the engine has counted in a step, all workers together.
+    """Counters of the engine for a step, all workers together.
 
     Attributes:
         uploaded_bytes: Bytes copied to devices: weights, boundaries and whatever else.
@@ -218,7 +218,7 @@ class StepRecord:
 
     @property
     def _unseen_wait_seconds(self) -> float:
-        """What the engine has counted of waits beyond those that the timeline's actions have."""
+        """Waits that the engine has counted beyond those in the timeline's actions."""
         counters = self.counters
         waited = counters.upload_wait_seconds + counters.boundary_wait_seconds
         return waited - sum(entry.waiting_seconds for entry in self.timeline.entries)

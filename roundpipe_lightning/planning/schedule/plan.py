@@ -69,7 +69,7 @@ _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the microbatches of a step travel, whatever the stages are.
+    """Order of the microbatches of a step, whatever the stages are.
 
     Attributes:
         num_microbatches: Microbatches of all `num_batches` together.
@@ -111,7 +111,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout(PipelineConfig):
-    """How the microbatches of a step travel through which stages.
+    """Stages of a step, and the order of its microbatches through them.
 
     Attributes:
         partition: How many blocks each stage has.

@@ -41,7 +41,7 @@ _ROW = re.compile(r"worker (?P<worker>\d+):(?P<actions>.*)")
 
 
 class ActionKey(NamedTuple):
-    """What an action does, whichever worker does it; unique in a schedule."""
+    """Identity of an action, whichever worker runs it; unique in a schedule."""
 
     kind: StageKind
     stage: int

@@ -22,7 +22,7 @@ from roundpipe_lightning.errors import PlanError
 
 
 class StageKind(Enum):
-    """What a stage does with its blocks. The value is the letter used in the text forms."""
+    """Kind of a stage. The value is the letter used in the text forms."""
 
     FORWARD = "F"
     """Runs its blocks without keeping a graph; keeps the boundaries that BACKWARD stages start
@@ -38,7 +38,7 @@ class StageKind(Enum):
 
 
 class RecomputePolicy(Enum):
-    """What BACKWARD stages do before their backward."""
+    """Recompute of BACKWARD stages before their backward."""
 
     FULL = "full"
     """They run their blocks again, from the stored boundary."""
@@ -63,7 +63,7 @@ ATTENTION_OPERATIONS = (
     "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",
 )
-"""What a SELECTIVE recompute does not run again: PyTorch's fused attention, and that of the
+"""Operations that a SELECTIVE recompute does not repeat: PyTorch's fused attention, and that of the
 flash-attn package. Their outputs are small, and their time grows with the square of the sequence.
 An operation that drops out draws random numbers and is run again. Attention that is written out in
 products and a softmax is, too."""
@@ -104,7 +104,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """How many blocks every stage has.
+    """Number of blocks of every stage.
 
     For eight blocks, `Partition(forward=(3, 3), backward=(2, 3, 3))` runs F0 = blocks 0-2, F1 =
     3-5, X0 = 6-7 and the tail segment, B1 = 3-5, B2 = 0-2, in this order.

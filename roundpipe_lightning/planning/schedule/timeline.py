@@ -32,7 +32,7 @@ class TimelineEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every action of a step ran on which worker.
+    """Times of every action of a step, and its worker.
 
     Attributes:
         num_workers: Number of workers, idle ones included.
@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def start_seconds(self) -> float:
-        """When the first action began; 0 for an empty timeline."""
+        """Begin of the first action; 0 for an empty timeline."""
         return min((entry.start_seconds for entry in self.entries), default=0.0)
 
     @property

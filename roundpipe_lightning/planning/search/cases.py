@@ -59,7 +59,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """What layouts are ranked by."""
+        """Seconds by which layouts are ranked."""
         return self.timeline.makespan_seconds
 
 
@@ -261,7 +261,7 @@ def find_cases(
 
 
 def _wanted(limits: StageLimits, footprint: Footprint, request: PlanningRequest) -> StageLimits:
-    """What of the limits that fit a request leaves."""
+    """Return the part of the fitting limits that a request leaves."""
     if request.limits is not None:
         return limits.within(request.limits)
     return even_share(limits, profile=footprint.profile, hardware=footprint.hardware)

@@ -41,7 +41,7 @@ _ISLANDS_FUSED = (1_000_000, 0, 4, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to search.
+    """Limits of a search.
 
     Attributes:
         num_actions: Actions to simulate, at most, in all generations together.

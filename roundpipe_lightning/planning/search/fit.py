@@ -37,7 +37,7 @@ _SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
 
 
 class Search(Enum):
-    """How thoroughly to look for stages."""
+    """Thoroughness of the search for stages."""
 
     FULL = "full"
     """As thoroughly as the planner does."""
@@ -49,7 +49,7 @@ class Search(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What is trained on which machine, and what is settled about the plan.
+    """A model's training on a machine, and the constraints on its plan.
 
     Attributes:
         work: The model.
@@ -82,7 +82,7 @@ class TrainingJob:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """What plans for this job need."""
+        """Model of the memory that plans for this job need."""
         return MemoryModel(work=self.work, hardware=self.hardware, storage=self.storage)
 
     @cached_property
@@ -92,7 +92,7 @@ class TrainingJob:
 
     @property
     def recompute_start(self) -> RecomputeStart:
-        """When the workers begin a recompute: CPU workers run an action in one go."""
+        """Begin of a recompute: CPU workers run an action in one go."""
         on_host = self.hardware.shares_host_memory
         return RecomputeStart.WITH_GRADIENT if on_host else RecomputeStart.EARLY
 
@@ -145,7 +145,7 @@ class FitAnswer:
 
     @property
     def optimizer_disk_bytes(self) -> float:
-        """What the optimizer's state takes on disk."""
+        """Bytes of the optimizer's state on disk."""
         return self.job.work.num_trainable * self.job.storage.disk_bytes
 
     @property
@@ -279,7 +279,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
 
 
 def _hint_limits(job: TrainingJob) -> StageLimits:
-    """What the hints leave, whatever fits."""
+    """Return the limits that the hints leave, whatever fits."""
     return job.hints.limited(StageLimits.none(len(job.work.blocks)))
 
 

@@ -1,4 +1,4 @@
-"""What a device has room for: how many blocks a stage may have, and which blocks stay on it.
+"""Limits of a device's memory: the most blocks of a stage, and the blocks that stay on it.
 
 `Footprint` says what a layout needs. The limits are the most blocks of each kind of stage with
 which stages of that size still fit. Where a profile says nothing about activations, a BACKWARD or
@@ -174,7 +174,7 @@ def resident_blocks(
 
 
 class _Residents:
-    """What the choices of all workers have in common."""
+    """The common part of the choices of all workers."""
 
     def __init__(
         self, footprint: Footprint, layout: PipelineLayout, *, at_least: int, at_most: int | None

@@ -25,7 +25,7 @@ RESOLUTION = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class StageLimits:
-    """How many blocks a stage may have at most, for memory's or the user's sake.
+    """Most blocks that a stage may have, for memory's or the user's sake.
 
     Attributes:
         forward: Blocks of a FORWARD stage.

@@ -41,10 +41,10 @@ _CONFIRMED_ACTIONS = 40_000
 """Actions of these simulations together; one is simulated in any case."""
 
 _HOPELESS = 1.01
-"""How much longer than the best a confirmed step may be for more of its kind to be confirmed."""
+"""Factor on the best step: no more of a kind is confirmed after a step beyond it."""
 
 _PROMISING = 1.04
-"""How much longer than the best with even stages a case may be to be searched."""
+"""Factor on the best estimate with even stages: a case beyond it is not searched."""
 
 _CASES_SEARCHED = 3
 """Cases that are searched, at most."""

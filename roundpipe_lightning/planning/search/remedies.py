@@ -1,4 +1,4 @@
-"""What would make a training fit that does not: changes, each verified by planning it.
+"""Changes that would make a training fit that does not, each verified by planning it.
 
 The order is that of the price: what leaves the results as they are, then coarser numbers, then less
 that is trained, then more memory, then another machine; of one price the fastest first.
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Price(IntEnum):
-    """What a change costs, the cheapest kind first."""
+    """Price of a change, the cheapest kind first."""
 
     NOTHING = 0
     """Results stay the same, but for rounding."""
@@ -118,7 +118,7 @@ def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternatives:
-    """What a strategy's user could change beside the machine.
+    """Settings that a strategy's user could change beside the machine.
 
     Attributes:
         most_microbatches: As many as a batch has samples.

@@ -1,4 +1,4 @@
-"""What a plan is wanted for: a user's hints about the stages, and the request made of them.
+"""Requests for plans: a user's hints about the stages, and the request made of them.
 
 A hint that cannot be kept is refused with the reason, never bent.
 """
@@ -280,7 +280,7 @@ class PartitionHints:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """What a plan is wanted for; what has a default is left to the planner.
+    """Request for a plan; fields with a default are left to the planner.
 
     Attributes:
         num_microbatches: Microbatches of one batch, or several numbers to choose from.
@@ -365,7 +365,7 @@ class PlanningRequest:
 
     @property
     def policies(self) -> tuple[RecomputePolicy, ...]:
-        """What BACKWARD stages may start from; FULL where there may be none."""
+        """Recompute policies that BACKWARD stages may have; FULL where there may be none."""
         some = tuple(each for each in self.recompute if each is not RecomputePolicy.NONE)
         return some or (RecomputePolicy.FULL,)
 

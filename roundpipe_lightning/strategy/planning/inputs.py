@@ -1,4 +1,4 @@
-"""What plans follow from: the machine, what is stored and sent, and what a step computes.
+"""Inputs of plans: the machine, what is stored and sent, and what a step computes.
 
 The user's `training_step` may log, ask its Trainer, count, and draw random numbers. A dry run runs
 it on a copy without values, whose `log` says nothing, whose metrics keep nothing and whose
@@ -396,7 +396,7 @@ def _reason(error: Exception) -> str:
 
 
 def _settings(module: LightningModule) -> Mapping[str, Any]:
-    """What the copy of the module has for what reaches out of the module."""
+    """Return the copy's replacements for attributes that reach out of the module."""
 
     def say_nothing(*_: Any, **__: Any) -> None:
         """Stand in for `log`, `log_dict` and `print`."""

@@ -1,4 +1,4 @@
-"""What a plan is made for and what must hold for it, and what listeners are given of it."""
+"""Values around a plan: the work it is made for, its constraints, and its listeners' event."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PlanEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What is known of a step's work.
+    """Work of a step, as far as it is known.
 
     Attributes:
         work: What a microbatch costs.
@@ -104,7 +104,7 @@ class StepWork:
 
 
 class PlanConstraints:
-    """What is settled about a plan before it is made: the user's hints, and what follows besides.
+    """Constraints on a plan before it is made: the user's hints, and what follows besides.
 
     Args:
         options: The strategy's settings.

@@ -69,14 +69,14 @@ _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
 """A fraction of a second: the first step waits for it."""
 
 _SMALLEST_SHARE = 0.6
-"""How much smaller a microbatch may be than the one that its plan was made for."""
+"""Smallest share of a microbatch of the size that the plan was made for."""
 
 _SHAPE = MicrobatchShape(sequences=1, seq_len=1)
 """All amounts of a measured step are fixed: its shape is the one it was measured with."""
 
 
 Shortage: TypeAlias = Callable[[TrainingJob], float]
-"""What of memory a job lacks: 0 or less where it fits."""
+"""Function that returns the share of memory a job lacks: 0 or less where it fits."""
 
 
 class StepPlanner:

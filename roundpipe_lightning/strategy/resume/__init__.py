@@ -1,1 +1,1 @@
-"""What a checkpoint needs beyond Lightning's own parts, so that a resumed run is the same run."""
+"""State that a checkpoint needs beyond Lightning's own, so that a resumed run is the same run."""

@@ -28,7 +28,7 @@ from roundpipe_lightning.strategy.resume.randomness import (
 
 @dataclass(kw_only=True)
 class DrawnOrder:
-    """What was noted when an order was drawn, or what is to be drawn again.
+    """Record of an order that was drawn, or of one to be drawn again.
 
     Attributes:
         constructed: After the loader's iterator was made.

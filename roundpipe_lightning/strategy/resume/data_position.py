@@ -1,4 +1,4 @@
-"""Where in an epoch the training data stands, for loaders that do not say so themselves."""
+"""Position of the training data in an epoch, for loaders that do not report it themselves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def position_of(loader: Any) -> LoaderPosition | None:
 
 
 class LoaderPosition:
-    """Where the iteration over a loader stands.
+    """Position of the iteration over a loader.
 
     Args:
         loader: The user's loader.
@@ -137,7 +137,7 @@ class LoaderPosition:
         return iteration is not None and iteration.is_open
 
     def state(self, *, num_ahead: int, is_over: bool) -> dict[str, Any]:
-        """What `resume` needs, as tensors and numbers.
+        """Return the state for `resume`, as tensors and numbers.
 
         Args:
             num_ahead: Batches that were asked for and not trained on.
@@ -152,7 +152,7 @@ class LoaderPosition:
         return {**state, **iteration.processes(0)} if self.keeps_workers else state
 
     def before_fetch(self, num_fetched: int) -> HostRandomness | None:
-        """Where the host's generators stood before the last fetches; None if there were none."""
+        """Return the host's generators before the last fetches; None if there were none."""
         iteration = self._iteration
         return None if iteration is None else iteration.before_fetch(num_fetched)
 
@@ -322,7 +322,7 @@ class _Iteration(Iterator[Any]):
         }
 
     def processes(self, num_ahead: int) -> dict[str, Any]:
-        """Where the loader's processes began, and where they stand now."""
+        """Return the states in which the loader's processes began, and their present ones."""
         sampler, workers = self._position.sampler, dict(self._position.workers)
         constructed = self._constructed if sampler is None else sampler.drawn.constructed
         assert constructed is not None

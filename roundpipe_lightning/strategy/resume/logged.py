@@ -1,4 +1,4 @@
-"""What was logged so far in an epoch: means that are not finished yet, and the latest values.
+"""Values logged so far in an epoch: means that are not finished yet, and the latest values.
 
 Lightning keeps it out of checkpoints, so that an epoch's mean over a resumed run is a mean over
 its rest, and what watches a metric (a scheduler, early stopping) finds none.
@@ -40,7 +40,7 @@ def log_state(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]
 
 
 class LogSnapshot:
-    """What training has logged so far, cheap enough for every batch.
+    """Snapshot of what training has logged so far, cheap enough for every batch.
 
     What Lightning has logged as tensors is held by reference, because it replaces tensors and
     changes none. Metric objects may change theirs, so all that may be one of those is copied.
@@ -83,7 +83,7 @@ def set_log_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _first_loop_iter(trainer: Trainer) -> bool | None:
-    """What Lightning has there after so many batches of an epoch; on None and True it resets."""
+    """Return Lightning's value after so many batches of an epoch; on None and True it resets."""
     num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
     return num_batches == 1 if num_batches and trainer.fit_loop.restarting else None
 

@@ -1,4 +1,4 @@
-"""Where in Lightning's loops a checkpoint was written, and how they go on from there.
+"""Position in Lightning's loops where a checkpoint was written, and how they go on from there.
 
 ```
 batch ──► on_train_batch_end ──► [validation ... on_validation_end] ──► next batch
@@ -27,7 +27,7 @@ from roundpipe_lightning.strategy import compat
 
 
 class Place(str, Enum):
-    """What the training was doing when its checkpoint was written."""
+    """Position in the loops at which a checkpoint was written."""
 
     INSIDE_BATCH = "inside_batch"
     """A batch was fetched and is not trained on to the end: it will be trained on again."""

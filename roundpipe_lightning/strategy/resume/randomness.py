@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class HostRandomness:
-    """Where the host's three generators stand; cheap to take, packed only for a checkpoint.
+    """States of the host's three generators; cheap to take, packed only for a checkpoint.
 
     Attributes:
         torch: Torch's state, uint8; a numpy array on its way between processes.
@@ -104,7 +104,7 @@ _PARTS = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 
 @dataclass(frozen=True, kw_only=True)
 class Randomness:
-    """Where everything stands that an order of batches may be drawn from.
+    """States of all generators that an order of batches may be drawn from.
 
     Attributes:
         host: The host's generators.

@@ -1,4 +1,4 @@
-"""What a checkpoint needs beyond Lightning's own parts, so that a resumed run is the same run.
+"""State that a checkpoint needs beyond Lightning's own, so that a resumed run is the same run.
 
 | part | saved | restored |
 |---|---|---|
@@ -149,7 +149,7 @@ class ResumePoint:
     def _host_before(
         self, positions: list[Any], place: Place, *, is_check: bool
     ) -> HostRandomness | None:
-        """Where the host's generators stood before what will be done again; None if nothing is."""
+        """Return the host's generators before the part that is repeated; None if none is."""
         if is_check or place is Place.VALIDATION:
             return self._before_validation
         if place is not Place.INSIDE_BATCH:
