@@ -284,7 +284,7 @@ def keep_to_cores(number: int) -> int:
         number: How many; 0 for all that the process may use.
 
     Returns:
-        On how many they run; 0 where the system does not tell.
+        On how many they run; 0 where the system does not say.
     """
     if not hasattr(os, "sched_setaffinity"):
         return 0

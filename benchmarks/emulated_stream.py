@@ -4,10 +4,10 @@
                                          [--output json]
 
 The same engine, blocks and server as in `emulated_server.py`; each batch begins while the one
-before drains, as accumulated batches and asynchronous steps do. The plan is the planner's for such
-a stream. It runs twice: with batches that go on round the workers, and with batches that all begin
-with worker 0. `simulated` is what `simulate_transfers` predicts for the schedule of the whole
-stream. With teams of all workers there is no difference.
+before is in flight, as accumulated batches and asynchronous steps do. The plan is the planner's for
+such a stream. Each stream runs twice: with batches that go on round the workers, and with batches
+that all begin with worker 0. `simulated` is the prediction of `simulate_transfers` for the schedule
+of the whole stream. With teams of all workers there is no difference.
 """
 
 from __future__ import annotations

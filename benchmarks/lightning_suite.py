@@ -196,8 +196,8 @@ def compare(alone: list[Outcome], pointed: list[Outcome], *, num_devices: int) -
         num_devices: Its workers.
     """
     passed = {outcome.name for outcome in alone if outcome.outcome == "passed"}
-    told = [outcome for outcome in pointed if outcome.pointed and outcome.name in passed]
-    failed = {o.name: o.reason for o in told if o.outcome != "passed"}
+    judged = [outcome for outcome in pointed if outcome.pointed and outcome.name in passed]
+    failed = {o.name: o.reason for o in judged if o.outcome != "passed"}
     versions = {
         name: str(importlib.import_module(name).__version__) for name in ("lightning", "torch")
     }
@@ -206,8 +206,8 @@ def compare(alone: list[Outcome], pointed: list[Outcome], *, num_devices: int) -
         devices=num_devices,
         collected=len(alone),
         passed=len(passed),
-        pointed=len(told),
-        passed_pointed=len(told) - len(failed),
+        pointed=len(judged),
+        passed_pointed=len(judged) - len(failed),
         failed=failed,
     )
 

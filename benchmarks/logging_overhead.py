@@ -154,7 +154,7 @@ class Decoder(LightningModule):
 
 
 class HookClock(Profiler):
-    """Adds up how long the hooks of some callbacks take; Lightning tells its profiler of each.
+    """Adds up how long the hooks of some callbacks take; Lightning reports each to its profiler.
 
     Args:
         callbacks: Whose.
@@ -243,7 +243,7 @@ class Turns:
         return trainer.callbacks, strategy.plan_listeners, strategy.step_listeners
 
     def _is_theirs(self, member: Any) -> bool:
-        """Whether a callback or a watcher is of the callbacks'; nobody else watches here."""
+        """Whether a callback or a listener is one of the callbacks'. No other listens."""
         return member in self._callbacks or not isinstance(member, Callback)
 
 

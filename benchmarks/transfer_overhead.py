@@ -202,8 +202,8 @@ def growth(
                 pending.result()
                 del pending
                 seen.append(_counted(engine))
-                told = f"{number} of {num_steps} steps, {time.perf_counter() - begin:.0f} s"
-                print(told, file=sys.stderr, flush=True)
+                line = f"{number} of {num_steps} steps, {time.perf_counter() - begin:.0f} s"
+                print(line, file=sys.stderr, flush=True)
             if is_over:
                 break
     names = ("tensors", "threads", "page_locked_bytes", "device_bytes")

@@ -67,7 +67,7 @@ class VisionTransformer(lightning.LightningModule):
         self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Count what is told rightly."""
+        """Count the right answers."""
         images, labels = batch
         self.accuracy.update(self(images).argmax(dim=-1), labels)
         self.log("val_accuracy", self.accuracy)

@@ -55,7 +55,7 @@ _LIGHTNINGS_MIXED_KEY = "MixedPrecision"
 class RoundPipePrecision(Precision):
     """Precision plugin of the roundpipe strategy; `Trainer(precision=...)` makes one by itself.
 
-    Two kinds of context are told apart, because the microbatches of a step run in threads of their
+    There are two kinds of context, because the microbatches of a step run in threads of their
     own: *process-wide* state (the default dtype) is set once around the step by
     `train_step_context`, while *thread-local* state (autocast) is entered in every thread through
     `thread_context`.
@@ -253,7 +253,7 @@ class RoundPipePrecision(Precision):
     def connect(
         self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Optimizer], list[Any]]:
-        """Have the optimizers keep their float32 state when it is loaded from a checkpoint."""
+        """Make the optimizers keep their float32 state when it is loaded from a checkpoint."""
         if self.stochastic_rounding:
             for optimizer in filter(self.widens, optimizers):
                 keep_wide_state(optimizer)

@@ -1,4 +1,4 @@
-"""For tests of your own modules: emulated devices under the Trainer, and a comparison with one.
+"""Helpers for tests of your own modules: emulated devices under the Trainer, and a comparison.
 
 ```python
 from roundpipe_lightning.testing import EmulatedStrategy, assert_trains_as_one_device

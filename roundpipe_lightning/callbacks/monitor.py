@@ -101,7 +101,7 @@ class PipelineMonitor(Callback):
     # --- when things happen -----------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the strategy call `_take`; an earlier fit may have failed before its teardown."""
+        """Register `_take` with the strategy. An earlier fit may have failed before teardown."""
         self.teardown(trainer, pl_module, stage)
         if stage == "fit" and isinstance(trainer.strategy, RoundPipeStrategy):
             trainer.strategy.step_listeners.append(self._take)

@@ -40,7 +40,7 @@ class PlanReport(Callback):
         self.texts: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the strategy call `_report`.
+        """Register `_report` with the strategy.
 
         Raises:
             ConfigurationError: The strategy is not roundpipe's, which alone has a plan.

@@ -105,7 +105,7 @@ class PipelineTimeline(Callback):
         return median(shares) if shares else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ask the strategy to be told of steps; forget those of an earlier training.
+        """Register for the strategy's step records; forget those of an earlier training.
 
         Raises:
             ConfigurationError: The strategy is not roundpipe's, which alone has a timeline.

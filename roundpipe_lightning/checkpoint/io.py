@@ -167,7 +167,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Have `checkpoint` as it is now written to `path`; see `save_snapshot`."""
+        """Write `checkpoint` as it is now to `path`; see `save_snapshot`."""
         self.save_snapshot(checkpoint, path, storage_options, steady=())
 
     def save_snapshot(
@@ -178,7 +178,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         *,
         steady: Collection[Storage],
     ) -> None:
-        """Have `checkpoint` written, without a copy of what does not change before `release`.
+        """Write `checkpoint` without copies of what does not change before `release`.
 
         Args:
             checkpoint: What Lightning's `dump_checkpoint` made.
@@ -225,7 +225,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self.snapshots.release(unchanged=unchanged)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Have a checkpoint removed, after what was asked for before."""
+        """Remove a checkpoint, after all that was asked for before."""
         remove = super().remove_checkpoint
         self._queue.submit(lambda: remove(path))
 

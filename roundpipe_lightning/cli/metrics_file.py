@@ -25,7 +25,7 @@ class MetricsFile(Logger):
     """
 
     name = "csv"
-    version = ""  # runs are told apart by their folders
+    version = ""  # every run has a folder of its own
 
     def __init__(self, folder: str, *, flush_every_n_steps: int = 20) -> None:
         super().__init__()

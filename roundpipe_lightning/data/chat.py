@@ -172,7 +172,7 @@ class ConversationEncoder:
                     raise DataError(
                         f"{place}: message {index + 1} is the assistant's, but the chat template "
                         "writes the conversation before it in another way once it is there, so "
-                        "its tokens cannot be told. Use a template with generation marks "
+                        "its tokens cannot be found. Use a template with generation marks "
                         "(data.tokenizer.chat_template)."
                     )
                 spans.append(span)
@@ -240,7 +240,7 @@ def _assistant_span(
         content: What the assistant says.
 
     Returns:
-        First character and the one after the last; None if it cannot be told.
+        First character and the one after the last; None if it cannot be found.
     """
     if not text.startswith(before) or not through.startswith(before):
         return None

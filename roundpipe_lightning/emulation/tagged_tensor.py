@@ -279,7 +279,7 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _execute_to(place: str | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that was told where its result shall be: a transfer or a factory."""
+    """Run an operation with an argument for its result's device: a transfer or a factory."""
     if place is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     out = func(*_raw(args), **_raw(kwargs))

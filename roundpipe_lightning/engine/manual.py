@@ -176,7 +176,7 @@ class _BlockRun:
         """Keep the values of buffers that are written until the end of the context.
 
         All of a module's, because batch normalisation writes its statistics behind the back of the
-        version counter; only its count of batches tells.
+        version counter; only its count of batches shows the write.
         """
         placed = {buffer: self._step.buffers.place(buffer) for buffer in self._block.buffers()}
         before = {buffer: (here._version, here.clone()) for buffer, here in placed.items()}

@@ -361,7 +361,7 @@ class StepsInFlight:
             self.finish(self._steps[-1])
 
     def reserve_second_set(self) -> None:
-        """Have memory for two steps in flight as soon as none is."""
+        """Reserve memory for two steps in flight as soon as no step is in flight."""
         self._transfers.reserve_second_set()
 
     def begin(self, step: Step, stage_runs: Sequence[WorkerRuns]) -> None:

@@ -74,12 +74,12 @@ class LoadOptions:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """Those that say where the files are."""
+        """Options that say where the files are."""
         return {key: value for key, value in self.others.items() if key in _HUB_OPTIONS}
 
     @property
     def building(self) -> dict[str, Any]:
-        """Those that say how the model is built."""
+        """Options that say how the model is built."""
         options = {key: value for key, value in self.others.items() if key not in _HUB_OPTIONS}
         if self.attention is not None:
             options["attn_implementation"] = self.attention

@@ -130,7 +130,7 @@ def _check_tied(first: _Weight, second: _Weight) -> None:
 
 
 def _walk(module: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight, Tensor]]:
-    """Yield weights with the tensor that tells tied ones; a layer with adapters as if merged."""
+    """Yield weights with the tensor that tied ones share; a layer with adapters as if merged."""
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
         yield from _merged_weights(module, prefix=prefix)
         return

@@ -238,7 +238,7 @@ class HostAdamW(Optimizer):
         )
 
     def write_copies(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have every step also write new values, cast, into other tensors, in the same pass.
+        """Set the tensors into which every step also writes new values, cast, in the same pass.
 
         Args:
             copies: For each parameter, a tensor of its shape in any floating dtype: what is

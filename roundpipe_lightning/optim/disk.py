@@ -93,7 +93,7 @@ class StateFile:
         return field.place(vector, parameter)
 
     def read_ahead(self, part: Range) -> None:
-        """Have the system read a part into its cache, without waiting for it."""
+        """Ask the system to read a part into its cache, without waiting for it."""
         if hasattr(os, "posix_fadvise"):
             advice = os.POSIX_FADV_WILLNEED
             os.posix_fadvise(self._number, part.start, part.stop - part.start, advice)

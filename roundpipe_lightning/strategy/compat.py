@@ -108,9 +108,9 @@ def data_fetcher(trainer: Trainer) -> Any:
 def listen_to_fetches(
     trainer: Trainer, began: Callable[[], None], ended: Callable[[], None], *, known: object
 ) -> object:
-    """Have functions called around every fetch of a training batch.
+    """Call functions around every fetch of a training batch.
 
-    Lightning tells its profiler of fetches, through two functions that it gives the fetcher anew in
+    Lightning reports fetches to its profiler, through two functions that the fetcher gets anew in
     each epoch.
 
     Args:
@@ -201,7 +201,7 @@ def is_validation_due(trainer: Trainer) -> bool:
 
 
 def skip_due_validation(trainer: Trainer) -> None:
-    """Have the epoch's loop find, when it asks next, that no validation is due."""
+    """Make the epoch's loop find, when it asks next, that no validation is due."""
     loop = trainer.fit_loop.epoch_loop
 
     def no_longer(_: Any) -> bool:
@@ -217,13 +217,13 @@ def skip_no_validation(trainer: Trainer) -> None:
 
 
 def end_restart(*loops: Any) -> None:
-    """Have loops go on as if they had not been restarted; with `max_steps` the setter does not."""
+    """Let loops go on as if they had not been restarted; with `max_steps` the setter does not."""
     for loop in loops:
         loop._restarting = False
 
 
 def restart_after_batch(trainer: Trainer) -> None:
-    """Have the loops begin with counters that are complete: Lightning changes none of them."""
+    """Make the loops begin with complete counters: Lightning changes none of them."""
     loop = trainer.fit_loop.epoch_loop
     loop._restart_stage = _RestartStage.RESTARTED_ON_LAST
     trainer.fit_loop._restarting = False  # the hooks at the end of the epoch are due
@@ -231,7 +231,7 @@ def restart_after_batch(trainer: Trainer) -> None:
 
 
 def restart_in_validation(trainer: Trainer) -> None:
-    """Have the loops begin with the validation."""
+    """Make the loops begin with the validation."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop._restart_stage = _ValidationStage.RESTARTED_MID_EVALUATION
     loop._restarting = False

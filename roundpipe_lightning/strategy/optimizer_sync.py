@@ -186,7 +186,7 @@ class OptimizerSync:
 
     @contextmanager
     def _begun(self, optimizer: Optimizer) -> Iterator[None]:
-        """Have blocks stepped while the backward pass still runs, if nobody could tell."""
+        """Step blocks while the backward pass still runs, if no code can see the difference."""
         updater = self._runtime.updater
         if updater is None or not self._may_begin():
             yield
@@ -335,7 +335,7 @@ class TrainedParameters:
         self._seen = {p for p in module.parameters() if p.requires_grad}
 
     def check(self) -> None:
-        """Refuse parameters that came or were frozen since, unless an optimizer has been told.
+        """Refuse parameters that came or were frozen since, unless an optimizer has them.
 
         Raises:
             ConfigurationError: Naming the first.

@@ -205,7 +205,7 @@ def upload_dtype_of(options: Options, precision: RoundPipePrecision) -> torch.dt
 
 
 class GradientFormat:
-    """Has a module's gradients summed up in the dtype that was asked for.
+    """Sums up a module's gradients in the dtype that was asked for.
 
     Args:
         options: The strategy's.

@@ -17,11 +17,11 @@ from roundpipe_lightning.strategy.checks import refuse_fabric
 
 
 def register(strategy: type[Strategy], *, name: str) -> None:
-    """Enter the strategy's name; doing so twice changes nothing.
+    """Register the strategy's name; doing so twice changes nothing.
 
     `pytorch_lightning` is a class tree of its own, which cannot use a strategy of `lightning`.
-    Where it has been imported, it is told the name too, to say so. Fabric is told the name and the
-    class, for the same reason: an instance that it takes for one of its own reaches the refusal.
+    Where it has been imported, the name is registered there too, with an error that says so. Fabric
+    gets the name and the class for the same reason: an instance that it accepts raises the error.
 
     Args:
         strategy: The class.

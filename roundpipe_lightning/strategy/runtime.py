@@ -494,7 +494,7 @@ class PipelineRuntime:
         return nullcontext() if self.updater is None else self.updater.latest()
 
     def _cast_again(self, *, between_batches: bool = False) -> None:
-        """Have weights rounded again for the upload where a hook may have written to them.
+        """Mark 16-bit copies as old where a hook may have written to the weights.
 
         PyTorch counts writes, but for those through `parameter.data` and of compiled kernels.
         """

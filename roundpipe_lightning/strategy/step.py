@@ -138,7 +138,7 @@ class InFlightBatch:
     def defer_update(
         self, updater: Updater, optimizer: Optimizer, *, release_gradients: bool
     ) -> None:
-        """Have an optimizer's step made when the gradients are there.
+        """Submit an optimizer's step, made when the gradients are there.
 
         Gradients of earlier batches of its window are taken along: Lightning may drop `.grad`.
 

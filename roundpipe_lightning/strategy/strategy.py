@@ -194,7 +194,7 @@ class RoundPipeStrategy(ParallelStrategy):
         """
 
     def __repr__(self) -> str:
-        """Say which Lightning it is for: another one shows this in its refusal."""
+        """Say which Lightning it is for: another one shows this in its error."""
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         return f"<{name}, a strategy for lightning.pytorch.Trainer>"
 

@@ -285,7 +285,7 @@ def test_locked_memory_is_the_same_in_every_order(
 
 
 def run(engine: Engine, *, batches_in_flight: int) -> None:
-    """Run a step, or two of which one begins while the other drains."""
+    """Run a step, or two of which one begins while the other is in flight."""
     batches = regression_batches(6)
     if batches_in_flight == 1:
         mean_step(engine, batches)

@@ -441,7 +441,7 @@ class _Moved:
         return self.state.clone()
 
 
-def test_who_draws_while_a_step_drains_is_not_taken_for_the_step() -> None:
+def test_draws_of_other_code_while_a_step_is_in_flight_are_not_the_steps() -> None:
     """A thread that is about to look is waited for, or does not look."""
     draws, generator = StepDraws(threading.Lock()), _Moved()
     generators: Any = [generator]

@@ -1,4 +1,4 @@
-"""Accumulated batches: the next one begins while the backward pass of the last one drains."""
+"""Accumulated batches: the next one begins while the last one's backward pass is in flight."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_who_asks_for_the_last_step_gets_it(tmp_path: Path) -> None:
     assert seen == [True] * 6
 
 
-def test_an_error_of_a_backward_pass_that_drains_is_raised(tmp_path: Path) -> None:
+def test_an_error_of_a_backward_pass_in_flight_is_raised(tmp_path: Path) -> None:
     steps: list[int] = []
 
     def on_backward() -> None:
@@ -165,24 +165,24 @@ def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
 
 def test_steps_are_told_of_in_their_order(tmp_path: Path) -> None:
     class Watching(Callback):
-        told: list[tuple[int, StepRecord]]
+        records: list[tuple[int, StepRecord]]
 
         def on_train_start(self, trainer: Any, *_: Any) -> None:
-            self.told = []
+            self.records = []
             self.strategy = trainer.strategy
             count = trainer.fit_loop.epoch_loop.batch_progress.current
 
             def note(record: StepRecord) -> None:
-                self.told.append((count.ready, record))
+                self.records.append((count.ready, record))
 
             trainer.strategy.step_listeners.append(note)
 
     watching = Watching()
     fit(tmp_path, watching)
     # Of the first batch of an engine and of the last one of a window the end is waited for.
-    assert [batch for batch, _ in watching.told] == [1, 3, 3, 5, 6, 6]
-    follows = [record.clock_seconds is not None for _, record in watching.told]
+    assert [batch for batch, _ in watching.records] == [1, 3, 3, 5, 6, 6]
+    follows = [record.clock_seconds is not None for _, record in watching.records]
     assert follows == [False, False, True, False, True, True]
     assert watching.strategy.last_step is not None
-    assert watching.strategy.last_step.timeline is watching.told[-1][1].timeline
+    assert watching.strategy.last_step.timeline is watching.records[-1][1].timeline
     assert not watching.strategy.is_in_flight

@@ -1,4 +1,4 @@
-"""With `update="async"` the next step begins while the backward pass of the last one drains."""
+"""With `update="async"` the next step begins while the last one's backward pass is in flight."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Scheduled(Regressor):
 
 
 class Watched:
-    """Counts steps that were put off, and declares what the updater does to the checker."""
+    """Counts deferred steps, and declares what the updater does to the checker."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_deferred = 0
@@ -269,7 +269,7 @@ def test_one_step_in_so_many_is_waited_for(
 ) -> None:
     monkeypatch.setattr(runtime, "_MOST_OVERLAPPED", 2)
     fit(tmp_path, watched=watched, num_batches=8)
-    assert watched.num_deferred == 8 - 3  # of batches 0, 3 and 6 nothing is put off
+    assert watched.num_deferred == 8 - 3  # of batches 0, 3 and 6 nothing is deferred
 
 
 def test_a_tied_embedding(tmp_path: Path, watched: Watched) -> None:
@@ -285,13 +285,13 @@ def test_a_tied_embedding(tmp_path: Path, watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 5])
-def test_an_error_of_a_backward_pass_that_drains_is_raised(
+def test_an_error_of_a_backward_pass_in_flight_is_raised(
     tmp_path: Path, watched: Watched, step: int
 ) -> None:
-    heard_of = count()  # one worker makes every backward pass of this block, one after the other
+    num_backwards = count()  # one worker makes all backward passes of this block
 
     def on_backward() -> None:
-        if next(heard_of) == step * NUM_MICROBATCHES:
+        if next(num_backwards) == step * NUM_MICROBATCHES:
             raise ValueError("the backward pass has failed")
 
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ class Case:
         weight_slots: Stages whose weights a worker holds.
         resident: Blocks that stay on each worker.
         partition: The stages.
-        is_checked: Whether tensors have tags and the checker watches; else only numbers tell.
+        is_checked: Whether tensors have tags and the checker runs; else only numbers show a race.
         max_delay_seconds: Of copies and computations.
         bytes_per_second: Of the links.
         is_direct: Whether devices reach each other.
@@ -269,7 +269,7 @@ def _updater(engine: Engine, model: RaceModel, **options: Any) -> Updater:
 
 
 def _train_stale(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> list[str]:
-    """Train with parameters of one update ago; steps begin while the one before drains."""
+    """Train with parameters of one update ago; steps begin while the one before is in flight."""
     parameters = list(model.parameters())
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE)

@@ -47,7 +47,7 @@ class BlockCompiler:
     """Compiles the blocks of one engine.
 
     Args:
-        backend: Of `torch.compile`. Only PyTorch's own, `inductor`, is told to draw random numbers
+        backend: Of `torch.compile`. Only PyTorch's own, `inductor`, is made to draw random numbers
             as plain PyTorch does.
     """
 

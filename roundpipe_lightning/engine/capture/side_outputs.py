@@ -58,10 +58,10 @@ class Watch(Enum):
     """A graph is kept."""
 
     MARK = "mark"
-    """They get their origin: a FORWARD stage runs."""
+    """Results get their origin: a FORWARD stage runs."""
 
     FIND = "find"
-    """Those that the tail segment has used are collected: a BACKWARD stage recomputes."""
+    """Results that the tail segment has used are collected: a BACKWARD stage recomputes."""
 
 
 _SILENT = (Watch.UNWATCHED, Watch.NOTHING)

@@ -10,7 +10,7 @@ entry ─▶ [F0] ─ boundary ─▶ [F1] ─ boundary ─▶ [X0: last blocks]
 What flows is any number of values: tensors that blocks made and that later blocks or the user's
 code take, from turn to turn through the host. A call that comes when the chain has it next, or
 later, runs in its stage. Any other is *streamed*: the worker whose turn it is uploads that one
-block, runs it without a graph and drops it. `backward.py` tells the way back.
+block, runs it without a graph and drops it. `backward.py` holds the way back.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class CompletionWatcher:
     def _serve(self) -> None:
         while (watched := self._watched.get()) is not None:
             event, callback = watched
-            # A device that fails tells whoever uses it next, who is called back here.
+            # A failed device raises in its next use, which the callback makes.
             with contextlib.suppress(RuntimeError):
                 event.wait()
             callback()
@@ -238,12 +238,12 @@ class AcceleratorDevice(Device):
             )
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Have the driver's calls of the body made for this device, not for the first one."""
+        """Make this device the driver's current one in the body."""
         context: contextlib.AbstractContextManager[Any] = self._backend.device(self.torch_device)
         return context
 
     def _forget_error(self) -> None:
-        """Have a refusal raised and caught here: the driver tells whoever launches next of it."""
+        """Raise and catch the driver's pending error here: else the next launch raises it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=self.torch_device).fill_(0.0)
 

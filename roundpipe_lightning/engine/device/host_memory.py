@@ -1,4 +1,4 @@
-"""Memory of the host: its size, and what locks it."""
+"""Memory of the host: its size, pages of a tensor's own, and the return of freed memory."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Form:
 
     @cached_property
     def _hash(self) -> int:
-        """Of all places: computed once: memory is asked for a form's leaves in every run."""
+        """Hash of all places, computed once: a form's leaves are looked up in every run."""
         return hash((self.places, self.num_bytes))
 
     @cached_property
@@ -310,7 +310,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def sum_wide(leaf: Tensor, dtype: torch.dtype) -> None:
-    """Have a leaf's gradients summed up in a type that loses nothing of its own or of `dtype`."""
+    """Sum up a leaf's gradients in a type that loses nothing of its own or of `dtype`."""
     wide = torch.promote_types(leaf.dtype, dtype)
     if wide is not leaf.dtype:
         leaf.grad_dtype = wide

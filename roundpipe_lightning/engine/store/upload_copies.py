@@ -31,7 +31,7 @@ class WritesCopies(Protocol):
     """An optimizer that can cast in the pass that makes its step, as `HostAdamW` can."""
 
     def write_copies(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have every step also write new values, cast, into other tensors."""
+        """Set the tensors into which every step also writes new values, cast."""
 
 
 class NarrowCopies:
@@ -62,7 +62,7 @@ class NarrowCopies:
         return sum(place.nbytes for place in self._places.values())
 
     def written_by(self, optimizers: Iterable[Optimizer]) -> None:
-        """Have the optimizers that can write the copies in the pass that makes a step."""
+        """Let the optimizers that can do so write the copies in the pass that makes a step."""
         self._writers = [o for o in optimizers if isinstance(o, WritesCopies)]
         for optimizer in self._writers:
             optimizer.write_copies(self._places)
@@ -91,7 +91,7 @@ class NarrowCopies:
         return self._cast.keys() >= self._places.keys()
 
     def forget(self) -> None:
-        """Have everything cast when it is next renewed: it may have been written to unseen."""
+        """Mark all copies as old: parameters may have been written to unseen."""
         self._cast.clear()
 
     def close(self) -> None:

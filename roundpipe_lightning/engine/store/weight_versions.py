@@ -1,9 +1,9 @@
-"""Which of two copies of the parameters a step computes with, and when that may change.
+"""Two copies of the parameters: the one a step computes with, and when that may change.
 
-With `update="async"` a step that begins while the backward pass of the one before still drains is
-given the parameters themselves: nothing writes into them, and the copy beside them is still read by
-the step that drains. When that has ended, the same values are put into the copy, uploads are made
-from there from then on, and the optimizer may write into the parameters:
+With `update="async"` two steps may be in flight. The earlier step still reads the copy. The later
+step reads the parameters themselves: nothing writes into them. When the earlier step has ended, the
+same values are put into the copy. Uploads read the copy from then on, and the optimizer may write
+into the parameters:
 
 ```
 step k     │ reads the copy, W(k-1) ───────────── its backward pass ends
@@ -67,7 +67,7 @@ class WeightVersions:
         copied.when_done(end)
 
     def switch(self) -> None:
-        """Have the copy read from now on, and wait until nobody reads the parameters."""
+        """Make uploads read the copy from now on, and wait until none reads the parameters."""
         with self._changed:
             self._previous = True
             self._changed.wait_for(lambda: not self._num_reading)

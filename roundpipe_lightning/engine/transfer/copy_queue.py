@@ -183,7 +183,7 @@ class TransferQueue:
     # ----------------------------------------------------------------------- from other threads
 
     def prepare_staging(self, longest: int) -> None:
-        """Have page-locked buffers for staged jobs: one per chunk under way.
+        """Allocate page-locked buffers for staged jobs: one per chunk under way.
 
         Args:
             longest: Bytes of the longest piece. Nothing may be under way.

@@ -157,7 +157,7 @@ class PinnedPools:
         del self._busy[0]
 
     def reserve_second_set(self) -> None:
-        """Have pools for two steps when no step is in flight."""
+        """Make pools for two steps when no step is in flight."""
         self._num_wanted = _MOST_SETS
 
     def can_overlap(self, numbers: Sequence[int]) -> bool:

@@ -110,7 +110,7 @@ class _Resident:
 
 
 class OutsideUses:
-    """Which parameters user code asks for in the runs of which stage; all workers share it.
+    """Parameters that user code asks for, by stage; all workers share the record.
 
     A step learns for the next one, whichever worker runs a stage then.
     """

@@ -1,4 +1,4 @@
-"""A number that tells whether values are still the same, whoever has written them.
+"""A number that shows whether values are still the same, whoever has written them.
 
 PyTorch counts writes into a tensor, but not those through `tensor.data`, nor those of compiled
 kernels. So the bytes themselves are added up, every word of eight bytes times an odd number of its

@@ -2,10 +2,10 @@
 
 Most do: their update of a parameter follows from its values, its gradient, its state and its
 group's options. Some do not: they estimate one number from all parameters, count their steps in a
-group, or draw random numbers in the order of the parameters. Nothing tells by its looks which is
-which. So it is tried: a small copy of the optimizer steps a few small parameters together, another
-one steps them apart, in another order; the results must be the same to the bit, and nothing but the
-parameters and their state may have changed.
+group, or draw random numbers in the order of the parameters. The code does not show which is
+which. So both ways are tried. A small copy of the optimizer steps a few small parameters together;
+another copy steps them apart, in another order. The results must be the same to the bit, and
+nothing but the parameters and their state may have changed.
 """
 
 from __future__ import annotations

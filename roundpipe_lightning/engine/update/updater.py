@@ -137,7 +137,7 @@ class Updater:
     One thread submits and joins: the Trainer's. Any thread may wait for the update of a parameter.
 
     Args:
-        store: The parameters; it is told of their updates.
+        store: The parameters; the updater records their updates in it.
         units: What is updated together.
         stale: Whether steps compute with the values from before the update that runs meanwhile.
         num_threads: Intra-op threads of the updates; with as many as the Trainer's thread has, the
@@ -180,7 +180,7 @@ class Updater:
     # ------------------------------------------------------------------------ the Trainer's thread
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Have an optimizer's step made for each block when its gradients are there.
+        """Submit an optimizer's step, made for each block when its gradients are there.
 
         What is made so reaches no `.grad`. `submit` makes the rest. Options are captured now.
         """
@@ -223,7 +223,7 @@ class Updater:
         return 0 if begun is None else len(begun.taken)
 
     def submit(self, optimizer: Optimizer, *, release_gradients: bool = False) -> None:
-        """Have an optimizer's step made. The one before must have been joined.
+        """Submit an optimizer's step. The one before must have been joined.
 
         Args:
             optimizer: It must be one that may be stepped in parts
@@ -250,7 +250,7 @@ class Updater:
         self._put(partial(self._update, units, step, begun=begun))
 
     def stepped_whole(self) -> None:
-        """Have 16-bit copies cast again: an optimizer was stepped in another way than here."""
+        """Mark 16-bit copies as old: an optimizer was stepped in another way than here."""
         if self._store.copies is not None:
             self._store.copies.forget()  # compiled kernels write unseen
 
@@ -323,7 +323,7 @@ class Updater:
         return self._store.previous if self._store.serves_previous else {}
 
     def restore(self, served: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have the next step compute with what `served` returned."""
+        """Make the next step compute with the values that `served` returned."""
         self.join()
         if served:
             self._store.keep_previous(served.keys())
@@ -357,7 +357,7 @@ class Updater:
         return units
 
     def _announce(self, units: Iterable[UpdateUnit], *, is_new: bool = False) -> None:
-        """Have readers of units, the first of a step perhaps, wait for one part more of each."""
+        """Make uploads of units, the first of a step perhaps, wait for one part more of each."""
         with self._changed:
             if is_new:
                 self._placed.clear()
@@ -377,7 +377,7 @@ class Updater:
         self._events = {unit: event for unit, event in self._events.items() if not event.is_done}
 
     def _place_wanted(self) -> None:
-        """Have what readers have asked for since the last call updated just in time, next time."""
+        """From the next update on, update units just in time that uploads have waited for."""
         for unit, event in self._events.items():
             if event.is_wanted and unit not in self._placed:
                 self._placed.add(unit)

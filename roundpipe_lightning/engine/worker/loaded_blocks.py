@@ -92,7 +92,7 @@ class PlacedBuffers:
         """Download the buffers of one module if one of them has changed.
 
         All of them, because batch normalisation writes its running statistics behind the back of
-        the version counter; only its count of batches tells.
+        the version counter; only its count of batches shows the write.
         """
         if not any(self._placed[b][0]._version != self._placed[b][1] for b in buffers):
             return False

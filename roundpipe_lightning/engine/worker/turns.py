@@ -152,7 +152,7 @@ class Turns:
         self._aborted = False
         self._begun: dict[ActionKey, float] = {}  # by time.monotonic()
         self._ended: set[ActionKey] = set()
-        self._followers: dict[ActionKey, list[Callable[[], None]]] = {}
+        self._callbacks: dict[ActionKey, list[Callable[[], None]]] = {}
         for (turns, last), key in waits:
             turns.call_at_end(last, partial(self._worker_is_free, key))
         self._idle = {w: last for w, last in earlier.items() if w not in graph.last}
@@ -168,13 +168,13 @@ class Turns:
             if not self._left[key] and not self._aborted:
                 self._gates[key].release()
 
-    def call_at_end(self, key: ActionKey, follower: Callable[[], None]) -> None:
+    def call_at_end(self, key: ActionKey, callback: Callable[[], None]) -> None:
         """Call back when an action has ended; at once if it has."""
         with self._mutex:
             if key not in self._ended:
-                self._followers.setdefault(key, []).append(follower)
+                self._callbacks.setdefault(key, []).append(callback)
                 return
-        follower()
+        callback()
 
     def begin(self, action: Action) -> None:
         """Wait until it is the action's turn.
@@ -198,9 +198,9 @@ class Turns:
                 self._left[key] -= 1
                 if not self._left[key]:
                     self._gates[key].release()
-            followers = self._followers.pop(action.key, ())
-        for follower in followers:
-            follower()
+            callbacks = self._callbacks.pop(action.key, ())
+        for callback in callbacks:
+            callback()
 
     def abort(self) -> None:
         """Release every waiter; each raises `StepAborted`."""
@@ -225,11 +225,11 @@ class Turns:
         """Return the schedule as a grid, and what every worker runs or waits for."""
         now = time.monotonic()
         with self._mutex:
-            standing = StepProgress(
+            progress = StepProgress(
                 plan=self.graph.plan,
                 ended=set(self._ended),
                 running={
                     key: now - begun for key, begun in self._begun.items() if key not in self._ended
                 },
             )
-        return standing.to_text()
+        return progress.to_text()

@@ -42,7 +42,7 @@ from roundpipe_lightning.models.losses.logit_form import (
 __all__ = ["FusedLosses", "LazyLogits", "LossFusion", "LossMode"]
 
 LossMode: TypeAlias = Literal["auto", "fused", "eager"]
-"""Which losses are computed without whole logits: large ones, all that can be, or none."""
+"""Choice of losses computed without whole logits: large ones, all that can be, or none."""
 
 LARGE_LOGITS_BYTES = 256 * 2**20
 """Under `"auto"`, logits that would take more than this in float32 are lazy."""

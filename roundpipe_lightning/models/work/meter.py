@@ -50,7 +50,7 @@ _CONVOLUTION = frozenset({"convolution", "convolution_backward", "_convolution"}
 _GATHER = frozenset({"index", "embedding", "gather", "index_select"})
 _SCATTER = frozenset({"index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_"})
 _PADDED = {"slice_backward": aten.slice.Tensor, "select_backward": aten.select.int}
-"""They write zeros, and then a part of them again, which is this view."""
+"""Operations that write zeros, and then a part of them again, which is this view."""
 _SECTOR_BYTES = 32
 """The least that a device's memory reads or writes at a time."""
 _ATTENTION_FORWARD = "_flash_attention_forward"
@@ -80,7 +80,7 @@ class Meter(TorchDispatchMode):
     """A mode that counts the operations under it.
 
     Values are not known on the meta device. Code that asks whether something holds (masks without
-    padding, one sequence per row) is told that it does; other questions raise as they always do.
+    padding, one sequence per row) gets the answer yes; other questions raise as they always do.
 
     Attributes:
         count: What has been counted.

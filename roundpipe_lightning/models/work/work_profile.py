@@ -359,7 +359,7 @@ def _gradients(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attention(module: nn.Module, *, fused: bool) -> Iterator[None]:
-    """Have transformers' models call fused attention, by the name they look it up with."""
+    """Make transformers' models call fused attention, by the name they look it up with."""
     configs = {
         id(config): config
         for child in module.modules()

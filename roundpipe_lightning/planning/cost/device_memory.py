@@ -210,7 +210,7 @@ class Footprint:
     def _raise(
         self, most: Floats, table: PartitionTable, field: str, head_columns: Sequence[Counts]
     ) -> None:
-        """Have the segments count among what takes the most in a stage."""
+        """Count the segments among the largest parts of a stage."""
         rows = np.arange(len(most))
         for columns in head_columns:
             most[rows, columns] = np.maximum(most[rows, columns], getattr(self.profile.head, field))

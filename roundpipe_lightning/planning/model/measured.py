@@ -8,7 +8,7 @@ The engine measures actions, so stages, while a plan needs blocks. A stage's dur
 
 and in the first stage the head's forward, in the last one its backward.
 What is measured is dealt out over the terms in proportion to what they are taken to be. With
-one partition only the sums can be known; every other partition adds what it tells about their
+one partition only the sums can be known; every other partition adds knowledge of their
 parts, and the terms converge to durations that explain all of them.
 
 A step gives for each stage the median over its microbatches, three steps give the median of those,

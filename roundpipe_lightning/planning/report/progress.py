@@ -18,7 +18,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies, walk
 
 _MOST_COLUMNS = 16
-"""Of the grid; those around the running actions are shown."""
+"""Columns of the grid; those around the running actions are shown."""
 
 _COLUMNS_BEFORE = 3
 """Number of finished columns that are shown before them."""

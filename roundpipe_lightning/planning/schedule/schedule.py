@@ -161,7 +161,7 @@ class Schedule:
 
 
 class NeededFor(Enum):
-    """Which part of an action waits for a dependency."""
+    """Part of an action that waits for a dependency."""
 
     START = "start"
     """Nothing of the action may begin before."""

@@ -41,10 +41,10 @@ class RecomputePolicy(Enum):
     """Recompute of BACKWARD stages before their backward."""
 
     FULL = "full"
-    """They run their blocks again, from the stored boundary."""
+    """BACKWARD stages run their blocks again, from the stored boundary."""
 
     SELECTIVE = "selective"
-    """They run their blocks again, but for attention, whose outputs are kept: less to recompute,
+    """BACKWARD stages rerun blocks without attention, whose outputs are kept: less to recompute,
     more to hold and to move."""
 
     NONE = "none"

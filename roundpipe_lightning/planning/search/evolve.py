@@ -30,7 +30,7 @@ from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.partition import StageLimits
 
 Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
-"""Which partitions of a table fit the devices' memory."""
+"""Mask of the partitions of a table that fit the devices' memory."""
 
 _PATIENCE = 6
 """Generations without a better partition after which an island is left."""
