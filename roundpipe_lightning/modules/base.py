@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from roundpipe_lightning.errors import ConfigurationError
@@ -108,7 +109,8 @@ class TransformersModule(LightningModule):
         if self.scheduler is None:
             return optimizer
         options = {}
-        if _default_of(self.scheduler, "num_training_steps") in (None, inspect.Parameter.empty):
+        length = _default_of(self.scheduler, "num_training_steps")
+        if length in (None, inspect.Parameter.empty):
             num_steps = self.trainer.estimated_stepping_batches
             if math.isinf(num_steps):
                 raise ConfigurationError(
@@ -116,8 +118,10 @@ class TransformersModule(LightningModule):
                     "schedule is unknown. Set scheduler.num_training_steps, trainer.max_steps or "
                     "trainer.max_epochs."
                 )
-            options["num_training_steps"] = int(num_steps)
+            options["num_training_steps"] = length = int(num_steps)
         schedule = self.scheduler(optimizer, **options)
+        if length > 0 and isinstance(schedule, LambdaLR):
+            schedule.lr_lambdas = [_held_after(rate, length) for rate in schedule.lr_lambdas]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -125,6 +129,12 @@ def _default_of(function: Callable[..., Any], name: str) -> Any:
     """The value that a function or a partial has for an argument; -1 if it takes no such one."""
     parameter = inspect.signature(function).parameters.get(name)
     return -1 if parameter is None else parameter.default
+
+
+def _held_after(rate: Callable[[int], float], length: int) -> Callable[[int], float]:
+    """A rate by step that never rises after its end, as the cosines of transformers do."""
+    end = min(rate(length - 1), rate(length))  # some schedules end one step before the others
+    return lambda step: rate(step) if step < length else min(end, rate(step))
 
 
 def _check_schedule(scheduler: SchedulerFactory) -> None:

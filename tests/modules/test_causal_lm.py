@@ -105,11 +105,11 @@ class Rates(Callback):
     ("scheduler", "rates"),
     [
         (COSINE, [0.01, 0.0075, 0.005]),
-        (functools.partial(COSINE, num_training_steps=2), [0.01, 0.005, 0.01]),
+        (functools.partial(COSINE, num_training_steps=2), [0.01, 0.005, 0.005]),
         (functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2), [0.01, 0.01, 0.001]),
         (None, [0.01, 0.01, 0.01]),
     ],
-    ids=["length of the run", "own length", "of torch", "none"],
+    ids=["length of the run", "held after its own length", "of torch", "none"],
 )
 def test_the_schedule_steps_with_the_optimizer(
     scheduler: Any, rates: list[float], tmp_path: Path
