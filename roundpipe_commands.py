@@ -27,6 +27,7 @@ RENAMED_KEYS = {
     "scheduler.warmup_steps": "scheduler.num_warmup_steps",
     "scheduler.total_steps": "scheduler.num_training_steps",
     "scheduler.final_share": "scheduler.min_lr_rate",
+    "trainer.strategy.trial_run": "trainer.strategy.dry_run",
 }
 """Keys of earlier versions, and what they are called now."""
 

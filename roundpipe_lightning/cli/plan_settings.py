@@ -308,6 +308,8 @@ def _check_word(name: str, value: object, known: Iterable[str]) -> None:
     if value not in known:
         near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
         hint = f" The nearest is {near[0]}." if near else ""
+        if (name, value) == ("loss", "own"):
+            hint = " It is called eager now."
         raise ConfigurationError(f"{name}={value} is not one of {', '.join(known)}.{hint}")
 
 

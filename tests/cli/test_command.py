@@ -63,7 +63,11 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "named"),
-    [("peft.rank=3", "peft.rank is called peft.r now"), ("scheduler.final_share=0", "min_lr_rate")],
+    [
+        ("peft.rank=3", "peft.rank is called peft.r now"),
+        ("scheduler.final_share=0", "min_lr_rate"),
+        ("trainer.strategy.trial_run=false", "is called trainer.strategy.dry_run now"),
+    ],
 )
 def test_renamed_keys_are_refused_with_the_new_name(
     tmp_path: Path, override: str, named: str
