@@ -9,9 +9,9 @@ They travel like boundaries (`transfer/boundary.py`): to the host while the next
 back from the beginning of the block's recompute on, and not at all where they can stay on the
 device.
 
-The operations are named by the plan's policy (`schedule/recompute.py`). PyTorch's own selective
-checkpointing keeps them within one autograd graph; here forward and recompute are two stages, on
-two workers perhaps, so the same idea, dispatch modes around the block, is kept per call.
+The operations are named by the plan's policy (`planning/schedule/stages.py`). PyTorch's own
+selective checkpointing keeps them within one autograd graph; here forward and recompute are two
+stages, on two workers perhaps, so the same idea, dispatch modes around the block, is kept per call.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Timeline:
     def beside(self, other: Timeline) -> Timeline:
         """Return the same on the workers on which `other`, of the same actions, has run.
 
-        Batches of a stream begin with other workers (`schedule/rotation.py`).
+        Batches of a stream begin with other workers (`schedule/round_robin.py`).
         """
         if not self.entries:
             return self
