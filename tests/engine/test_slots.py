@@ -353,3 +353,40 @@ def test_an_upload_that_nobody_waited_for_ends_before_its_slot_is_used_again() -
             acquired = transfers.weights.acquire(stage, ())
         transfers.drain(timeout_seconds=60)
         transfers.end_step()
+
+
+def test_a_run_that_uploads_nothing_hides_no_upload_that_nobody_waited_for() -> None:
+    module = nn.ModuleList(Many(2) for _ in range(3))
+    for number, parameter in enumerate(module.parameters()):
+        parameter.data.fill_(number)
+    stages = [Stage(kind=StageKind.BACKWARD, index=i, blocks=range(i, i + 1)) for i in range(3)]
+    runs = tuple(
+        StageRun(stage=stage, blocks=(block,), wanted=() if stage.index == 1 else (block,))
+        for stage, block in zip(stages, module, strict=True)
+    )
+    with transfers_of(module) as transfers:
+        gate = HostEvent("the bus is busy")
+        submit, held = transfers.uploads.submit, [runs[0].blocks[0]]
+
+        def held_up(job: Job) -> Event:
+            if held:  # the first block's upload is late, and no compute waits for it
+                held.clear()
+                job.after = (*job.after, gate)
+            return submit(job)
+
+        transfers.uploads.submit = held_up  # type: ignore[method-assign]
+        transfers.begin_step(WorkerRuns(runs=runs, num_slots=1, resident=()))
+        transfers.weights.release()
+        transfers.weights.release()  # of the second block nothing is needed
+        acquired = transfers.weights.acquire(stages[2], runs[2].blocks)
+        event = acquired.events.pop(runs[2].blocks[0])
+        waited = transfers.uploads.drain(timeout_seconds=0.2)
+        were_done = [waited, event.is_done]
+        gate.set()
+        event.wait()
+        assert were_done == [False, False]
+        [*leaves] = acquired.regions[runs[2].blocks[0]].leaves().values()
+        assert [leaf.unique().tolist() for leaf in leaves] == [[4.0], [5.0]]
+        transfers.weights.release()
+        transfers.drain(timeout_seconds=60)
+        transfers.end_step()

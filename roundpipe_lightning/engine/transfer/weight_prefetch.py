@@ -376,11 +376,14 @@ class WeightPrefetcher:
     def _set_free(self, weights: StageWeights) -> None:
         """Order what is uploaded next into the run's place after all that uses it now.
 
-        That is the compute launched so far, and uploads that no compute has waited for.
+        That is the compute launched so far, and uploads that no compute has waited for: its own,
+        or where it has made none, those of a run before.
         """
         free = self._device.mark_event(f"{self._worker} has left {weights.run.stage}")
-        for region in weights.regions.values():
-            region.memory.used_by = (free, *weights.events.values())
+        written = {weights.regions[block].memory for block in weights.uploaded}
+        for memory in {region.memory for region in weights.regions.values()}:
+            before = () if memory in written else (e for e in memory.used_by if not e.is_done)
+            memory.used_by = (free, *weights.events.values(), *before)
 
     def _order_after_compute(self) -> None:
         """Order uploads after the compute of steps that were given up, whose uploads are over."""
