@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from roundpipe_lightning.engine.capture.view import LazyTable, View, ViewClasses, ViewMaker
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     Regressor,
     differences,
@@ -440,23 +441,43 @@ def test_user_code_in_steps_reads_and_writes_its_module() -> None:
     assert module.total in [float(loss) for loss in result.losses if loss is not None]
 
 
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def parametrized_step(view: Any, batch: Any, index: int) -> Any:
+    parametrize.register_parametrization(view.head, "weight", Doubled())
+    try:
+        return view.training_step(batch, 0)
+    finally:
+        parametrize.remove_parametrizations(view.head, "weight", leave_parametrized=False)
+
+
 def test_a_view_that_has_another_class_while_its_microbatch_waits_for_a_turn() -> None:
     """On one worker the other microbatches take their turns before, and do the same."""
     module = Regressor()
-
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight * 2
-
-    def call(view: Any, batch: Any, index: int) -> Any:
-        parametrize.register_parametrization(view.head, "weight", Doubled())
-        try:
-            return view.training_step(batch, 0)
-        finally:
-            parametrize.remove_parametrizations(view.head, "weight", leave_parametrized=False)
-
     batches, stack = regression_batches(3), layers_of(module)
-    plain = plain_step(module, batches, call=call)
+    plain = plain_step(module, batches, call=parametrized_step)
     plan = plan_of(stack, num_workers=1, num_microbatches=3)
     with engine_of(module, stack, plan, timeout_seconds=5) as engine:
-        assert not differences(module, mean_step(engine, batches, call=call), plain)
+        assert not differences(module, mean_step(engine, batches, call=parametrized_step), plain)
+
+
+def test_a_view_that_never_gets_its_own_class_back_holds_up_no_other() -> None:
+    module = Regressor()
+
+    def fail(view: Any, batch: Any, index: int) -> Any:
+        parametrize.register_parametrization(view.head, "weight", Doubled())
+        raise ZeroDivisionError
+
+    batches, stack = regression_batches(3), layers_of(module)
+    plain = plain_step(module, batches, call=parametrized_step)
+    whole = Partition(forward=(), backward=(len(module.layers),))  # a turn for each microbatch
+    plan = plan_of(stack, num_workers=1, num_microbatches=3, partition=whole)
+    with engine_of(module, stack, plan, timeout_seconds=5) as engine:
+        with pytest.raises(ZeroDivisionError):
+            mean_step(engine, batches, call=fail)
+        assert not differences(module, mean_step(engine, batches, call=parametrized_step), plain)

@@ -280,6 +280,12 @@ class ViewClasses:
     def _depth(self) -> int:
         return int(getattr(self._held, "depth", 0))
 
+    def end_swaps(self) -> None:
+        """Let go of what this thread's views have not given back: nobody uses them any more."""
+        while self._depth:
+            self._held.depth = self._depth - 1
+            self._swap_lock.release()
+
     @contextmanager
     def released(self) -> Iterator[None]:
         """Let views of other threads take other classes meanwhile: this thread waits for its turn.

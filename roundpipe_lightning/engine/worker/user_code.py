@@ -222,6 +222,7 @@ class UserCode(TorchFunctionMode):
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
+        self._classes.end_swaps()
         self.maker.close()
         self._leaves.clear()
         self._buffers.clear()
