@@ -185,13 +185,13 @@ class Measured:
     Attributes:
         begin_seconds: When its first computation began.
         makespan_seconds: From the first computation to the end of the last, of the unscaled time.
-        idle_share: Share of the workers' time in which they did not compute.
+        bubble_fraction: Share of the workers' time in which they did not compute.
         host_share: Processor time of the whole process over the time of the step.
     """
 
     begin_seconds: float
     makespan_seconds: float
-    idle_share: float
+    bubble_fraction: float
     host_share: float
 
 
@@ -331,7 +331,7 @@ def _step(
     measured = Measured(
         begin_seconds=min(starts) / time_scale,
         makespan_seconds=makespan / time_scale,
-        idle_share=1 - busy / (makespan * len(rows)),
+        bubble_fraction=1 - busy / (makespan * len(rows)),
         host_share=host_share,
     )
     return measured, result
@@ -373,10 +373,10 @@ def run_model(
     steps = measure(case, num_steps=options.steps, time_scale=options.time_scale, tags=options.tags)
     result = {
         "simulated_idle_share": case.simulated.bubble_fraction,
-        "measured_idle_share": statistics.median(step.idle_share for step in steps),
+        "measured_idle_share": statistics.median(step.bubble_fraction for step in steps),
         "simulated_makespan_ms": case.simulated.makespan_seconds * 1e3,
         "measured_makespan_ms": statistics.median(step.makespan_seconds for step in steps) * 1e3,
-        "measured_idle_shares": [step.idle_share for step in steps],
+        "measured_idle_shares": [step.bubble_fraction for step in steps],
         "host_share": statistics.median(step.host_share for step in steps),
         "num_actions": sum(map(len, case.plan.schedule.workers)),
         "team_size": case.plan.team_size,

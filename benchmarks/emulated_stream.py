@@ -50,11 +50,11 @@ class Stream:
 
     Attributes:
         makespan_seconds: From the first computation to the end of the last, of the unscaled time.
-        idle_share: Share of the workers' time in which they did not compute.
+        bubble_fraction: Share of the workers' time in which they did not compute.
     """
 
     makespan_seconds: float
-    idle_share: float
+    bubble_fraction: float
 
 
 def simulated(case: Case, *, num_batches: int, goes_round: bool, hop_seconds: float) -> Timeline:
@@ -151,7 +151,7 @@ def _seen(server: EmulatedServer, *, time_scale: float) -> Stream:
     makespan = max(end for _, end in spans) - min(start for start, _ in spans)
     busy = sum(end - start for start, end in spans)
     return Stream(
-        makespan_seconds=makespan / time_scale, idle_share=1 - busy / (makespan * len(rows))
+        makespan_seconds=makespan / time_scale, bubble_fraction=1 - busy / (makespan * len(rows))
     )
 
 
@@ -192,7 +192,7 @@ def main() -> None:
             )
             result[model.name][way] = {
                 "simulated_idle_share": expected.bubble_fraction,
-                "measured_idle_share": statistics.median(s.idle_share for s in streams),
+                "measured_idle_share": statistics.median(s.bubble_fraction for s in streams),
                 "simulated_makespan_ms": expected.makespan_seconds * 1e3,
                 "measured_makespan_ms": statistics.median(s.makespan_seconds for s in streams)
                 * 1e3,

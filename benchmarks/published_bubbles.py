@@ -156,14 +156,14 @@ def _plan_row(
     planned: PlannedTraining, planning_seconds: float, *, num_batches: int
 ) -> dict[str, Any]:
     timeline, partition = planned.timeline, planned.plan.partition
-    idle_share = timeline.bubble_fraction
+    bubble_fraction = timeline.bubble_fraction
     if num_batches > 1:
-        idle_share = idle_share_after(
+        bubble_fraction = bubble_fraction_after(
             timeline, first_microbatch=planned.plan.num_microbatches // num_batches
         )
     return {
         "makespan_ms": timeline.makespan_seconds * 1e3,
-        "idle_share": max(0.0, idle_share),
+        "idle_share": max(0.0, bubble_fraction),
         "forward_partition": list(partition.forward),
         "backward_partition": list(partition.backward),
         "team_size": planned.plan.team_size,
@@ -185,7 +185,7 @@ def _plan_row(
     }
 
 
-def idle_share_after(timeline: Timeline, *, first_microbatch: int) -> float:
+def bubble_fraction_after(timeline: Timeline, *, first_microbatch: int) -> float:
     """Return the idle share from the first action of a microbatch or a later one to the end.
 
     An action that the moment cuts counts with its part behind it; an action's waiting counts as

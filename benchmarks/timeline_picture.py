@@ -118,8 +118,8 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(scratch) / "timeline.svg", options.folder / "timeline.svg")
     shares: dict[str, Any] = {
-        "predicted": timeline.predicted_idle_share,
-        "measured": timeline.measured_idle_share,
+        "predicted": timeline.predicted_bubble_fraction,
+        "measured": timeline.measured_bubble_fraction,
     }
     print({name: round(share, 4) for name, share in shares.items()})
 

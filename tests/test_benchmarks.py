@@ -94,8 +94,8 @@ def test_points_the_trainers_that_leave_the_strategy_open(tmp_path: Path) -> Non
     folder.mkdir()
     (folder / "test_some.py").write_text(TESTS)
     outcomes = run(tmp_path, [], num_devices=2, seconds=120)
-    told = {o.name.rpartition("::")[2]: (o.outcome, o.pointed) for o in outcomes}
-    assert told == {
+    outcomes_of = {o.name.rpartition("::")[2]: (o.outcome, o.pointed) for o in outcomes}
+    assert outcomes_of == {
         "test_trains": ("passed", True),
         "test_says_which_strategy": ("failed", True),
         "test_has_a_strategy_of_its_own": ("passed", False),
@@ -203,7 +203,7 @@ def test_every_way_on_the_emulated_server(
     path.write_text(TIMINGS, encoding="utf-8")
     arguments = ["--timings", str(path), "--steps", "1", "--time-scale", "0.5"]
     program.main([*arguments, "--output", "json"])
-    out, told = capsys.readouterr()
+    out, err = capsys.readouterr()
     row = json.loads(out)["models"]["tiny"]
     assert row["optimizer_ms"] == pytest.approx(0.5 * 16)  # of 4 blocks' forward on two workers
     assert list(row["step_ms"]) == list(program.WAYS)
@@ -212,7 +212,7 @@ def test_every_way_on_the_emulated_server(
     assert row["overhead"]["after"] == pytest.approx(
         row["step_ms"]["after"] / row["step_ms"]["none"] - 1
     )
-    assert "early: step 1 took" in told
+    assert "early: step 1 took" in err
     text = program.format_text({"models": {"tiny": row}})
     assert "tiny, optimizer 8 ms; median, least, against 'none'" in text
 

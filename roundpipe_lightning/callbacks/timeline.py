@@ -93,13 +93,13 @@ class PipelineTimeline(Callback):
         )
 
     @property
-    def predicted_idle_share(self) -> float | None:
+    def predicted_bubble_fraction(self) -> float | None:
         """Share of the workers' time in which the prediction has them idle, from 0 to 1."""
         predicted = self.predicted
         return None if predicted is None else predicted.bubble_fraction
 
     @property
-    def measured_idle_share(self) -> float | None:
+    def measured_bubble_fraction(self) -> float | None:
         """Median over the recorded steps of the share in which the workers were idle."""
         shares = [timeline.bubble_fraction for timeline in self.measured.values()]
         return median(shares) if shares else None

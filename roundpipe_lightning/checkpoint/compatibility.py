@@ -172,12 +172,12 @@ def load_state(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool
             something is missing or has no place.
     """
     check_base(module, checkpoint)
-    absent, state, refusal = left_out(checkpoint), checkpoint["state_dict"], None
+    absent, state, load_error = left_out(checkpoint), checkpoint["state_dict"], None
     try:
         module.load_state_dict(state, strict=strict and not absent)
     except RuntimeError as error:
-        refusal = error
-    if refusal is None and not (strict and absent):
+        load_error = error
+    if load_error is None and not (strict and absent):
         return
     lines = shape_differences(_tensors(module.state_dict()), _tensors(state), may_lack=absent)
     if lines:
@@ -186,9 +186,9 @@ def load_state(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool
             f"{_first(line.strip() for line in lines)}. Build the model, or the adapters, as it "
             "was trained, name another checkpoint (ckpt_path=...), or load a part of it with "
             "strict_loading=False."
-        ) from refusal
-    if refusal is not None:
-        raise refusal
+        ) from load_error
+    if load_error is not None:
+        raise load_error
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

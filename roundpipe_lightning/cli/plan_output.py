@@ -144,7 +144,7 @@ class PlanOutput:
         machine = self.settings.hardware.name
         hints = self.answer.job.hints
         if hints.recompute is not None or hints.resident is not None:
-            return self.answer.refusal
+            return self.answer.reason_no_plan
         if self.answer.job.hints.cuts:
             return (
                 f"{machine} cannot hold the stages that are asked for, {need.stage} least of all."

@@ -114,8 +114,8 @@ def summarize(run: Run, *, val_loss: float | None) -> RunSummary:
     if isinstance(strategy, RoundPipeStrategy):
         timelines = [each for each in run.callbacks if isinstance(each, PipelineTimeline)]
         for timeline in timelines[:1]:
-            figures["bubble_predicted"] = timeline.predicted_idle_share
-            figures["bubble_measured"] = timeline.measured_idle_share
+            figures["bubble_predicted"] = timeline.predicted_bubble_fraction
+            figures["bubble_measured"] = timeline.measured_bubble_fraction
         figures["peak_device_bytes"] = strategy.peak_device_bytes
         figures["num_workers"] = strategy.num_workers
         figures["num_microbatches"] = strategy.num_microbatches

@@ -200,7 +200,7 @@ def _adamw(number: Any, gradient: Any, moments: Any, factors: Any, whole: Any) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class KernelForm:
     """Types of the arrays that a step reads and writes.
 
     Attributes:
@@ -218,7 +218,7 @@ class Form:
     stochastic: bool
 
 
-def compiled_step(form: Form) -> Callable[..., None]:
+def compiled_step(form: KernelForm) -> Callable[..., None]:
     """Return what steps a piece.
 
     It takes master `p`, gradient `g`, moments `m` and `v`, copy `c` (may be empty), `factors_of`
@@ -229,7 +229,7 @@ def compiled_step(form: Form) -> Callable[..., None]:
     return _blockwise(form) if form.moments is MomentFormat.EIGHT_BITS else _plain(form)
 
 
-def _plain(form: Form) -> Callable[..., None]:
+def _plain(form: KernelForm) -> Callable[..., None]:
     """Return what steps arrays whose moments are arrays of numbers."""
     read, read_gradient = READERS[form.values], READERS[form.gradient]
     read_moment: Any = _same
@@ -268,7 +268,7 @@ def _plain(form: Form) -> Callable[..., None]:
     return step
 
 
-def _blockwise(form: Form) -> Callable[..., None]:
+def _blockwise(form: KernelForm) -> Callable[..., None]:
     """Return the same for moments that are (codes, scales)."""
     plain = _plain(form)
     decode_first, decode_second = _decoder(FIRST_MOMENT), _decoder(SECOND_MOMENT)

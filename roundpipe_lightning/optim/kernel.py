@@ -71,14 +71,14 @@ class StepKernel:
         self._piece_elements = piece_elements
         self._num_threads = num_threads
         self._choice = choice
-        if choice is KernelChoice.NATIVE and (problem := _why_not_native()) is not None:
+        if choice is KernelChoice.NATIVE and (problem := _reason_not_native()) is not None:
             raise _not_possible(problem)
         self._threads: KernelThreads[Task] | None = None
 
     @property
     def is_native(self) -> bool:
         """Whether machine code steps what it can."""
-        return self._choice is not KernelChoice.TORCH and _why_not_native() is None
+        return self._choice is not KernelChoice.TORCH and _reason_not_native() is None
 
     def step(self, parameters: Sequence[FlatParameter], files: StateFiles | None) -> None:
         """Step all parameters and wait.
@@ -161,7 +161,7 @@ class StepKernel:
 
 
 @functools.cache
-def _why_not_native() -> str | None:
+def _reason_not_native() -> str | None:
     """Return why nothing is stepped in machine code, and say so once in the log; None: it is."""
     try:
         importlib.import_module("numba")
@@ -170,7 +170,7 @@ def _why_not_native() -> str | None:
     else:
         from roundpipe_lightning.optim import native
 
-        problem = native.why_not()
+        problem = native.reason_not_usable()
     if problem is not None:
         _warn(problem)
     return problem

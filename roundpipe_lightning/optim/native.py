@@ -20,7 +20,7 @@ from torch import Tensor
 from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
 from roundpipe_lightning.optim.compiled_loops import (
     READERS,
-    Form,
+    KernelForm,
     compiled_step,
     factors_of,
     noise_keys,
@@ -54,7 +54,7 @@ class PieceStep:
     """
 
     def __init__(
-        self, parameter: FlatParameter, form: Form, function: Callable[..., None], width: int
+        self, parameter: FlatParameter, form: KernelForm, function: Callable[..., None], width: int
     ) -> None:
         self._function, self._width, self._seed = function, width, parameter.seed
         self._values, self._gradient = _array(parameter.values), _array(parameter.gradient)
@@ -96,7 +96,7 @@ def prepare(
     if not _is_readable(parameter, moments):
         return None
     values, copy = parameter.values, parameter.copy
-    form = Form(
+    form = KernelForm(
         values=values.dtype,
         gradient=parameter.gradient.dtype,
         copy=None if copy is None else copy.dtype,
@@ -115,7 +115,7 @@ def prepare(
     return PieceStep(parameter, form, function, width)
 
 
-def why_not() -> str | None:
+def reason_not_usable() -> str | None:
     """Return why nothing can be stepped in machine code on this machine; None: it can."""
     if getattr(numba.core.config, "DISABLE_JIT", False):
         return "NUMBA_DISABLE_JIT is set"
@@ -127,7 +127,7 @@ def why_not() -> str | None:
 
 
 @functools.cache
-def checked(form: Form) -> tuple[Callable[..., None], int | None]:
+def checked(form: KernelForm) -> tuple[Callable[..., None], int | None]:
     """Return the function of a form, and the width with which it has the bits of torch, if any."""
     function = compiled_step(form)
     with torch.device("cpu"):  # whatever the caller's default is
@@ -135,9 +135,9 @@ def checked(form: Form) -> tuple[Callable[..., None], int | None]:
         return function, next(same, None)
 
 
-def _has_bits_of_torch(form: Form, function: Callable[..., None], width: int) -> bool:
+def _has_bits_of_torch(form: KernelForm, function: Callable[..., None], width: int) -> bool:
     for settings in _TRIED_SETTINGS:
-        mine, theirs = (_trial(form, settings) for _ in range(2))
+        mine, theirs = (_sample_parameter(form, settings) for _ in range(2))
         for number in (1, 2, 3):
             mine.step.fill_(number)
             theirs.step.fill_(number)
@@ -153,7 +153,7 @@ def _has_bits_of_torch(form: Form, function: Callable[..., None], width: int) ->
     return True
 
 
-def _trial(form: Form, settings: Settings) -> FlatParameter:
+def _sample_parameter(form: KernelForm, settings: Settings) -> FlatParameter:
     """Return a small parameter, always the same one."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(2, _TRIED, generator=generator, dtype=torch.float32)

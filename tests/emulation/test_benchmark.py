@@ -54,19 +54,19 @@ def test_measured_beside_simulated(benchmark: ModuleType, tmp_path: Path) -> Non
 def test_threads_keep_to_some_of_the_cores_that_are_allowed(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int, kept: set[int] | None
 ) -> None:
-    told: list[tuple[int, set[int]]] = []
+    calls: list[tuple[int, set[int]]] = []
     monkeypatch.setattr(benchmark.os, "sched_getaffinity", lambda pid: {5, 2, 3}, raising=False)
     monkeypatch.setattr(
         benchmark.os,
         "sched_setaffinity",
-        lambda pid, cores: told.append((pid, set(cores))),
+        lambda pid, cores: calls.append((pid, set(cores))),
         raising=False,
     )
     assert benchmark.keep_to_cores(number) == (3 if kept is None else len(kept))
-    assert told == ([] if kept is None else [(0, kept)])
+    assert calls == ([] if kept is None else [(0, kept)])
 
 
-def test_all_cores_are_kept_where_the_system_does_not_tell(
+def test_all_cores_are_kept_where_the_system_does_not_say(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(benchmark.os, "sched_setaffinity", raising=False)

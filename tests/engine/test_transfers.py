@@ -65,7 +65,7 @@ class SteppedDevice(CpuDevice):
 
 
 class Failures(list[tuple[BaseException, str]]):
-    """What a queue has told of."""
+    """Records the calls of a queue."""
 
     def note(self, error: BaseException, name: str) -> None:
         self.append((error, name))

@@ -59,13 +59,13 @@ def test_a_block_without_a_plan_is_read_until_its_copy_has_been_made() -> None:
     module, device = Regressor(2), _LateDevice()
     block = next(iter(module.layers))
     store = HostStore(module, list(module.layers))
-    versions, told = store.versions, ObservedCondition()
-    versions._changed = told
+    versions, observed = store.versions, ObservedCondition()
+    versions._changed = observed
     values = store.upload_block(block, device)
     [copied] = device.marks
     updater = threading.Thread(target=versions.switch)  # to write into the parameters then
     updater.start()
-    assert told.waits.acquire(timeout=PATIENCE_SECONDS)
+    assert observed.waits.acquire(timeout=PATIENCE_SECONDS)
     assert updater.is_alive()
     copied.set()
     updater.join(PATIENCE_SECONDS)

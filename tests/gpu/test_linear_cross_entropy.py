@@ -38,7 +38,7 @@ def test_loss_gradients_and_memory(dtype: torch.dtype) -> None:
     for gradient, other in zip(gradients, wanted, strict=True):
         error = (gradient.float() - other).norm() / other.norm()
         assert error < (1e-4 if dtype == torch.float32 else 2e-2)
-    told = chunked_loss_bytes(
+    estimated = chunked_loss_bytes(
         num_tokens=num_tokens,
         hidden_size=width,
         vocabulary=vocabulary,
@@ -46,7 +46,9 @@ def test_loss_gradients_and_memory(dtype: torch.dtype) -> None:
         parameter_bytes=dtype.itemsize,
         chunk_bytes=2**26,
     )
-    assert peak <= 1.1 * told + 2**25  # 16-bit products of slices, and the libraries' workspace
+    assert (
+        peak <= 1.1 * estimated + 2**25
+    )  # 16-bit products of slices, and the libraries' workspace
 
 
 def test_a_model_s_own_loss() -> None:

@@ -133,7 +133,9 @@ def test_fused_losses_train_as_the_model_s_own(
     fused, fused_metrics = _trained(tmp_path, strategy, _LanguageModel(name))
     report = strategy.fused_losses
     assert report is not None
-    assert report.num_fused == NUM_STEPS * 4 + NUM_STEPS + 2  # microbatches, validation, its trial
+    assert (
+        report.num_fused == NUM_STEPS * 4 + NUM_STEPS + 2
+    )  # microbatches, validation, its dry run
     assert report.made == {}
     assert _distance(fused, _LanguageModel(name)) > 1e-2
     assert _distance(fused, own) < 1e-5

@@ -40,9 +40,9 @@ def test_the_plan_is_told_before_the_first_step(tmp_path: Path) -> None:
     report = PlanReport(write=events.append)
     module = Regressor(on_step=lambda *_: events.append("step"))
     _fit(tmp_path, report, module=module, max_epochs=1)
-    told = events.index(report.texts[0])
-    assert told <= 1, "but for the trial without values"
-    assert events[told + 1 :] == ["step"] * 16
+    start = events.index(report.texts[0])
+    assert start <= 1, "but for the dry run"
+    assert events[start + 1 :] == ["step"] * 16
 
 
 def test_the_first_plan_is_told_whole(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_the_step_is_tried_where_anomalies_are_looked_for(
     assert not any("cannot be run without values" in line for line in caplog.messages)
 
 
-def test_random_numbers_are_as_without_a_trial(tmp_path: Path) -> None:
+def test_random_numbers_are_as_without_a_dry_run(tmp_path: Path) -> None:
     class Noisy(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch

@@ -194,7 +194,7 @@ def test_parameters_written_after_the_training_are_not_stale(
 
 
 class _Terminate(Callback):
-    """Has the process told to end in a batch; Lightning ends after it, and this saves."""
+    """Ends the process in a batch by a signal; Lightning ends after it, and this saves."""
 
     def __init__(self, batch: int, path: Path) -> None:
         self.batch, self.path = batch, path
@@ -214,11 +214,11 @@ class _Terminate(Callback):
 def test_told_to_end_by_the_system(tmp_path: Path, batch: int, window: int) -> None:
     options = _options(max_epochs=2, val_check_interval=2, accumulate_grad_batches=window)
     expected = train(tmp_path, seed=1, **options)
-    told = _Terminate(batch, tmp_path / "told.ckpt")
+    stopping = _Terminate(batch, tmp_path / "stopped.ckpt")
     with pytest.raises(SIGTERMException):
-        train(tmp_path, seed=1, callbacks=[told], **options)
-    run = train(tmp_path, seed=9, path=told.path, **options)
-    assert_same_end(run, expected, Moment(told.path, told.num_rows, "on_exception"))
+        train(tmp_path, seed=1, callbacks=[stopping], **options)
+    run = train(tmp_path, seed=9, path=stopping.path, **options)
+    assert_same_end(run, expected, Moment(stopping.path, stopping.num_rows, "on_exception"))
 
 
 def test_inside_the_batch_after_a_validation(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def test_files_and_shares(tmp_path: Path) -> None:
     # The last batch of each epoch of four has three samples, so runs on another plan.
     assert list(callback.measured) == [4, 5, 6, 10]
     assert callback.predicted is not None
-    assert callback.predicted_idle_share is not None
-    assert callback.measured_idle_share is not None
-    assert 0 <= callback.predicted_idle_share < 1
-    assert 0 <= callback.measured_idle_share < 1
+    assert callback.predicted_bubble_fraction is not None
+    assert callback.measured_bubble_fraction is not None
+    assert 0 <= callback.predicted_bubble_fraction < 1
+    assert 0 <= callback.measured_bubble_fraction < 1
     assert strategy.plan is not None
     planned = {action for row in strategy.plan.schedule.workers for action in row}
     for timeline in (callback.predicted, *callback.measured.values()):
@@ -120,8 +120,8 @@ def test_no_training_no_files(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, strategy="roundpipe", callbacks=[callback])
     trainer.validate(Regressor(), regression_data(8), verbose=False)
     assert list(tmp_path.iterdir()) == []
-    assert callback.predicted_idle_share is None
-    assert callback.measured_idle_share is None
+    assert callback.predicted_bubble_fraction is None
+    assert callback.measured_bubble_fraction is None
 
 
 def test_other_strategies_are_refused(tmp_path: Path) -> None:

@@ -161,13 +161,13 @@ class _Early:
             self.num_begun += 1
             begin(updater, optimizer)
 
-        def told(updater: Updater, optimizer: Optimizer, **options: Any) -> None:
+        def recording(updater: Updater, optimizer: Optimizer, **options: Any) -> None:
             members = [p for group in optimizer.param_groups for p in group["params"]]
             self.num_taken += sum(parameter.grad is None for parameter in members)
             submit(updater, optimizer, **options)
 
         monkeypatch.setattr(Updater, "begin", counted)
-        monkeypatch.setattr(Updater, "submit", told)
+        monkeypatch.setattr(Updater, "submit", recording)
 
 
 @pytest.mark.parametrize("strategy", [Overlapping, EmulatedStrategy])
@@ -266,13 +266,13 @@ def test_a_step_that_fails_half_way_says_so(
     taken = threading.Event()
     take = Updater._take
 
-    def told(updater: Updater, gradients: Any) -> Any:
+    def recording(updater: Updater, gradients: Any) -> Any:
         found = take(updater, gradients)
         if module.trainer.global_step == 1:
             taken.set()
         return found
 
-    monkeypatch.setattr(Updater, "_take", told)
+    monkeypatch.setattr(Updater, "_take", recording)
     module = _Broken(taken)
     with pytest.raises(ValueError, match="late in the backward pass") as caught:
         fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), module)

@@ -1,4 +1,4 @@
-"""Logits that are put off: whatever code does with them, the results are those of plain PyTorch."""
+"""Lazy logits: whatever code does with them, the results are those of plain PyTorch."""
 
 from __future__ import annotations
 

@@ -286,13 +286,13 @@ def test_memory_is_what_the_planner_is_told(
             hidden, weight, labels, chunk_bytes=chunk_bytes, softcap=softcap
         )
         loss.backward()
-    told = chunked_loss_bytes(
+    estimated = chunked_loss_bytes(
         **sizes,
         trains_weight=trains_weight,
         softcapped=softcap is not None,
         chunk_bytes=chunk_bytes,
     )
-    assert 0.95 * told <= meter.peak_bytes <= 1.05 * told
+    assert 0.95 * estimated <= meter.peak_bytes <= 1.05 * estimated
     del loss
     hidden.grad = weight.grad = None
     with Meter() as meter:

@@ -1,4 +1,4 @@
-"""The memory of a loss: chunks keep to their budget, and what is told is what the formulas say."""
+"""The memory of a loss: chunks keep to their budget, and estimates are those of the formulas."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW, kernel, native
-from roundpipe_lightning.optim.compiled_loops import Form, noise_keys
+from roundpipe_lightning.optim.compiled_loops import KernelForm, noise_keys
 from roundpipe_lightning.optim.pieces import FlatParameter, Settings
 from roundpipe_lightning.optim.rounding import round_stochastically
 from roundpipe_lightning.optim.state import MomentFormat
@@ -200,7 +200,7 @@ class _Other(Tensor):
 
 
 def test_defaults_of_the_caller_do_not_matter() -> None:
-    form = Form(
+    form = KernelForm(
         values=torch.float32,
         gradient=torch.float32,
         copy=None,
@@ -229,7 +229,7 @@ def parameter() -> nn.Parameter:
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what was found about this machine."""
-    for function in (kernel._why_not_native, kernel._warn):
+    for function in (kernel._reason_not_native, kernel._warn):
         monkeypatch.setattr(kernel, function.__name__, function.__wrapped__)
     monkeypatch.setattr(native, "checked", native.checked.__wrapped__)
 
@@ -283,7 +283,7 @@ def test_a_processor_that_lacks_instructions(
 def test_a_system_on_which_nothing_can_be_compiled(
     parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(form: Form) -> None:
+    def refuse(form: KernelForm) -> None:
         raise RuntimeError("cannot allocate executable memory")
 
     monkeypatch.setattr(native, "checked", refuse)

@@ -307,11 +307,11 @@ class RandomStream:
             self._place, self._draws, self._block = outer
 
     @contextmanager
-    def _no_draws(self, refusal: str) -> Iterator[None]:
+    def _no_draws(self, message: str) -> Iterator[None]:
         """Raise with this text if something but `call` moves a default generator on."""
         generators = self._generators()
         before = self._step_draws.states(generators)
         yield
         after = self._step_draws.states(generators)
         if after and not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
-            raise RandomnessError(refusal)
+            raise RandomnessError(message)

@@ -23,7 +23,7 @@ from roundpipe_lightning.engine.device.events import Callback, Event
 from roundpipe_lightning.planning.cost.traffic import MOST_IN_USE
 
 
-class CompletionWatcher:
+class CompletionThread:
     """Waits for the events of one stream in their order, and calls back.
 
     Its thread sleeps in the driver. Without it every transfer queue would have to ask again and
@@ -63,13 +63,13 @@ class StreamEvent(Event):
     Args:
         raw: The backend's event, recorded.
         name: For messages.
-        watcher: Tells of the events of the stream on which it was recorded.
+        completions: Calls back for the events of the stream on which it was recorded.
     """
 
-    def __init__(self, raw: Any, *, name: str, watcher: CompletionWatcher) -> None:
+    def __init__(self, raw: Any, *, name: str, completions: CompletionThread) -> None:
         self.raw = raw
         self.name = name
-        self._watcher = watcher
+        self._completions = completions
 
     @property
     def is_done(self) -> bool:
@@ -79,8 +79,8 @@ class StreamEvent(Event):
         self.raw.synchronize()
 
     def when_done(self, callback: Callback) -> None:
-        """Call back once the device has come to it, from the watcher's thread."""
-        self._watcher.watch(self, callback)
+        """Call back once the device has come to it, from the completion thread."""
+        self._completions.watch(self, callback)
 
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
@@ -103,7 +103,7 @@ class AcceleratorDevice(Device):
         self._num_steps = 0
         self._lock = threading.Lock()
         self._streams: dict[CopyQueue | torch.device, Any] = {}
-        self._watcher: CompletionWatcher | None = None
+        self._completions: CompletionThread | None = None
 
     @property
     def _backend(self) -> Any:
@@ -132,10 +132,10 @@ class AcceleratorDevice(Device):
 
     def close(self) -> None:
         with self._lock:
-            watcher, self._watcher = self._watcher, None
+            completions, self._completions = self._completions, None
             self._streams.clear()
-        if watcher is not None:
-            watcher.close()
+        if completions is not None:
+            completions.close()
 
     def _stream(self, use: CopyQueue | torch.device) -> Any:
         """Return a stream of this device's queue, or one of another device for copies from it."""
@@ -155,9 +155,9 @@ class AcceleratorDevice(Device):
         raw = kind(blocking=True) if self.torch_device.type == "cuda" else kind()
         raw.record(stream)
         with self._lock:
-            if self._watcher is None:
-                self._watcher = CompletionWatcher(f"roundpipe-watcher-{self.name}")
-            return StreamEvent(raw, name=name, watcher=self._watcher)
+            if self._completions is None:
+                self._completions = CompletionThread(f"roundpipe-completion-{self.name}")
+            return StreamEvent(raw, name=name, completions=self._completions)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)

@@ -112,7 +112,7 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class UploadPiece:
     """Host memory that is copied into a region.
 
     Attributes:
@@ -146,7 +146,7 @@ class BlockLayout:
 
     parameters: tuple[nn.Parameter, ...]
     form: Form
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UploadPiece, ...]
     has_copies: bool
 
     @cached_property
@@ -234,7 +234,7 @@ class Layouts:
 
     def _made(self, block: nn.Module, parameters: tuple[nn.Parameter, ...]) -> BlockLayout:
         has_copies = False
-        pieces: list[Piece] = []
+        pieces: list[UploadPiece] = []
         places: dict[nn.Parameter, Place] = {}
         end = 0
         for flat in self._store.buffers_of(block):
@@ -242,7 +242,7 @@ class Layouts:
             if not members:
                 continue
             pieces.append(
-                Piece(
+                UploadPiece(
                     source=bytes_of(buffer),
                     previous=None if flat.kept is None else bytes_of(flat.kept),
                     offset=end,
@@ -264,7 +264,7 @@ class Layouts:
                 values, kept, has_copies = self._store.served(parameter).detach(), None, True
                 values = values.to(parameter.dtype).contiguous()
             pieces.append(
-                Piece(
+                UploadPiece(
                     source=bytes_of(values),
                     previous=None if kept is None else bytes_of(kept),
                     offset=end,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
-from roundpipe_lightning.engine.store.block_layout import BlockLayout, Form, Piece, sum_wide
+from roundpipe_lightning.engine.store.block_layout import BlockLayout, Form, UploadPiece, sum_wide
 from roundpipe_lightning.engine.transfer.copy_queue import cut_up
 
 
@@ -156,7 +156,7 @@ class Region:
             ]
         return chunks
 
-    def _cut(self, piece: Piece, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _cut(self, piece: UploadPiece, source: Tensor) -> list[tuple[Tensor, Tensor]]:
         with torch.inference_mode(mode=False):
             there = self.memory.bytes_at(self._offset + piece.offset, source.nbytes)
             return list(cut_up(there, source, self.memory.chunk_bytes))

@@ -57,7 +57,7 @@ class MetaCopy:
 
     Attributes:
         module: The copy.
-        refusal: Why something that the copy's code has asked for was not copied; None so far.
+        reason_not_copied: Why something the copy's code asks for was not copied; None so far.
 
     Raises:
         ConfigurationError: The module's code changes what is no part of the module.
@@ -71,7 +71,7 @@ class MetaCopy:
         settings: Mapping[str, Any] | None = None,
         replaced: Iterable[tuple[object, object]] = (),
     ) -> None:
-        self.refusal: str | None = None
+        self.reason_not_copied: str | None = None
         self._dtype = compute_dtype
         self._made: dict[int, tuple[object, Any]] = {id(a): (a, b) for a, b in replaced}
         self._modules: dict[nn.Module, nn.Module] = {}
@@ -237,7 +237,7 @@ class MetaCopy:
         return result
 
     def _refuse(self, reason: str) -> ConfigurationError:
-        self.refusal = reason
+        self.reason_not_copied = reason
         return ConfigurationError(f"A run without weights would not leave all as it is: {reason}.")
 
 

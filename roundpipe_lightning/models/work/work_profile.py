@@ -185,8 +185,8 @@ def step_profile(
 
     with _gradients(copy.module), _alone():
         run = measure_run(copy.module, meta_stack, run_step, 1, 1)
-    if copy.refusal is not None:  # and the user's code went on without it
-        raise ConfigurationError(f"Something could not be copied: {copy.refusal}.")
+    if copy.reason_not_copied is not None:  # and the user's code went on without it
+        raise ConfigurationError(f"Something could not be copied: {copy.reason_not_copied}.")
     head_modules = {copy.original(child) for child in run.head_modules}
     work = _profile(module, stack, [_Fit(runs=[run])], head_modules=head_modules)
     if compute_dtype is not None:

@@ -129,7 +129,7 @@ class FitAnswer:
         memory: What they need.
         planned: The plan; None where a device cannot hold even the smallest stages.
         prediction: How long an optimizer step takes; None without a plan.
-        refusal: Why there is no plan; empty where there is one.
+        reason_no_plan: Why there is no plan; empty where there is one.
     """
 
     job: TrainingJob
@@ -137,7 +137,7 @@ class FitAnswer:
     memory: MemoryReport
     planned: PlannedTraining | None
     prediction: StepPrediction | None
-    refusal: str = ""
+    reason_no_plan: str = ""
 
     @property
     def fits(self) -> bool:
@@ -185,7 +185,7 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
     try:
         planned = _plan(jobs)
     except FitError as error:
-        return replace(_smallest(job), refusal=str(error))
+        return replace(_smallest(job), reason_no_plan=str(error))
     plan = planned.plan
     chosen = jobs[plan.num_microbatches // job.num_batches]
     layout = plan.layout

@@ -203,7 +203,7 @@ class _Choice:
             even = {case: case.beginnings(None) for case in cases}
         self._even = {case: partitions for case, partitions in even.items() if partitions}
         if not self._even:
-            raise FitError(_describe_refusal(cases, request))
+            raise FitError(_describe_misfit(cases, request))
         self._best: tuple[Case, Prediction] | None = None
         self._lack: FitError | None = None
 
@@ -299,7 +299,7 @@ class _Choice:
         return case, best
 
 
-def _describe_refusal(cases: Sequence[Case], request: PlanningRequest) -> str:
+def _describe_misfit(cases: Sequence[Case], request: PlanningRequest) -> str:
     """Explain why none of the partitions that are wanted is possible."""
     case = cases[0]
     device = f"a device of {case.hardware.name} has {case.hardware.device_bytes / 2**30:.2f} GiB"

@@ -126,7 +126,7 @@ class LoaderPosition:
         return None if self._last is None else self._last()
 
     def open(self) -> None:
-        """Begin the present iteration if that was put off."""
+        """Begin the present iteration if that was deferred."""
         iteration = self._iteration
         if iteration is not None and not iteration.is_open:
             iteration.open()

@@ -10,8 +10,8 @@ batch ──► on_train_batch_end ──► [validation ... on_validation_end] 
 Left to itself, Lightning takes what follows a checkpoint for done: a validation that was due, a
 scheduler that waits for its metric, the hooks at the end of the epoch. If the checkpoint was
 written after the last optimizer step, Lightning finds a limit reached before anything else and
-ends. So limits are put off until the loops stand, and what was due is then done by the loops' own
-methods.
+ends. So limits are deferred until the loops are restored. The loops' own methods then do what was
+due.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import EarlyStopping, Timer
 from roundpipe_lightning.strategy import compat
 
 
-class Place(str, Enum):
+class LoopPosition(str, Enum):
     """Position in the loops at which a checkpoint was written."""
 
     INSIDE_BATCH = "inside_batch"
@@ -43,17 +43,21 @@ class Place(str, Enum):
     """Anywhere else: before the first batch, or after the last."""
 
 
-def place_of(trainer: Trainer) -> Place:
+def position_in_loops(trainer: Trainer) -> LoopPosition:
     """Return where in the loops `trainer` is."""
     hook = compat.current_hook(trainer)
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if trainer.validating:
-        return Place.VALIDATION_END if hook == "on_validation_end" else Place.VALIDATION
+        return (
+            LoopPosition.VALIDATION_END if hook == "on_validation_end" else LoopPosition.VALIDATION
+        )
     if hook == "on_train_batch_end" and progress.completed < progress.processed:
-        return Place.BATCH_END
+        return LoopPosition.BATCH_END
     if hook == "on_train_epoch_end":
-        return Place.EPOCH_END
-    return Place.INSIDE_BATCH if progress.ready != progress.processed else Place.BETWEEN
+        return LoopPosition.EPOCH_END
+    return (
+        LoopPosition.INSIDE_BATCH if progress.ready != progress.processed else LoopPosition.BETWEEN
+    )
 
 
 def is_epoch_over(trainer: Trainer) -> bool:
@@ -62,32 +66,32 @@ def is_epoch_over(trainer: Trainer) -> bool:
     return bool(progress.ready) and compat.has_last_batch(trainer)
 
 
-def settle_progress(trainer: Trainer, place: Place) -> None:
+def restore_progress(trainer: Trainer, position: LoopPosition) -> None:
     """Bring the loops' counters, as loaded, to a state that Lightning's restart leaves alone."""
     loop = trainer.fit_loop.epoch_loop
     total: Any = loop.batch_progress.total
     current: Any = loop.batch_progress.current
-    if place is Place.BATCH_END:
+    if position is LoopPosition.BATCH_END:
         loop.batch_progress.increment_completed()
-    elif place is Place.INSIDE_BATCH:
+    elif position is LoopPosition.INSIDE_BATCH:
         undone = current.ready - current.completed
         total.ready -= undone
         for counters in (total, current):
             counters.started = counters.processed = counters.ready = counters.completed
         loop.batch_progress.is_last_batch = False
-    elif place is Place.VALIDATION:
+    elif position is LoopPosition.VALIDATION:
         # Its batches are taken out of the sums: it is run again.
         progress: Any = loop.val_loop.batch_progress
         for counter in ("ready", "started", "processed", "completed"):
             num = getattr(progress.total, counter) - getattr(progress.current, counter)
             setattr(progress.total, counter, num)
         progress.reset_on_run()
-    elif place is Place.EPOCH_END:
+    elif position is LoopPosition.EPOCH_END:
         trainer.fit_loop.restarting = False
         compat.end_restart(trainer.fit_loop, loop, loop.val_loop)
 
 
-def go_on(trainer: Trainer, place: Place) -> bool:
+def go_on(trainer: Trainer, position: LoopPosition) -> bool:
     """Finish what followed the checkpoint, or let Lightning's loop do it first.
 
     Called when the loops stand before their first iteration, with the metrics restored.
@@ -95,19 +99,19 @@ def go_on(trainer: Trainer, place: Place) -> bool:
     Returns:
         Whether a validation is due first, or what follows one.
     """
-    if place is Place.EPOCH_END:
+    if position is LoopPosition.EPOCH_END:
         _finish_epoch(trainer)
         return False
     loop = trainer.fit_loop.epoch_loop
     compat.skip_no_validation(trainer)
-    if place is Place.BETWEEN and not _is_inside_epoch(trainer):
+    if position is LoopPosition.BETWEEN and not _is_inside_epoch(trainer):
         return False
     steps, due = not compat.is_accumulating(trainer), compat.is_validation_due(trainer)
     compat.restart_after_batch(trainer)
-    validates = place is Place.VALIDATION or (place is Place.BATCH_END and due)
+    validates = position is LoopPosition.VALIDATION or (position is LoopPosition.BATCH_END and due)
     if validates:
         compat.restart_in_validation(trainer)
-    elif place is Place.BATCH_END:
+    elif position is LoopPosition.BATCH_END:
         loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         compat.count_stepped_batches(trainer, int(steps))
         if is_epoch_over(trainer):  # let the next batch be the end of the epoch
@@ -115,11 +119,11 @@ def go_on(trainer: Trainer, place: Place) -> bool:
             fetcher.iterator, fetcher.done = iter(()), True
             if hasattr(fetcher, "batches"):
                 fetcher.batches = []
-    elif place in (Place.INSIDE_BATCH, Place.BETWEEN) and due:
+    elif position in (LoopPosition.INSIDE_BATCH, LoopPosition.BETWEEN) and due:
         # The loop asks before its next batch whether a validation was due, and would go on behind
         # it: the answer is no, once.
         compat.skip_due_validation(trainer)
-    return validates or place is Place.VALIDATION_END
+    return validates or position is LoopPosition.VALIDATION_END
 
 
 def _is_inside_epoch(trainer: Trainer) -> bool:
@@ -145,7 +149,12 @@ def _finish_epoch(trainer: Trainer) -> None:
 
 # The end of the training ------------------------------------------------------------------------
 
-_BEFORE_THE_END = (Place.BATCH_END, Place.VALIDATION, Place.VALIDATION_END, Place.EPOCH_END)
+_BEFORE_THE_END = (
+    LoopPosition.BATCH_END,
+    LoopPosition.VALIDATION,
+    LoopPosition.VALIDATION_END,
+    LoopPosition.EPOCH_END,
+)
 
 
 def stop_state(trainer: Trainer) -> dict[str, Any]:
@@ -175,12 +184,14 @@ def restore_stop(trainer: Trainer, state: Mapping[str, Any]) -> bool:
     return asked
 
 
-def put_off_limits(trainer: Trainer, place: Place, *, is_asked: bool) -> Callable[[], bool] | None:
-    """Put off where a training ends, while its loops are restored.
+def defer_limits(
+    trainer: Trainer, position: LoopPosition, *, is_asked: bool
+) -> Callable[[], bool] | None:
+    """Defer the end of a training, while its loops are restored.
 
     Args:
         trainer: The trainer, with its loops restored.
-        place: Where the checkpoint was written.
+        position: Where the checkpoint was written.
         is_asked: Whether the training had been asked to stop.
 
     Returns:
@@ -193,7 +204,7 @@ def put_off_limits(trainer: Trainer, place: Place, *, is_asked: bool) -> Callabl
     next_step = loop.global_step + 1
     no_steps = 0 < max_steps < next_step
     no_epochs = max_epochs is not None and 0 < max_epochs <= progress.processed
-    if place not in _BEFORE_THE_END or not (no_steps or no_epochs or is_asked):
+    if position not in _BEFORE_THE_END or not (no_steps or no_epochs or is_asked):
         return None
     if no_steps:
         loop.max_steps = next_step

@@ -31,14 +31,14 @@ from roundpipe_lightning.strategy.resume.logged import (
     set_log_state,
 )
 from roundpipe_lightning.strategy.resume.loops import (
-    Place,
+    LoopPosition,
+    defer_limits,
     finish_training,
     go_on,
     is_epoch_over,
-    place_of,
-    put_off_limits,
+    position_in_loops,
+    restore_progress,
     restore_stop,
-    settle_progress,
     stop_state,
 )
 from roundpipe_lightning.strategy.resume.randomness import (
@@ -115,9 +115,9 @@ class ResumePoint:
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what `load` needs, as tensors, numbers and names."""
-        place = place_of(trainer)
+        place = position_in_loops(trainer)
         combined = compat.combined_loader(trainer)
-        inside_batch = place is Place.INSIDE_BATCH
+        inside_batch = place is LoopPosition.INSIDE_BATCH
         num_undone = len(getattr(compat.data_fetcher(trainer), "batches", ())) + inside_batch
         loaders = [] if combined is None else combined.flattened
         positions = [position_of(loader) for loader in loaders]
@@ -147,21 +147,21 @@ class ResumePoint:
         }
 
     def _host_before(
-        self, positions: list[Any], place: Place, *, is_check: bool
+        self, positions: list[Any], place: LoopPosition, *, is_check: bool
     ) -> HostRandomness | None:
         """Return the host's generators before the part that is repeated; None if none is."""
-        if is_check or place is Place.VALIDATION:
+        if is_check or place is LoopPosition.VALIDATION:
             return self._before_validation
-        if place is not Place.INSIDE_BATCH:
+        if place is not LoopPosition.INSIDE_BATCH:
             return None
         found = (position.before_fetch(1) for position in positions if position is not None)
         return next((randomness for randomness in found if randomness is not None), None)
 
-    def _gradients(self, trainer: Trainer, place: Place) -> dict[str, Tensor]:
+    def _gradients(self, trainer: Trainer, place: LoopPosition) -> dict[str, Tensor]:
         module = trainer.lightning_module
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         inside = compat.is_accumulating(trainer)
-        if place is Place.INSIDE_BATCH:  # those of the batches before it
+        if place is LoopPosition.INSIDE_BATCH:  # those of the batches before it
             inside = progress.processed % trainer.accumulate_grad_batches != 0
         if module.automatic_optimization and (not inside or not progress.ready):
             return {}
@@ -182,9 +182,9 @@ class ResumePoint:
         self._loaded, self._latest = state, (trainer, state["logged"])
         fit_loop = loops.get("fit_loop", {}).get("state_dict", {})
         self._stateful = list(fit_loop.get("combined_loader", ()))
-        settle_progress(trainer, Place(state["place"]))
+        restore_progress(trainer, LoopPosition(state["place"]))
         is_asked = restore_stop(trainer, state.get("stop", {}))
-        self._put_back = put_off_limits(trainer, Place(state["place"]), is_asked=is_asked)
+        self._put_back = defer_limits(trainer, LoopPosition(state["place"]), is_asked=is_asked)
         if not state["is_exact"]:
             warnings.warn(
                 "The checkpoint was written inside a batch, after its gradients had been added: "
@@ -202,16 +202,20 @@ class ResumePoint:
         assert combined is not None
         ends, is_over, validates = self._put_limits_back(), True, False
         if state is not None:
-            place = Place(state["place"])
-            is_over = place is Place.EPOCH_END
+            place = LoopPosition(state["place"])
+            is_over = place is LoopPosition.EPOCH_END
             _set_gradients(trainer, state["gradients"])
             self._place_data(trainer, state)
-            if place in (Place.BATCH_END, Place.VALIDATION, Place.VALIDATION_END):
+            if place in (
+                LoopPosition.BATCH_END,
+                LoopPosition.VALIDATION,
+                LoopPosition.VALIDATION_END,
+            ):
                 trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
             set_log_state(trainer, state["logged"])
             validates = go_on(trainer, place)
             set_random_state(state["random_state"])
-            if place is Place.VALIDATION:
+            if place is LoopPosition.VALIDATION:
                 self._at_validation = HostRandomness.now()
         # The user sees the loaders that were given.
         own = [loader.loader if position_of(loader) else loader for loader in combined.flattened]
