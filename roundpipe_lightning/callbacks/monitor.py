@@ -293,7 +293,7 @@ class FetchClock:
         )
 
     def take_seconds(self) -> float:
-        """Return what has been added up since the last call."""
+        """Return the sums since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

@@ -46,7 +46,7 @@ class MeasuredBatch:
         """The workers' idle time in the whole of `wall_seconds`, by cause.
 
         Args:
-            overlap: With the step before, which was still under way.
+            overlap: With the step before, which was still in flight.
         """
         record = self.record
         assert record is not None, "only pipelines have workers"

@@ -221,7 +221,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self._queue.submit(write)
 
     def release(self, *, unchanged: Collection[Storage] = ()) -> None:
-        """Return when memory that was given as steady may change, but for what is `unchanged`."""
+        """Wait until memory that was given as steady may change, but for `unchanged`."""
         self.snapshots.release(unchanged=unchanged)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -239,7 +239,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def wait(self) -> None:
-        """Return when all that was asked for has been done.
+        """Wait until all saves and removals have been done.
 
         Raises:
             CheckpointError: A checkpoint could not be written.

@@ -158,7 +158,7 @@ class Snapshots:
             return Snapshot(self, members)
 
     def release(self, *, unchanged: Iterable[Storage] = ()) -> None:
-        """Return when all protected memory may change: it has been written, or copied.
+        """Wait until all protected memory may change: it has been written, or copied.
 
         Args:
             unchanged: Memory that stays as it is for now, and protected.

@@ -87,7 +87,7 @@ class PlanSettings:
         batch_size: Sequences of a batch.
         num_batches: Batches that are accumulated.
         num_microbatches: Parts of a batch; None: the planner chooses.
-        hints: What is settled about the stages.
+        hints: Constraints on the stages.
         frozen_bits: Of a parameter that is not trained.
         weights: Where the weights lie that are uploaded.
         eager_loss: Whether the model's own loss is measured instead of a fused one.
@@ -342,11 +342,11 @@ def _probed(config: DictConfig, *, name: str) -> HardwareSpec:
 
 
 def _with_plan(settings: PlanSettings, plan: Plan) -> PlanSettings:
-    """Settle everything that a saved plan settles."""
+    """Fix everything that a saved plan fixes."""
     taken = settings.hints.keys_given()
     if taken:
         raise PlanError(
-            f"partition.plan settles the stages, teams and rounds, but there is a hint beside it "
+            f"partition.plan fixes the stages, teams and rounds, but there is a hint beside it "
             f"({', '.join(taken)}): drop one of the two."
         )
     if plan.num_workers != settings.hardware.num_devices:

@@ -397,7 +397,7 @@ def has_happened(event: Event) -> bool:
 
 
 def happened_at(event: Event) -> float:
-    """Return when an event of an emulated device happened that has; of others that is not known.
+    """Return the time of an emulated device's event that has happened; None for other events.
 
     Raises:
         Exception: What made it fail.

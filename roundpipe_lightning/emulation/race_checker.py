@@ -102,7 +102,7 @@ class ProtocolChecker:
             _merge(self._clock(line), stamp)
 
     def stamp(self, line: str) -> Stamp:
-        """Return what will have ended when all work of a line so far has ended."""
+        """Return the stamp of the moment at which all work of a line so far has ended."""
         with self._mutex:
             return dict(self._clock(line))
 
@@ -242,7 +242,7 @@ class WatchedOperations(TorchDispatchMode):
         return result
 
     def _line(self, operands: Sequence[Operand]) -> str:
-        """Return where an operation runs: on the device of its tensors, else on the host.
+        """Return the place of an operation: the device of its tensors, else the host.
 
         Values behind a tag are read as plain tensors where they go to the host or to another
         device; the host waits for that.

@@ -311,7 +311,7 @@ class ServedDevice(EmulatedDevice):
         return super().reaches(other) or (known and is_direct)
 
     def _num_timed_bytes(self, queue: CopyQueue, src: Tensor) -> int:
-        """Return how many bytes take as long on the link as a copy: others from other devices."""
+        """Return the bytes with the link time of a copy, which may come from another device."""
         timing = self.server.timing
         direct, link = timing.direct_bytes_per_second, timing.upload_bytes_per_second
         if direct is None or queue is not CopyQueue.UPLOAD or tag_of(src) is None:
@@ -385,7 +385,7 @@ class ServedDevice(EmulatedDevice):
         super().start_clock()
 
     def mark(self) -> float:
-        """Return when all work launched so far will have been done."""
+        """Return the time at which all work launched so far will have been done."""
         return self.compute.mark()
 
 

@@ -37,7 +37,7 @@ class EmulatedTiming:
     Attributes:
         upload_bytes_per_second: Of each device's link.
         download_bytes_per_second: Of each device's link.
-        host_bytes_per_second: Of the host's memory, which copies under way share.
+        host_bytes_per_second: Of the host's memory, which copies in flight share.
         direct_bytes_per_second: Of copies from device to device, on the link of the one that
             receives them; None: no device reaches another's memory.
         copy_seconds: What each copy takes beside its bytes.
@@ -230,7 +230,7 @@ class ComputeQueue:
                 self._end = max(self._end, self._host.now()) + seconds
 
     def mark(self) -> float:
-        """Return when all that was launched so far will have ended."""
+        """Return the time at which all work launched so far will have ended."""
         with self._mutex:
             now = self._host.now()
             delay = self._delay()

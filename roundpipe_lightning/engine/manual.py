@@ -220,7 +220,7 @@ class _MeetingPlace(TorchFunctionMode):
         return tensor.device == self._device.torch_device
 
     def placed(self, parameter: nn.Parameter) -> Tensor:
-        """Return what a module has for a parameter: in a block a copy on the device."""
+        """Return a module's tensor for a parameter: in a block a copy on the device."""
         return parameter if self._copies is None else self._copy(parameter)
 
     def _copy(self, parameter: nn.Parameter) -> Tensor:

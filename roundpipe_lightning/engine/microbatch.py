@@ -135,7 +135,7 @@ class Microbatch:
 
     @property
     def must_be_waited_for(self) -> bool:
-        """Whether it has written attributes or buffers, or called blocks that were not planned."""
+        """Whether the microbatch has written attributes or buffers, or called unplanned blocks."""
         return self._user.writes.were_any or bool(self.num_streamed)
 
     def write_attributes(self) -> None:

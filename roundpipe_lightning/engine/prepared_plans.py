@@ -44,7 +44,7 @@ class PreparedPlan:
         return turns_of_batch(self.plan)
 
     def stage_runs(self, *, backward: bool) -> tuple[WorkerRuns, ...]:
-        """Return what each worker runs, with or without the BACKWARD stages."""
+        """Return the stage runs of each worker, with or without the BACKWARD stages."""
         if backward not in self._stage_runs:
             self._stage_runs[backward] = plan_runs(self.plan, self._chain, backward=backward)
         return self._stage_runs[backward]
@@ -101,7 +101,7 @@ class PreparedPlans:
 
 
 def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, ...]:
-    """Return what each worker runs.
+    """Return the stage runs of each worker.
 
     Args:
         plan: The plan.

@@ -169,7 +169,7 @@ class Step:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the step has ended well."""
         return self._result is not None
 
     # ---------------------------------------------------------------------- used by StepsInFlight
@@ -286,7 +286,7 @@ class Step:
         self._on_success(self, self._result)
 
     def _timeline(self, traffic: Sequence[WorkerTraffic]) -> tuple[Timeline, float | None]:
-        """Return when every action ran, and `StepResult.clock_seconds`.
+        """Return the times of every action, and `StepResult.clock_seconds`.
 
         Of a step that overlaps another, the times are since its first action.
         """
@@ -310,7 +310,7 @@ class Step:
 
 
 def grace_seconds(timeout_seconds: float) -> float:
-    """Return how long a step that was given up may take to come to its end."""
+    """Return the seconds that a step may take to end after it was given up."""
     return min(timeout_seconds, 60.0)
 
 

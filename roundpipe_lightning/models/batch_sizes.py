@@ -66,7 +66,7 @@ def _count_tokens(batch: Any) -> int | None:
 
 
 def length_of(batch: Any) -> int | None:
-    """Return how many positions the sequences of a batch have; None where that is unknown.
+    """Return the number of positions of a batch's sequences; None where that is unknown.
 
     It is the second dimension that all tensors of whole numbers share (tokens, labels, masks); with
     none of these, of the tensors with three dimensions (features of every position).

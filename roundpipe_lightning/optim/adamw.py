@@ -53,7 +53,7 @@ _HOW_TORCH_STEPS = {
     "differentiable": False,
     "fused": True,
     "decoupled_weight_decay": True,
-}  # the options of `torch.optim.AdamW` that are settled here; in every group, for checkpoints
+}  # the options of `torch.optim.AdamW` that are fixed here; in every group, for checkpoints
 _Choice = TypeVar("_Choice", bound=Enum)
 _STEPPED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -153,7 +153,7 @@ class HostAdamW(Optimizer):
             raise
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return what errors call a parameter: its name if the optimizer was given names."""
+        """Return a parameter's name for errors: its own if the optimizer was given names."""
         for index, group in enumerate(self.param_groups):
             for place, member in enumerate(group["params"]):
                 if member is parameter:
@@ -322,7 +322,7 @@ class HostAdamW(Optimizer):
     def planned_state_place(
         cls, *, moments: str = "fp32", offload: str | None = None, **_: Any
     ) -> StatePlace:
-        """Return what the state would take of an optimizer made with these options."""
+        """Return the size and place of the state of an optimizer made with these options."""
         layout = StateLayout(form=_chosen(MomentFormat, moments=moments))
         return _place(layout, on_disk=offload == "disk")
 

@@ -149,7 +149,7 @@ SECOND_MOMENT = PowerCode(signed=False, squarings=2)
 
 
 def num_blocks(count: int) -> int:
-    """Return how many scales so many numbers have."""
+    """Return the number of scales of so many numbers."""
     return math.ceil(count / BLOCK)
 
 

@@ -50,7 +50,7 @@ def _compiled(function: Code) -> Code:
 
 
 def _instruction(given: Any, made: Any, write: Callable[[Any, Any], Any]) -> Any:
-    """Return what compiled code may call on one number, with what writes LLVM's instructions."""
+    """Make a function of one number for compiled code out of one that writes LLVM code."""
 
     @intrinsic
     def call(_typing: Any, _number: Any) -> Any:
@@ -154,7 +154,7 @@ _WRITERS = {torch.float32: _to_float32, torch.bfloat16: _to_bfloat16, torch.floa
 
 
 def factors_of(settings: Settings, step: float) -> tuple[Any, ...]:
-    """Return what a step of AdamW multiplies with, rounded to float32 where torch's kernel does."""
+    """Return the factors of a step of AdamW, rounded to float32 where torch's kernel does."""
     pull = np.float32(1 - settings.beta1)
     is_small = bool(pull < 0.5)
     numbers = (
@@ -171,7 +171,7 @@ def factors_of(settings: Settings, step: float) -> tuple[Any, ...]:
 
 
 def noise_keys(seed: int, start: int) -> tuple[Any, ...]:
-    """Return what the noise from element `start` on depends on, as in `rounding.noise`."""
+    """Return the keys of the noise from element `start` on, as in `rounding.noise`."""
     keys = [start]
     for number in range(len(ROUNDED)):
         keys += [(seed + number) ^ (start >> 32), (seed + number) >> 32]
@@ -219,7 +219,7 @@ class KernelForm:
 
 
 def compiled_step(form: KernelForm) -> Callable[..., None]:
-    """Return what steps a piece.
+    """Return the function that steps a piece.
 
     It takes master `p`, gradient `g`, moments `m` and `v`, copy `c` (may be empty), `factors_of`
     the step, `noise_keys`, and a span: the first element, its place in the moments, how many there
@@ -230,7 +230,7 @@ def compiled_step(form: KernelForm) -> Callable[..., None]:
 
 
 def _plain(form: KernelForm) -> Callable[..., None]:
-    """Return what steps arrays whose moments are arrays of numbers."""
+    """Return the function that steps arrays whose moments are arrays of numbers."""
     read, read_gradient = READERS[form.values], READERS[form.gradient]
     read_moment: Any = _same
     write_moment: Any = _to_float32
@@ -315,7 +315,7 @@ def _square_root(x: Any) -> Any:
 
 @functools.cache
 def _decoder(code: PowerCode) -> Callable[..., None]:
-    """Return what decodes a block, with the bits of `PowerCode.decode`."""
+    """Return the function that decodes a block, with the bits of `PowerCode.decode`."""
     signed, largest = code.signed, np.float32(code.largest)
     power = _fourth_power if code.squarings == 2 else _squared
     inverse = np.float32(1) / largest
@@ -333,7 +333,7 @@ def _decoder(code: PowerCode) -> Callable[..., None]:
 
 @functools.cache
 def _encoder(code: PowerCode) -> Callable[..., Any]:
-    """Return what encodes a block and returns its scale, with the bits of `PowerCode.encode`."""
+    """Return the function that encodes a block, and returns its scale, as `PowerCode.encode`."""
     signed, largest, stored = code.signed, np.float32(code.largest), _STORED[code.dtype]
     power = _fourth_power if code.squarings == 2 else _squared
     root = _fourth_root if code.squarings == 2 else _square_root

@@ -122,7 +122,7 @@ class StepKernel:
         return self._threads
 
     def _work(self, parameters: Sequence[FlatParameter]) -> Callable[[Task, Scratch], None]:
-        """Return what steps a task."""
+        """Return the function that steps a task."""
         with_torch = functools.partial(
             step_with_torch,
             moments=moments_in(self._moments),
@@ -146,7 +146,7 @@ class StepKernel:
         return work
 
     def _native_step(self, parameter: FlatParameter) -> PieceStep | None:
-        """Return what steps a parameter in machine code; None: torch's operations have to."""
+        """Return the step of a parameter in machine code; None: torch's operations have to."""
         from roundpipe_lightning.optim import native  # only now: importing numba takes a while
 
         try:

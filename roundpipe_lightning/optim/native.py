@@ -88,7 +88,7 @@ class PieceStep:
 def prepare(
     parameter: FlatParameter, *, moments: MomentFormat, stochastic_rounding: bool
 ) -> PieceStep | None:
-    """Return what steps a parameter; None: torch's operations have to.
+    """Return the step of a parameter; None: torch's operations have to.
 
     Raises:
         UnusableCodeError: The loop has not the bits of torch's operations, or cannot be made.

@@ -178,7 +178,7 @@ def moments_in(form: MomentFormat) -> tuple[Moment, Moment]:
 
 
 def working_dtype(parameter: Tensor) -> torch.dtype:
-    """Return what a parameter's step is computed in: float32, or float64 for float64."""
+    """Return the dtype of a parameter's step: float32, or float64 for float64."""
     return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 

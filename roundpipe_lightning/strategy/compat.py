@@ -87,7 +87,7 @@ def load_loader_states(combined: CombinedLoader, states: list[Any]) -> None:
 
 
 def consumed_loaders(combined: CombinedLoader | None) -> list[bool]:
-    """Return which loaders have ended once in this epoch; empty where no mode asks for it."""
+    """Return the loaders that have ended once in this epoch; empty where no mode asks for it."""
     return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
 
 
@@ -101,7 +101,7 @@ def set_consumed_loaders(combined: CombinedLoader, consumed: Sequence[bool]) -> 
 
 
 def data_fetcher(trainer: Trainer) -> Any:
-    """Return what fetches the training's batches; None before an epoch."""
+    """Return the fetcher of the training's batches; None before an epoch."""
     return trainer.fit_loop._data_fetcher
 
 
@@ -141,17 +141,17 @@ _LATEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def step_results(trainer: Trainer) -> _ResultCollection | None:
-    """Return what the loop that runs has logged; None outside of one."""
+    """Return the results that the running loop has logged; None outside of one."""
     return trainer._results
 
 
 def epoch_results(trainer: Trainer) -> _ResultCollection:
-    """Return what training has logged in this epoch."""
+    """Return the results that training has logged in this epoch."""
     return trainer.fit_loop.epoch_loop._results
 
 
 def validation_results(trainer: Trainer) -> _ResultCollection:
-    """Return what the validation inside a fit has logged."""
+    """Return the results that the validation inside a fit has logged."""
     return trainer.fit_loop.epoch_loop.val_loop._results
 
 

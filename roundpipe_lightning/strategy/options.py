@@ -90,7 +90,7 @@ class Options:
             )
         if self._given_hints() != PartitionHints() and self.plan != "auto":
             raise ConfigurationError(
-                "hints settle a part of the plan that is made, but plan=... gives all of it: drop "
+                "hints fix a part of the plan that is made, but plan=... gives all of it: drop "
                 "one of the two."
             )
         self._check_names()

@@ -508,7 +508,7 @@ class PipelineRuntime:
     # In a checkpoint -----------------------------------------------------------------------------
 
     def previous_parameters(self) -> dict[str, Tensor]:
-        """Return what the next step computes with where that is not what the module has."""
+        """Return the parameters of the next step where they are not those of the module."""
         served = self._left.values() if self.updater is None else self.updater.served()
         return {n: served[p] for n, p in self._module.named_parameters() if p in served}
 
@@ -520,7 +520,7 @@ class PipelineRuntime:
                 self.updater.restore(self._previous)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plans and the compiled blocks of a resumed training follow from."""
+        """Return the state from which a resumed training plans and compiles again."""
         state = self._planner.state_dict()
         if self.compiler is not None:
             state["compiler"] = self.compiler.state_dict()

@@ -101,7 +101,7 @@ class RoundPipeStrategy(ParallelStrategy):
             the memory counts. Memory is checked before anything is allocated.
         timeout_seconds: After so many seconds without progress a step is given up with a report.
         workers_per_device: Workers that share each device.
-        hints: What is settled about the stages of a plan that is made: `PartitionHints`, or a
+        hints: Constraints on the stages of a plan that is made: `PartitionHints`, or a
             mapping with the keys of `conf/partition`.
         replan: Whether a plan that was made is improved from measured times while training runs.
         dry_run: Whether `training_step` is run once without values, on a copy of the module, to

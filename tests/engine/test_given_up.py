@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.engine import steps as under_way
+from roundpipe_lightning.engine import steps as engine_steps
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import DeviceMemoryError, WatchdogError
 from tests.engine.test_out_of_memory import SmallDevice
@@ -66,7 +66,7 @@ def test_ctrl_c_while_the_engine_waits(where: str, monkeypatch: pytest.MonkeyPat
 
 def test_ctrl_c_with_user_code_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine waits a while, then goes on without the stuck thread, which ends by itself."""
-    monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.5)
+    monkeypatch.setattr(engine_steps, "grace_seconds", lambda timeout_seconds: 0.5)
     module = Regressor()
     batches = regression_batches(2)
     release = threading.Event()
@@ -90,7 +90,7 @@ def test_ctrl_c_with_user_code_that_does_not_end(monkeypatch: pytest.MonkeyPatch
 def test_a_thread_that_was_given_up_leaves_the_next_step_alone(
     monkeypatch: pytest.MonkeyPatch, where: str, workers: Callable[[int], list[Device]]
 ) -> None:
-    monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.0)
+    monkeypatch.setattr(engine_steps, "grace_seconds", lambda timeout_seconds: 0.0)
     module = Regressor()
     module.register_buffer("seen", torch.zeros(()))
     (counter,) = module.buffers()
@@ -176,7 +176,7 @@ def test_watchdog_lets_a_step_be_longer_than_its_timeout(monkeypatch: pytest.Mon
 
 
 def test_an_error_wins_over_the_wait_for_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "grace_seconds", lambda timeout_seconds: 0.1)
+    monkeypatch.setattr(engine_steps, "grace_seconds", lambda timeout_seconds: 0.1)
     module = Regressor()
     clock, release = WatchClock(monkeypatch), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Memory for boundaries under way: its size follows from the plan, not from who is faster."""
+"""Memory for boundaries in flight: its size follows from the plan, not from who is faster."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_who_comes_back_late_from_a_failed_step_gets_ordinary_memory() -> None:
 
 @settings(deadline=None)
 @given(random_plans())
-def test_microbatches_of_one_pool_are_never_under_way_together(plan: Plan) -> None:
+def test_microbatches_of_one_pool_are_never_in_flight_together(plan: Plan) -> None:
     graph = TurnGraph.from_plan(plan)
     before = {key: set[ActionKey]() for key in graph.actions}
     for key in _in_order(plan, graph, first=lambda ready: ready[0]):
@@ -203,7 +203,7 @@ def furthest(ready: Sequence[ActionKey]) -> ActionKey:
 
 
 def nearest(ready: Sequence[ActionKey]) -> ActionKey:
-    """Choose what has come least far: all are under way at once, where that is possible."""
+    """Choose what has come least far: all are in flight at once, where that is possible."""
     return min(ready, key=lambda key: ("FXB".index(key.kind.value), key.stage, key.microbatch))
 
 

@@ -277,7 +277,7 @@ class _PlannedError(Exception):
     """What the test raises in user code."""
 
 
-def test_an_error_in_user_code_gives_up_what_is_under_way() -> None:
+def test_an_error_in_user_code_gives_up_copies_in_flight() -> None:
     module = Regressor(4)
     stack, batches = layers_of(module), regression_batches(4)
     plan = plan_of(stack, num_workers=2, num_microbatches=4)

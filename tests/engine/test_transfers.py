@@ -13,7 +13,7 @@ from torch import Tensor
 from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
 from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.transfer.copy_queue import (
-    MOST_UNDER_WAY,
+    MOST_IN_FLIGHT,
     Job,
     Priority,
     TransferQueue,
@@ -30,7 +30,7 @@ class SteppedDevice(CpuDevice):
         super().__init__()
         self.given: list[tuple[Tensor, Tensor, HostEvent]] = []
         self.order: list[int] = []
-        self.most_under_way = 0
+        self.most_in_flight = 0
         self._changed = threading.Condition()
         self._num_made = 0
 
@@ -42,7 +42,7 @@ class SteppedDevice(CpuDevice):
         with self._changed:
             self.given.append((dst, src, event))
             self.order.append(int(src[0]))
-            self.most_under_way = max(self.most_under_way, len(self.given) - self._num_made)
+            self.most_in_flight = max(self.most_in_flight, len(self.given) - self._num_made)
             self._changed.notify_all()
         return event
 
@@ -102,13 +102,13 @@ def test_an_urgent_job_overtakes_the_chunks_of_a_long_one() -> None:
         long, urgent, late = job(1, chunks=5), job(2, priority=Priority.BOUNDARY), job(3)
         target = long.pieces[0][0]
         events = [queue.submit(long)]
-        device.await_given(MOST_UNDER_WAY)
+        device.await_given(MOST_IN_FLIGHT)
         events += [queue.submit(late), queue.submit(urgent)]
         device.make(7)
         for event in events:
             event.wait()
         assert device.order == [1, 1, 2, 1, 1, 1, 3]
-        assert device.most_under_way == MOST_UNDER_WAY
+        assert device.most_in_flight == MOST_IN_FLIGHT
         assert queue.num_bytes == 7 * CHUNK
         assert torch.equal(target, flat(1, 5 * CHUNK))
     assert not failures
@@ -164,7 +164,7 @@ def test_staged_jobs_go_through_the_queues_own_buffers() -> None:
             (src if direction is CopyQueue.UPLOAD else dst).data_ptr()
             for dst, src, _ in device.given
         }
-        assert len(on_host) == MOST_UNDER_WAY
+        assert len(on_host) == MOST_IN_FLIGHT
         assert on_host.isdisjoint({source.data_ptr(), target.data_ptr()})
         assert not staged.pieces  # an event that is kept keeps no tensors
 
@@ -206,13 +206,13 @@ def test_an_abort_gives_jobs_up_and_the_queue_serves_the_next_step() -> None:
     with queue_of(device, failures) as queue:
         compute = HostEvent("compute")
         events = [queue.submit(job(1, chunks=4)), queue.submit(job(2, after=[compute]))]
-        device.await_given(MOST_UNDER_WAY)
+        device.await_given(MOST_IN_FLIGHT)
         queue.abort()
         for event in events:
             with pytest.raises(StepAborted):
                 event.wait()
-        assert not queue.drain(timeout_seconds=0.01)  # two chunks are under way
-        device.make(MOST_UNDER_WAY)
+        assert not queue.drain(timeout_seconds=0.01)  # two chunks are in flight
+        device.make(MOST_IN_FLIGHT)
         assert queue.drain(timeout_seconds=PATIENCE_SECONDS)
         compute.set()  # too late: the job is not made any more
         last = queue.submit(job(3))

@@ -398,12 +398,12 @@ def test_a_method_that_is_kept_of_a_module_below(server: Server) -> None:
         def whoever(self) -> Any:
             return self
 
-    inner, stranger = Inner(2, 2), Inner(2, 2)
+    inner, unrelated = Inner(2, 2), Inner(2, 2)
     outer: Any = nn.Sequential(inner)
-    outer.kept, outer.other = inner.whoever, stranger.whoever
+    outer.kept, outer.other = inner.whoever, unrelated.whoever
     view: Any = server.view(outer)
     assert view.kept() is view[0]
-    assert view.other() is stranger
+    assert view.other() is unrelated
 
 
 def test_what_is_deleted_is_gone(server: Server) -> None:

@@ -50,7 +50,7 @@ def run(
     hardware: HardwareSpec,
     schedule: Schedule = ONE_WORKER,
     partition: Partition = PARTITION,
-    **settled: Any,
+    **options: Any,
 ) -> Timeline:
     return simulate_transfers(
         schedule,
@@ -58,7 +58,7 @@ def run(
         costs=stage_costs(profile, partition=partition),
         profile=profile,
         hardware=hardware,
-        **settled,
+        **options,
     )
 
 

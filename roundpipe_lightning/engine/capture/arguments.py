@@ -121,11 +121,11 @@ class Copies:
         return node
 
     def originals(self) -> dict[int, Any]:
-        """Return what was copied, by the identity of what stands for it."""
+        """Return the originals, by the identity of their copies."""
         return {id(twin): original for original, twin in self._memo.values()}
 
     def changes(self) -> Iterator[Change]:
-        """Return what has been put into the copies since they were made, in a fixed order.
+        """Return the values put into the copies since they were made, in a fixed order.
 
         Raises:
             KeyError: If something was taken out of one.

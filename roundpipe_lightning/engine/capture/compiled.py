@@ -37,10 +37,10 @@ class Placed(Protocol):
     """Blocks on a worker."""
 
     def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what stands for a parameter there."""
+        """Return the placeholder of a parameter there."""
 
     def buffer_of(self, buffer: Tensor) -> Tensor:
-        """Return what stands for a buffer there."""
+        """Return the placeholder of a buffer there."""
 
 
 class BlockCompiler:
@@ -86,7 +86,7 @@ class BlockCompiler:
         return self._known and name not in self._left
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was found out, so that a resumed training compiles from its first step on."""
+        """Return the findings, so that a resumed training compiles from its first step on."""
         return {
             "known": self._known,
             "left": dict(self._left),
@@ -109,7 +109,7 @@ class BlockCompiler:
         placed: Placed,
         stream: RandomStream | None,
     ) -> nn.Module:
-        """Return what runs a block: its compiled code, or the view where it is not compiled."""
+        """Return a block's callable: its compiled code, or the view where it is not compiled."""
         if not self.compiles(name):
             return view
         copy = plain_copy(block, parameter=placed.leaf_of, buffer=placed.buffer_of)
@@ -160,7 +160,7 @@ def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def kind_of(block: nn.Module) -> Any:
-    """Return what blocks that may share compiled code have in common: classes and tensors.
+    """Return the key that blocks with common compiled code share: classes and tensors.
 
     Attributes are no part of it: what the code reads of them is checked when it is run.
     """

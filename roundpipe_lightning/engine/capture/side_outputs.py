@@ -155,7 +155,7 @@ class SideOutputs:
             raise CaptureError(_PAST_ARGUMENTS.format(f"Block {self._name!r}", name))
 
     def leaf_for(self, tensor: Tensor) -> Tensor:
-        """Return what stands for a tensor in the tail's graph: a leaf if it is a side output."""
+        """Return the tensor to use in the tail's graph: a leaf for a side output."""
         origin: Origin | None = getattr(tensor, _ORIGIN, None)
         if origin is None or origin.run is not self or not torch.is_grad_enabled():
             return tensor

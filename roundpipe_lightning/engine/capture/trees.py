@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Return what a container holds, each with its key, field name or index; nothing for a leaf.
+    """Return the items of a container, each with its key, field name or index; none for a leaf.
 
     Containers are mappings (a transformers `BatchEncoding`, too), lists, tuples, named tuples and
     dataclass instances.

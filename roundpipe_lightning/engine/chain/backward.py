@@ -103,7 +103,7 @@ class BackwardPass:
                     value.here = None
 
     def _root(self, source: Source, number: int) -> Tensor | None:
-        """Return what a gradient of a source enters a segment's graph at; None if it does not."""
+        """Return where a source's gradient enters a segment's graph; None if it does not."""
         leaf = self._segments[number].leaves.get(source)
         if leaf is not None:  # found before, by a later one: it goes first
             return leaf if leaf.requires_grad else None

@@ -170,5 +170,5 @@ class Chain:
 
 
 def following_blocks(stacks: Iterable[BlockStack]) -> dict[nn.Module, nn.Module]:
-    """Return which block comes after each in its stack; a stack's last block has none."""
+    """Return the block after each block of a stack; a stack's last block has none."""
     return {a: b for s in stacks for a, b in zip(s.blocks, s.blocks[1:], strict=False)}

@@ -124,7 +124,7 @@ class Segments:
     # ----------------------------------------------------------------------- what user code takes
 
     def materialize(self, value: Value) -> Tensor:
-        """Return what the user's code computes with in place of a value.
+        """Return the tensor that the user's code computes with in place of a value.
 
         Where it needs a gradient, the blocks before it and those after it are recomputed apart.
 

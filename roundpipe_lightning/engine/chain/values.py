@@ -31,7 +31,7 @@ class ValueOwner(Protocol):
     """The user code of the microbatch that a value belongs to."""
 
     def materialize(self, value: Value) -> Tensor:
-        """Return what the user's code computes with in place of a value."""
+        """Return the tensor that the user's code computes with in place of a value."""
 
     def detached(self, value: Value) -> Tensor:
         """Return a value without a graph."""
@@ -81,7 +81,7 @@ class Value(Reference):
         return 0 if self.host is None else self.host.num_bytes
 
     def lazy(self) -> LazyTensor:
-        """Return what the user's code is to hand on."""
+        """Return the tensor that the user's code hands on."""
         known = None if self._lazy is None else self._lazy()
         if known is not None:
             return known
@@ -318,7 +318,7 @@ class Sources:
     def leaf(
         self, leaves: dict[Source, Tensor], source: Source, *, repeats: bool = False
     ) -> Tensor:
-        """Return what stands for a source among leaves, made when it is first asked for."""
+        """Return the leaf of a source, made when it is first asked for."""
         if source not in leaves:
             wanted = source.needs_gradient if isinstance(source, Value) else source.requires_grad
             leaves[source] = self.here(source, repeats=repeats).requires_grad_(wanted)

@@ -44,7 +44,7 @@ class Event(ABC):
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether it has happened. Asking never waits; a failure counts as having happened."""
+        """Whether the event has happened. Never waits; a failure counts as having happened."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -59,7 +59,7 @@ class Event(ABC):
         """Call back once it has happened or failed, from any thread; at once if it has already."""
 
     def issued(self) -> Event:
-        """Return what it stands for, when that is known, or itself; raises as `wait` does."""
+        """Return the event it stands for once that is known, or itself; raises as `wait` does."""
         return self
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class HostEvent(Event):
         callback()
 
     def issued(self) -> Event:
-        """Return what it stands for, when that is known, or itself; raises as `wait` does."""
+        """Return the event it stands for once that is known, or itself; raises as `wait` does."""
         if not self._is_known:
             block_until(self._call_when_known)
         self._check()

@@ -78,7 +78,7 @@ def cache_folder() -> Path:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what a plan may take of an accelerator's memory.
+    """Return the bytes of an accelerator that a plan may use.
 
     That is all of it, or the share that this process may have, but for what is in use: by other
     processes, if that is more than a runtime takes, and by tensors of this one. A part is left to
@@ -207,7 +207,7 @@ def _wait(devices: Sequence[torch.device]) -> None:
 
 
 def _give_back() -> None:
-    """Return what was measured with, which PyTorch would keep: a training wants other sizes."""
+    """Free the measurement's memory, which PyTorch would keep: a training wants other sizes."""
     torch.accelerator.empty_cache()
     empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # not in torch 2.11
     if empty_host_cache is not None:

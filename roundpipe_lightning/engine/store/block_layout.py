@@ -199,7 +199,7 @@ class Layouts:
         return known is not None and known[0] == self._state(block) and not known[1].has_copies
 
     def of_gradients(self, blocks: tuple[BlockLayout, ...]) -> FlatLayout:
-        """Return where the gradients of some blocks lie behind each other; the same one always."""
+        """Return the layout of some blocks' gradients in a row; always the same object."""
         with self._lock:
             if blocks not in self._of_gradients:
                 self._of_gradients[blocks] = _flat_layout(blocks)

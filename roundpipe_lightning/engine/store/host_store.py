@@ -160,7 +160,7 @@ class HostStore:
             self.versions = WeightVersions(previous=serves)
 
     def served(self, parameter: nn.Parameter) -> Tensor:
-        """Return what workers compute with, without waiting."""
+        """Return the tensor that workers compute with, without waiting."""
         return self._served.get(parameter, parameter)
 
     def keep_previous(self, changing: Collection[nn.Parameter]) -> None:
@@ -196,7 +196,7 @@ class HostStore:
     # ------------------------------------------------------------------------------------ values
 
     def updates_of(self, parameters: Iterable[nn.Parameter]) -> list[HostEvent]:
-        """Return what is to be waited for before parameters are read: the optimizer.
+        """Return the events to wait for before parameters are read: those of the optimizer.
 
         Then they have the values that the next step computes with. The event of an update that has
         failed raises `UpdateAborted`.
@@ -216,7 +216,7 @@ class HostStore:
         self._await_updates(self._of_block[block])
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """Return what workers compute with, when the optimizer is done with it."""
+        """Return the tensor that workers compute with, once the optimizer is done with it."""
         self._await_updates([parameter])
         return self._served.get(parameter, parameter)
 

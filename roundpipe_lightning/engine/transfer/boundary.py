@@ -49,7 +49,7 @@ class TransferEndpoint(Protocol):
 
 
 class BoundaryTensor:
-    """A tensor under way. Its methods are called by the thread of its microbatch.
+    """A tensor in flight. Its methods are called by the thread of its microbatch.
 
     Args:
         tensor: The tensor.
@@ -115,7 +115,7 @@ class BoundaryTensor:
             self._pool.release(block)
 
     def take(self, worker: TransferEndpoint | None) -> Tensor:
-        """Return it on a worker for the last time; see `on`."""
+        """Return the tensor on a worker for the last time; see `on`."""
         tensor = self.on(worker)
         self.release()
         return tensor
@@ -157,7 +157,7 @@ class BoundaryTensor:
         return worker is self._maker or worker.device.name == self._maker.device.name
 
     def _source_for(self, worker: TransferEndpoint) -> tuple[Tensor, list[Event]]:
-        """Return what is to be copied to a worker, and what is to be waited for."""
+        """Return the source of a copy to a worker, and the events it must wait for."""
         maker = self._maker
         if self._here is not None and maker is not None and worker.device.reaches(maker.device):
             # The compute that has made it is not that of the worker it goes to.
@@ -169,7 +169,7 @@ class BoundaryTensor:
         return self._host, [] if self._landed is None else [self._landed]
 
     def on(self, worker: TransferEndpoint | None) -> Tensor:
-        """Return it on a worker, or on the host, for compute that is launched from now on."""
+        """Return the tensor on a worker, or on the host, for compute launched from now on."""
         if worker is not None and self._here is not None and self._is_here(worker):
             return self._here.detach()
         if worker is None or worker.transfers is None:

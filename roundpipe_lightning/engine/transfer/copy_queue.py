@@ -9,10 +9,10 @@ one that came first. Jobs are cut into chunks, so that an urgent one overtakes a
 ```
 submit(weights, 48 MiB)   submit(boundary)
 upload    [ weights 1 ][ weights 2 ][ boundary ][ weights 3 ]
-                                        ▲ two chunks were under way: it could not go earlier
+                                        ▲ two chunks were in flight: it could not go earlier
 ```
 
-At most two chunks are under way on the device: enough to keep the bus busy, few enough to be
+At most two chunks are in flight on the device: enough to keep the bus busy, few enough to be
 overtaken. A job never blocks the queue by waiting on the device, so a copy can wait for compute
 that waits for a later copy.
 
@@ -40,7 +40,7 @@ from roundpipe_lightning.engine.device.host_memory import own_pages
 CHUNK_BYTES = 2**24
 """Longest copy that cannot be overtaken."""
 
-MOST_UNDER_WAY = 2
+MOST_IN_FLIGHT = 2
 """Chunks that a queue has given to its device."""
 
 
@@ -106,7 +106,7 @@ class _Entry:
         self._next: tuple[Tensor, Tensor] | None = None
 
     def take_chunk(self, chunk_bytes: int) -> tuple[Tensor, Tensor] | None:
-        """Return what is to be copied next; None if nothing is left."""
+        """Return the next chunk to copy; None if none is left."""
         if self._chunks is None:
             job = self.job
             pieces = job.pieces if job.opens is None else job.opens()
@@ -122,7 +122,7 @@ class _Entry:
 
 @dataclass(kw_only=True, eq=False)
 class _Chunk:
-    """A copy that is under way.
+    """A copy that is in flight.
 
     Attributes:
         entry: The job that it is part of.
@@ -171,7 +171,7 @@ class TransferQueue:
         self._chunk_bytes = device.chunk_bytes if chunk_bytes is None else chunk_bytes
         self._changed = threading.Condition()
         self._staging: list[Tensor] = []
-        self._under_way: deque[_Chunk] = deque()
+        self._in_flight: deque[_Chunk] = deque()
         self._present = ""  # the name of the job that it works at
         self._ready: list[tuple[int, int, _Entry]] = []
         self._entries: dict[_Entry, int] = {}  # not over, with their numbers
@@ -183,20 +183,20 @@ class TransferQueue:
     # ----------------------------------------------------------------------- from other threads
 
     def prepare_staging(self, longest: int) -> None:
-        """Allocate page-locked buffers for staged jobs: one per chunk under way.
+        """Allocate page-locked buffers for staged jobs: one per chunk in flight.
 
         Args:
-            longest: Bytes of the longest piece. Nothing may be under way.
+            longest: Bytes of the longest piece. Nothing may be in flight.
         """
         if not self.can_stage(longest):
             self._unstage()
-            self._staging = [own_pages(min(CHUNK_BYTES, longest)) for _ in range(MOST_UNDER_WAY)]
+            self._staging = [own_pages(min(CHUNK_BYTES, longest)) for _ in range(MOST_IN_FLIGHT)]
             for buffer in self._staging:
                 self._device.pin(buffer)
 
     def can_stage(self, longest: int) -> bool:
         """Return whether the buffers are long enough for pieces of so many bytes."""
-        return MOST_UNDER_WAY * min(CHUNK_BYTES, longest) <= self.staging_bytes
+        return MOST_IN_FLIGHT * min(CHUNK_BYTES, longest) <= self.staging_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -240,7 +240,7 @@ class TransferQueue:
         self._changed.notify_all()
 
     def abort(self) -> None:
-        """Give every job up. Copies under way come to their end; see `drain`."""
+        """Give every job up. Copies in flight come to their end; see `drain`."""
         with self._changed:
             given_up = list(self._entries)
             for entry in given_up:
@@ -253,7 +253,7 @@ class TransferQueue:
             entry.job.let_go()
 
     def drain(self, *, timeout_seconds: float) -> bool:
-        """Wait until every job is over and nothing is under way; return whether that came to be."""
+        """Wait until every job is over and nothing is in flight; return whether that came to be."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._entries and not self._is_busy, timeout=timeout_seconds
@@ -281,22 +281,22 @@ class TransferQueue:
                 self._changed.wait_for(self._has_work)
                 self._is_busy = True
                 entry = heapq.heappop(self._ready)[2] if self._ready else None
-            if entry is None and not self._under_way:
+            if entry is None and not self._in_flight:
                 return  # closed
             try:
                 if entry is not None:
                     self._issue(entry)
-                if entry is None or len(self._under_way) == MOST_UNDER_WAY:
-                    self._finish(self._under_way.popleft())
+                if entry is None or len(self._in_flight) == MOST_IN_FLIGHT:
+                    self._finish(self._in_flight.popleft())
             except BaseException as error:  # noqa: BLE001 - handed to the step, which raises it
                 self._fail(error)
             del entry
             with self._changed:
-                self._is_busy = bool(self._under_way)
+                self._is_busy = bool(self._in_flight)
                 self._changed.notify_all()
 
     def _has_work(self) -> bool:
-        return bool(self._ready or self._under_way or self._is_closed)
+        return bool(self._ready or self._in_flight or self._is_closed)
 
     def _issue(self, entry: _Entry) -> None:
         job = entry.job
@@ -307,7 +307,7 @@ class TransferQueue:
             return
         (dst, src), staging = chunk, None
         if job.is_staged:
-            self._staging.reverse()  # the other one may be under way
+            self._staging.reverse()  # the other one may be in flight
             staging = self._staging[0][: src.nbytes]
         if staging is not None and self._queue is CopyQueue.UPLOAD:
             copy_on_host(staging, src)
@@ -316,7 +316,7 @@ class TransferQueue:
             dst if staging is None else staging, src, queue=self._queue, after=job.after
         )
         is_last = not entry.has_more
-        self._under_way.append(
+        self._in_flight.append(
             _Chunk(entry=entry, event=event, dst=dst, staging=staging, is_last=is_last)
         )
         if is_last and staging is None:
@@ -354,12 +354,12 @@ class TransferQueue:
         job.event.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Give all jobs up, and let what is under way come to its end."""
+        """Give all jobs up, and let what is in flight come to its end."""
         self._on_failure(error, f"{self.name}: {self._present}")
         self.abort()
-        while self._under_way:
+        while self._in_flight:
             with contextlib.suppress(Exception):  # the device's further errors say no more
-                self._under_way.popleft().event.wait()
+                self._in_flight.popleft().event.wait()
 
 
 def cut_up(dst: Tensor, src: Tensor, chunk_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""Page-locked host memory for boundaries: a pool per microbatch under way.
+"""Page-locked host memory for boundaries: a pool per microbatch in flight.
 
 A microbatch allocates and releases in the order of its own thread. A block that it has released
 can be allocated again at once: whoever writes there next waits for the copies that still use it. So

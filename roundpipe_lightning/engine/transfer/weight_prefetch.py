@@ -59,14 +59,14 @@ class StageRun:
 
 @dataclass(kw_only=True, eq=False)
 class StageWeights:
-    """The weights of a stage run, there or under way.
+    """The weights of a stage run, there or in flight.
 
     Attributes:
         run: The stage run.
         regions: Where its blocks lie.
         versions: Which values it is given.
         events: The uploads that compute has not waited for yet.
-        uploaded: Blocks that are there or under way.
+        uploaded: Blocks that are there or in flight.
     """
 
     run: StageRun
@@ -81,7 +81,7 @@ class _Resident:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.is_fresh = False  # all of it is there, or under way
+        self.is_fresh = False  # all of it is there, or in flight
         self.event: Event = DoneEvent()  # its last upload
         self._num_writes: int | None = None  # of the frozen part that is there
 
@@ -195,7 +195,7 @@ class WeightPrefetcher:
         self._num_ended = 0  # steps, since none was in flight
         self._was_given_up = False
         self._lock = threading.RLock()
-        #: Bytes of parameters outside the blocks that are here or under way.
+        #: Bytes of parameters outside the blocks that are here or in flight.
         self.outside_bytes = 0
 
     # --------------------------------------------------------------------------------- the memory

@@ -1,9 +1,9 @@
 """Transfers between host and workers: queues, memory for weights, staging for gradients.
 
 ```
-begin ── uploads of first runs ── microbatches compute ── finish: what is under way lands ── end
+begin ── uploads of first runs ── microbatches compute ── finish: what is in flight lands ── end
                                         │ a copy fails, or user code does
-                                        └▶ abort: waiters are released ── what is under way lands
+                                        └▶ abort: waiters are released ── what is in flight lands
 ```
 
 Memory is made between steps and nowhere else, and all of it is given back by `close`. Workers that
@@ -75,7 +75,7 @@ class WorkerTraffic:
     waits: tuple[tuple[float, float], ...] = ()
 
     def waited_within(self, start_seconds: float, end_seconds: float) -> float:
-        """Return how much of a span of the step's clock the worker's compute has waited."""
+        """Return the seconds of a span of the step's clock in which the worker's compute waited."""
         spans = ((max(a, start_seconds), min(b, end_seconds)) for a, b in self.waits)
         return sum(max(0.0, b - a) for a, b in spans)
 
@@ -184,7 +184,7 @@ class WorkerTransfers:
         )
 
     def _staged_bytes(self, runs: Iterable[StageRun]) -> int:
-        """Return how long the buffers for staged uploads must be."""
+        """Return the bytes that buffers for staged uploads need."""
         blocks = {block for run in runs for block in run.blocks}
         # A job with one piece that is not page-locked stages all of its pieces.
         layouts = (self._layouts.of(block) for block in blocks)
@@ -242,7 +242,7 @@ class WorkerTransfers:
     # ------------------------------------------------------------------------------ the end of it
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait for everything that is under way; return whether that was done in time."""
+        """Wait for everything that is in flight; return whether that was done in time."""
         end = time.monotonic() + timeout_seconds
         return all(
             queue.drain(timeout_seconds=max(0.0, end - time.monotonic()))
@@ -267,7 +267,7 @@ class WorkerTransfers:
         return up.num_bytes, down.num_bytes, up.num_direct_bytes
 
     def traffic(self, step: object) -> WorkerTraffic:
-        """Return what was moved since the step began; after the device was synchronized.
+        """Return the traffic since the step began; after the device was synchronized.
 
         Args:
             step: The step. Of one that follows another the bytes are counted from the end of that.
@@ -411,14 +411,14 @@ class Transfers:
         self._on_failure()
 
     def take_error(self) -> tuple[BaseException, str] | None:
-        """Return what has made a copy fail, and where, once."""
+        """Return the error of a copy, and its place, once."""
         error, self._error = self._error, None
         return error
 
     def finish(
         self, *, timeout_seconds: float, landed: Callable[[float], bool] | None = None
     ) -> None:
-        """Wait for all that is under way. A copy that failed is raised by others; see `take_error`.
+        """Wait for all that is in flight. A copy that failed is raised by others; see `take_error`.
 
         Args:
             timeout_seconds: How long at most.
@@ -446,7 +446,7 @@ class Transfers:
             transfers.abort()
 
     def end(self, *, failed: bool = False, grace_seconds: float = 0.0) -> None:
-        """Forget the step; if it was given up, wait so long for copies that are under way."""
+        """Forget the step; if it was given up, wait so long for copies that are in flight."""
         self._on_failure = _do_nothing
         for transfers in self._moving:
             if failed:
@@ -457,7 +457,7 @@ class Transfers:
             self._pools.end(failed=failed)
 
     def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
-        """Return what each worker has moved for a step, when that is over on the devices."""
+        """Return each worker's traffic of a step, once the step is over on the devices."""
         return tuple(
             WorkerTraffic() if one is None else one.traffic(step) for one in self.transfers
         )

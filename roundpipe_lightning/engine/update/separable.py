@@ -113,7 +113,7 @@ def _try(optimizer: Optimizer, *, drew: Callable[[], bool]) -> str | None:
         for twin in (together, apart):
             _draw_gradients(twin, seed=number)
         plain_step(type(together))(together)
-        if number == 0:  # what a first step settles for good is no harm
+        if number == 0:  # a change that only a first step makes is no harm
             attributes = copy.deepcopy(_attributes(together))
         captured = CapturedStep(apart)
         for parameter in reversed(list(captured.parameters)):
@@ -189,7 +189,7 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what belongs to the class: neither parameters nor what every optimizer has."""
+    """Return the attributes of the class: neither parameters nor those that every optimizer has."""
     return {
         name: value
         for name, value in vars(optimizer).items()

@@ -370,7 +370,7 @@ class Updater:
                 self._num_parts[unit] += 1
 
     def _forget_ended(self) -> None:
-        """Forget updates that are over; parts of others may be under way."""
+        """Forget updates that are over; parts of others may be in flight."""
         for parameter, event in list(self._store.updates.items()):
             if event.is_done:
                 del self._store.updates[parameter]

@@ -50,7 +50,7 @@ class PlacedBuffers:
         self._placed: dict[Tensor, tuple[Tensor, int]] = {}
 
     def place(self, buffer: Tensor) -> Tensor:
-        """Return what stands for a host buffer here; the same tensor every time."""
+        """Return the copy of a host buffer here; the same tensor every time."""
         if buffer not in self._placed:
             if not self._device.shares_host_memory:
                 with torch.inference_mode(buffer.is_inference()):  # else nobody counts its writes
@@ -113,7 +113,7 @@ class ResidentBlocks:
         store: The parameters.
         device: Where to.
         classes: The classes of views.
-        weights: Those of their stage run, whose uploads are under way; None: they are uploaded
+        weights: Those of their stage run, whose uploads are in flight; None: they are uploaded
             here, where nothing is uploaded ahead.
         await_upload: Lets compute wait for an upload.
     """
@@ -225,7 +225,7 @@ class ResidentBlocks:
         return writes
 
     def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what stands for a parameter here; None if no block here has it."""
+        """Return the tensor of a parameter here; None if no block here has it."""
         return self._leaves.get(parameter)
 
     def original_of(self, leaf: Tensor) -> Tensor:

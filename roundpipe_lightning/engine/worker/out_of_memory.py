@@ -103,7 +103,7 @@ class MemoryHolder(Protocol):
     device: Device
 
     def held_memory(self, *, boundaries: int) -> HeldMemory:
-        """Return what is in use there now."""
+        """Return the bytes in use there now."""
 
 
 class Shortage:
@@ -136,7 +136,7 @@ class Shortage:
         self.workers_on_device = sum(w.device.name == self.device.name for w in workers)
 
     def explain(self, error: BaseException) -> str:
-        """Return what happened, what held the memory, and what would have needed less."""
+        """Return a text: the error, the memory by kind, and settings that need less."""
         figures = AllocatorFigures.read(self.device)
         lines = [
             f"{_in_lightnings_words(error)} in {self.place}. {_first_sentences(error)}",

@@ -46,7 +46,7 @@ class TurnGraph:
         ends_run: Actions after which the worker goes on with another stage, or is done.
         first: Every worker's first action, by its number.
         last: Every worker's last action.
-        pools: A number per microbatch: those of the same number are never under way together.
+        pools: A number per microbatch: those of the same number are never in flight together.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ class TurnGraph:
 def pool_numbers(
     paths: Sequence[Sequence[Action]], waits: Mapping[ActionKey, Collection[ActionKey]]
 ) -> tuple[int, ...]:
-    """Number microbatches, from 0 on, so that those of one number are never under way together.
+    """Number microbatches, from 0 on, so that those of one number are never in flight together.
 
     Of two with the same number the first action of one comes after the last action of the other,
     whoever is faster: in two rounds of two microbatches, where the second round begins on a worker

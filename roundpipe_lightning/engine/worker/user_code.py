@@ -188,7 +188,7 @@ class UserCode(TorchFunctionMode):
                 name = self._name_of(parameter)
                 raise ConfigurationError(
                     f"training_step made {name!r} trainable (requires_grad_, or set_adapter of "
-                    "peft). What is trained is settled before a step begins: do it in "
+                    "peft). What is trained is fixed before a step begins: do it in "
                     "on_train_batch_start or configure_model. Adapters that a step changes "
                     "between must all be trainable before it."
                 )

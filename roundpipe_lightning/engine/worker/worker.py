@@ -209,7 +209,7 @@ class Worker:
         self._peak_bytes = max(self._peak_bytes, in_use)
 
     def held_memory(self, *, boundaries: int) -> HeldMemory:
-        """Return what is in use here now, beside `boundaries` bytes of a microbatch."""
+        """Return the memory in use here now, beside `boundaries` bytes of a microbatch."""
         resident = self._resident
         weights = 0 if resident is None else resident.num_bytes
         outside = self._outside_bytes

@@ -81,7 +81,7 @@ class ChunkSizes:
 
 
 def logit_bytes(*, compute_bytes: int, softcapped: bool = False) -> int:
-    """Return what one logit of a chunk takes at most; a soft cap's slope has to be kept, too."""
+    """Return the most bytes that one logit of a chunk takes; a soft cap's slope is kept, too."""
     wide = max(compute_bytes, _SOFTMAX_BYTES)
     return wide * (2 if softcapped else 1) + (compute_bytes if compute_bytes < wide else 0)
 
@@ -191,7 +191,7 @@ class _RunningSums:
 
 
 def _inside(targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return which targets are in a part of the vocabulary, and columns to gather by."""
+    """Return a mask of the targets in a part of the vocabulary, and columns to gather by."""
     inside = (targets >= 0) & (targets < num_classes)
     return inside, targets.clamp(0, num_classes - 1).unsqueeze(1)
 

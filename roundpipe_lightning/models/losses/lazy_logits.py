@@ -416,7 +416,7 @@ class LossFusion:
                 logits.materialize()
 
     def materialized(self, output: Any) -> Any:
-        """Return what user code has returned, with plain logits in place of lazy ones."""
+        """Return the user code's result, with plain logits in place of lazy ones."""
         output = map_tensors(_materialized, output)
         self.materialize_pending()
         return output

@@ -226,7 +226,7 @@ def _item(form: LogitForm, index: Any) -> LogitForm | None:
 
 
 def _consumed(items: tuple[Any, ...]) -> int:
-    """Return how many dimensions an index is about."""
+    """Return the number of dimensions that an index covers."""
     masks = [x for x in items if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
     return sum(x is not Ellipsis for x in items) + sum(mask.dim() - 1 for mask in masks)
 
@@ -324,7 +324,7 @@ def _reduced(
     *,
     function: Callable[..., Tensor],
 ) -> Tensor | None:
-    """Return what one of PyTorch's losses gives for these arguments, if it is of our kind."""
+    """Return the result of one of PyTorch's losses for these arguments, if it is of our kind."""
     if form.log_softmax != (function is functional.nll_loss):
         return None
     given = inspect.signature(function).bind(None, *args, **kwargs)

@@ -105,7 +105,7 @@ class MetaCopy:
         )
 
     def copy(self, value: Any) -> Any:
-        """Return what the copy has in place of an object.
+        """Return the copy's object for an original.
 
         Raises:
             ConfigurationError: The object cannot be copied.

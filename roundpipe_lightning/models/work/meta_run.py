@@ -143,7 +143,7 @@ class _Recorder:
     def measured_forward(
         self, index: int, kind: int, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return what runs in place of a block's forward."""
+        """Return the function that runs in place of a block's forward."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if index == 0:

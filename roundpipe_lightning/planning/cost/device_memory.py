@@ -39,7 +39,7 @@ from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage
 RESERVED_BYTES = 384 * 2**20
 """Device memory that a runtime takes for itself: the context and its libraries."""
 
-_UNDER_WAY = 2
+_IN_FLIGHT = 2
 
 
 class MemoryKind(Enum):
@@ -123,13 +123,13 @@ class Footprint:
         return self.most_bytes(layout) <= self.hardware.device_bytes
 
     def most_bytes(self, layout: PipelineLayout) -> float:
-        """Return what a device needs at the stage that needs the most."""
+        """Return the memory of a device at the stage that needs the most."""
         if layout.resident:
             return self.need(layout).total_bytes
         return float(_total(self.stage_bytes(layout)).max())
 
     def most_bytes_of_each(self, table: PartitionTable, *, config: PipelineConfig) -> Floats:
-        """Return what a device needs for each of many partitions."""
+        """Return the memory of a device for each of many partitions."""
         most: Floats = _total(self._sizes(config, table)).max(axis=1)
         return most
 
@@ -153,11 +153,11 @@ class Footprint:
         inputs = -(-config.round_size // config.team_size)
         ones = np.ones(table.start.shape)
         sizes = {
-            MemoryKind.BOUNDARIES: (inputs + _UNDER_WAY) * self.boundary_bytes * ones,
+            MemoryKind.BOUNDARIES: (inputs + _IN_FLIGHT) * self.boundary_bytes * ones,
             MemoryKind.ACTIVATIONS: self._activations(table),
         }
         if config.recompute is RecomputePolicy.SELECTIVE:
-            sizes[MemoryKind.BOUNDARIES] += self._attention_under_way(table)
+            sizes[MemoryKind.BOUNDARIES] += self._attention_in_flight(table)
         if self.hardware.shares_host_memory:
             return sizes
         teams, fused = self.num_teams(config), table.fused
@@ -217,10 +217,10 @@ class Footprint:
         fused = most[:, table.fused]
         np.maximum(fused, getattr(self.profile.tail, field), out=fused)
 
-    def _attention_under_way(self, table: PartitionTable) -> Floats:
+    def _attention_in_flight(self, table: PartitionTable) -> Floats:
         """Attention's outputs: two microbatches' on their way out, one's on its way in."""
         sizes = table.block_sums(self._attention)
-        sizes[:, : table.fused] *= _UNDER_WAY
+        sizes[:, : table.fused] *= _IN_FLIGHT
         sizes[:, table.fused] = 0.0
         return sizes
 

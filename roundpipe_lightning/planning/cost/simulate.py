@@ -152,7 +152,7 @@ class _TimedRun:
     landed: float = 0.0
 
     def waiting_seconds(self, start: float, gradient: float) -> float:
-        """Return how long an action waits inside that starts, and has its gradient, at a time."""
+        """Return an action's wait inside, given its start and its gradient's arrival."""
         last_block = self.landed + self.forward_seconds / self.num_blocks
         return max(0.0, max(last_block, gradient) - start - self.forward_seconds)
 
@@ -371,7 +371,7 @@ class _Simulation:
         )
 
     def _arrival(self, places: tuple[int, ...], action: Action) -> float | None:
-        """Return when what an action needs of some stages has come; None where one has not run."""
+        """Return the arrival of an action's inputs from some stages; None: one has not run."""
         arrival = 0.0
         for place in places:
             key = place * self._num_microbatches + action.microbatch

@@ -44,7 +44,7 @@ from roundpipe_lightning.planning.schedule.stages import (
 MOST_IN_USE = 0.8
 """Share of a device's memory in use, below which tensors stay on it that could wait on the host."""
 
-_ROUNDS_UNDER_WAY = 2
+_ROUNDS_IN_FLIGHT = 2
 
 
 def boundary_route(footprint: Footprint, layout: PipelineLayout) -> BoundaryRoute:
@@ -59,7 +59,7 @@ def boundary_route(footprint: Footprint, layout: PipelineLayout) -> BoundaryRout
 
 
 def hop_seconds(hardware: HardwareSpec, num_bytes: float, *, route: BoundaryRoute) -> float:
-    """Return how long a boundary takes from one worker to another.
+    """Return the seconds of a boundary's way from one worker to another.
 
     A direct copy is taken to be as fast as an upload. Where gradients alone go directly, they too
     are taken to need a boundary's time.
@@ -71,7 +71,7 @@ def hop_seconds(hardware: HardwareSpec, num_bytes: float, *, route: BoundaryRout
 
 
 def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
-    """Return what stays on the worker that keeps the most, of the rounds that are under way."""
+    """Return what stays on the worker that keeps the most, of the rounds that are in flight."""
     partition, profile = layout.partition, footprint.profile
     made = [
         partition.num_readers(stage) * footprint.boundary_bytes
@@ -79,7 +79,7 @@ def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
         for stage in partition.stages()
     ]
     teams, count = footprint.num_teams(layout), len(made)
-    rounds = _ROUNDS_UNDER_WAY if layout.goes_on or layout.num_batches > 1 else 1
+    rounds = _ROUNDS_IN_FLIGHT if layout.goes_on or layout.num_batches > 1 else 1
     most = 0
     for first in range(min(teams, layout.num_rounds)):
         kept = [0] * teams

@@ -141,7 +141,7 @@ class MeasuredProfile:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been measured, in plain numbers."""
+        """Return the measurements, in plain numbers."""
         return {
             "fingerprint": self._estimate.fingerprint,
             "num_steps": self.num_steps,

@@ -75,7 +75,7 @@ class ParameterStorage:
         return num_trainable * self.optimizer_bytes + windows
 
     def sum_bytes(self, downloaded_bytes: float) -> float:
-        """Return what the host reads and writes to add 16-bit gradients to their sums."""
+        """Return the bytes that the host reads and writes to add 16-bit gradients to their sums."""
         return downloaded_bytes * (1 + 2 * self.gradient_bytes * 8 / _COMPUTE_BITS)
 
     def transfer_seconds(

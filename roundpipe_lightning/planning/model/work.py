@@ -175,7 +175,7 @@ class BlockWork:
 
     @property
     def has_backward(self) -> bool:
-        """Whether it runs backward, and recomputes before: it or something before it is trained."""
+        """Whether the block recomputes and runs backward: it or a block before it is trained."""
         return self.num_trainable > 0 or self.backward != Work()
 
 
@@ -230,7 +230,7 @@ class WorkProfile:
 def work_seconds(
     work: Work, *, hardware: HardwareSpec, shape: MicrobatchShape, dtype: str
 ) -> float:
-    """Return how long one device of a machine computes; `dtype` names a rate of `MatrixRates`.
+    """Return the seconds of compute on one device; `dtype` names a rate of `MatrixRates`.
 
     A matrix product first moves its operands and then multiplies: that the two overlap in part is
     in the shares.

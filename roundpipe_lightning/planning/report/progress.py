@@ -88,7 +88,7 @@ class StepProgress:
 
 
 def earliest_columns(plan: Plan) -> dict[ActionKey, int]:
-    """Return when each action can begin at the earliest if every action takes one unit of time."""
+    """Return the earliest begin of each action if every action takes one unit of time."""
     columns: dict[ActionKey, int] = {}
     latest = [-1] * plan.num_workers
     for action in walk(plan.schedule, plan.partition):

@@ -29,7 +29,7 @@ class IdleCause(Enum):
     """Causes for which a worker is idle."""
 
     FILL = "fill"
-    """Its first action of the step: the pipeline fills."""
+    """The worker's first action of the step: the pipeline fills."""
 
     DRAIN = "drain"
     """The end of the step, after its last action: the pipeline drains."""
@@ -112,7 +112,7 @@ class Overlap:
 
 
 def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overlap:
-    """Return what two steps that overlap both count.
+    """Return the time that two overlapping steps both count.
 
     ```
     before  ..│B1│ drain      │                    drain ends where a worker goes on
@@ -143,7 +143,7 @@ def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overl
 def _gaps(
     row: Sequence[TimelineEntry], *, begin: float, ended: _Ended, rules: _Rules
 ) -> tuple[float, float, float]:
-    """Return how long a worker waits before its first action, for boundaries, and otherwise."""
+    """Return a worker's waits: before its first action, for boundaries, and otherwise."""
     fill = boundary = other = 0.0
     free = None
     for entry in row:
@@ -195,7 +195,7 @@ class StepRecord:
         timeline: When every action ran.
         counters: What the engine has counted.
         clock_seconds: Where the timeline's 0 lies on the clock of the step before, which was still
-            under way; None: none was, and the clock is the timeline's own.
+            in flight; None: none was, and the clock is the timeline's own.
         operations: Operations of the whole step; None where the step's code could not be measured.
         operations_per_token: An estimate from the parameters, for each token (or sample, where a
             sample is one row), without attention; None where the step's code was measured.
@@ -233,7 +233,7 @@ class StepRecord:
         return found
 
     def overlap(self, before: StepRecord | None) -> Overlap | None:
-        """Return what this step and the one before both count; None if they share no clock."""
+        """Return the time both this step and the one before count; None if they share no clock."""
         if before is None or self.clock_seconds is None:
             return None
         shift = self.clock_seconds - (before.clock_seconds or 0.0)

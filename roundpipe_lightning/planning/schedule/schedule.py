@@ -184,7 +184,7 @@ class Dependency:
 
 
 def dependencies(key: ActionKey, partition: Partition) -> tuple[Dependency, ...]:
-    """Return what the action `key` waits for, all of the same microbatch.
+    """Return the actions that the action `key` waits for, all of the same microbatch.
 
     Raises:
         PlanError: If the partition has no such stage.
@@ -198,7 +198,7 @@ def dependencies(key: ActionKey, partition: Partition) -> tuple[Dependency, ...]
 def stage_dependencies(
     kind: StageKind, index: int, partition: Partition
 ) -> tuple[tuple[StageKind, int, NeededFor], ...]:
-    """Return what a stage waits for: the rule behind `dependencies()`, without a microbatch."""
+    """Return a stage's dependencies: the rule behind `dependencies()`, without a microbatch."""
     stage = partition.stage(kind, index)
     start, gradient = NeededFor.START, NeededFor.GRADIENT
     if kind is StageKind.FORWARD:

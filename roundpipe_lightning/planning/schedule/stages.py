@@ -184,7 +184,7 @@ class Partition:
         return self._producers[block]
 
     def num_readers(self, stage: Stage) -> int:
-        """Return how many BACKWARD stages begin at a boundary that a stage has made."""
+        """Return the number of BACKWARD stages that begin at a boundary which a stage has made."""
         return self._readers[stage]
 
     @cached_property

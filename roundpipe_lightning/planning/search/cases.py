@@ -94,7 +94,7 @@ class Case:
         return self.footprint.hardware
 
     def fits(self, table: PartitionTable) -> npt.NDArray[np.bool_]:
-        """Return which partitions keep the devices' memory and the recompute policies."""
+        """Return a mask of partitions that keep the devices' memory and the recompute policies."""
         most = self.footprint.most_bytes_of_each(table, config=self.config)
         fit: npt.NDArray[np.bool_] = most <= self.hardware.device_bytes
         if self.profile.num_blocks:
@@ -132,7 +132,7 @@ class Case:
         return self.evaluator.makespans(PartitionTable.of(partitions))
 
     def bounds(self, partitions: Sequence[Partition]) -> Floats:
-        """Return what steps take at least: all weights are there."""
+        """Return lower bounds of the steps' seconds: all weights are there."""
         ideal = replace(self.evaluator, forward_upload_seconds=0.0, backward_upload_seconds=0.0)
         return ideal.makespans(PartitionTable.of(partitions))
 

@@ -61,7 +61,7 @@ class TrainingJob:
         num_batches: Batches that are accumulated before the weights change.
         batch_sequences: Sequences of a batch, where the last microbatch has fewer than the others;
             None: all have as many.
-        hints: What the user has settled.
+        hints: The user's constraints.
         timing: When the optimizer runs.
         search: How thoroughly to look for stages.
         effort: How long to search per team and round size, where the search is full.

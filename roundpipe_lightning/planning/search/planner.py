@@ -84,7 +84,7 @@ def plan_training(
             choose from, a function that returns it for each. Sizes that are 0 cost no time and no
             memory.
         hardware: The machine; every device is a worker.
-        request: What is wanted, and what is settled.
+        request: The plan that is wanted, and its constraints.
         admits: Whether a layout keeps what the planner does not know, such as the host's memory;
             where none does, it is not asked.
 

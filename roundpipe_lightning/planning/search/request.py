@@ -190,7 +190,7 @@ class PartitionHints:
         return cls(**values, recompute=_policies(policy))
 
     def keys_given(self) -> list[str]:
-        """Return the keys of the configuration that settle something, e.g. `limits.fused`."""
+        """Return the keys of the configuration that fix something, e.g. `limits.fused`."""
         given = [name for name, value in vars(self).items() if value is not None]
         return [_key(name).removeprefix("partition.") for name in given]
 

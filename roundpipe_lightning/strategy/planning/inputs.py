@@ -152,7 +152,7 @@ def storage_of(
     keeps_previous: bool = False,
     masters: Set[nn.Parameter] = frozenset(),
 ) -> ParameterStorage:
-    """Return what is kept for each parameter beside what is uploaded.
+    """Return the storage of each parameter beside its uploaded weights.
 
     Args:
         optimizers: Those of a training, or none.

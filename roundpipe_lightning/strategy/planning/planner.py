@@ -290,7 +290,7 @@ class StepPlanner:
         )
 
     def event_of(self, planned: Planned, *, assumed_rates: bool) -> PlanEvent | None:
-        """Return what listeners are given of a plan that is about to be run; None if they have it.
+        """Return the listeners' event for a plan about to be run; None if they have it.
 
         Args:
             planned: What is about to be run.
@@ -344,7 +344,7 @@ class StepPlanner:
         return planned.measured.num_steps >= planned.next_look and planned.measured.is_ready
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training goes on with, in plain numbers."""
+        """Return the state of a resumed training, in plain numbers."""
         return {
             "machine": self.machine.name,
             "num_workers": self._num_workers,
@@ -460,7 +460,7 @@ class StepPlanner:
     def _longest(
         self, microbatches: Sequence[Any], arguments: Sequence[Any], shortage: Shortage
     ) -> str:
-        """Return how long the sequences of such a batch may be; nothing where that is not known."""
+        """Return the longest sequences of such a batch as text; empty where they are not known."""
         length = length_of(microbatches[0])
         if length is None:
             return ""

@@ -194,7 +194,7 @@ class _Iteration(Iterator[Any]):
 
     @property
     def has_not_begun(self) -> bool:
-        """Whether it stands at no particular place yet."""
+        """Whether the position is at no particular place yet."""
         return self._inner is None and self.place is None
 
     def before_fetch(self, num_fetched: int) -> HostRandomness | None:

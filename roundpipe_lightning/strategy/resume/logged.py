@@ -33,7 +33,7 @@ _PLAIN = (
 
 
 def log_state(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    """Return what training has logged so far, as tensors, numbers and names."""
+    """Return the values that training has logged so far, as tensors, numbers and names."""
     if trainer.training and compat.epoch_results(trainer):
         compat.merge_logged(trainer)
     return LogSnapshot(trainer, metrics).state()
@@ -59,7 +59,7 @@ class LogSnapshot:
         self._metrics = _metric_states(trainer, metrics)
 
     def state(self) -> dict[str, Any]:
-        """Return what had been logged then, as tensors, numbers and names."""
+        """Return the values that had been logged then, as tensors, numbers and names."""
         results = {key: _result_state(result, then) for key, result, then in self._results}
         return {"latest": _clone(self._latest), "results": results, "metrics": self._metrics}
 
@@ -89,7 +89,7 @@ def _first_loop_iter(trainer: Trainer) -> bool | None:
 
 
 def _changing(result: ResultMetric) -> dict[str, Any]:
-    """Return what a batch changes of a result."""
+    """Return the part of a result that a batch changes."""
     cache = result._forward_cache  # noqa: SLF001
     names = result._defaults if result.is_tensor else ()  # noqa: SLF001
     return {
@@ -153,13 +153,13 @@ def metrics_of(module: LightningModule) -> dict[str, Metric]:
 
 
 def _metric_states(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    """States of the module's metrics, but not of those of a validation that is under way."""
+    """States of the module's metrics, but not of those of a validation that is in flight."""
     results = compat.validation_results(trainer)
-    under_way = {id(result.value) for result in results.values() if not result.is_tensor}
+    unfinished = {id(result.value) for result in results.values() if not result.is_tensor}
     return {
         name: {"states": _clone(metric.metric_state), "update_count": metric._update_count}  # noqa: SLF001
         for name, metric in metrics.items()
-        if id(metric) not in under_way
+        if id(metric) not in unfinished
     }
 
 

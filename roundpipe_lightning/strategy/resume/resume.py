@@ -86,7 +86,7 @@ class ResumePoint:
     # Called by the strategy ----------------------------------------------------------------------
 
     def train_loader(self, loader: Any) -> Any:
-        """Return what stands in for a loader of training batches; itself if it has a state."""
+        """Return the wrapper of a training loader; the loader itself if it has a state."""
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             return loader
         return PositionedLoader(loader, waits=self._loaded is not None)
@@ -114,7 +114,7 @@ class ResumePoint:
     # In a checkpoint -----------------------------------------------------------------------------
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what `load` needs, as tensors, numbers and names."""
+        """Return the state for `load`, as tensors, numbers and names."""
         place = position_in_loops(trainer)
         combined = compat.combined_loader(trainer)
         inside_batch = place is LoopPosition.INSIDE_BATCH
