@@ -59,20 +59,20 @@ class NoBlocksWarning(UserWarning):
     """No stack of blocks was found in the module, so it runs as one stage."""
 
 
-class ServedLast:
+class FinalVersions:
     """Parameters with which the next step of an ended training would compute.
 
     Held as long as the parameters are those that the training has made.
     """
 
-    def __init__(self, served: Mapping[nn.Parameter, Tensor]) -> None:
-        self._served = dict(served)
-        self._fingerprints = [fingerprint(parameter) for parameter in served]
+    def __init__(self, previous: Mapping[nn.Parameter, Tensor]) -> None:
+        self._values = dict(previous)
+        self._fingerprints = [fingerprint(parameter) for parameter in previous]
 
     def values(self) -> Mapping[nn.Parameter, Tensor]:
-        if [fingerprint(parameter) for parameter in self._served] != self._fingerprints:
-            self._served, self._fingerprints = {}, []
-        return self._served
+        if [fingerprint(parameter) for parameter in self._values] != self._fingerprints:
+            self._values, self._fingerprints = {}, []
+        return self._values
 
 
 class PipelineRuntime:
@@ -163,7 +163,7 @@ class PipelineRuntime:
         self._engine: Engine | None = None
         self._peak_device_bytes = 0
         self._previous: dict[nn.Parameter, Tensor] = {}  # from a checkpoint
-        self._left = ServedLast({})
+        self._left = FinalVersions({})
         self._num_overlapped = 0  # windows in a row
         self._trained_last = False  # since then there was no evaluation
         self._assumed_rates = computes_on_host and options.hardware == "auto"
@@ -208,7 +208,7 @@ class PipelineRuntime:
         updater, self.updater = self.updater, None
         if updater is not None:
             with suppress(Exception):  # of an update that nobody joined for
-                self._left = ServedLast(updater.served())
+                self._left = FinalVersions(updater.previous_values())
             updater.close()
         self._peak_device_bytes = self.peak_device_bytes
         engine, self._engine = self._engine, None
@@ -509,8 +509,8 @@ class PipelineRuntime:
 
     def previous_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the next step where they are not those of the module."""
-        served = self._left.values() if self.updater is None else self.updater.served()
-        return {n: served[p] for n, p in self._module.named_parameters() if p in served}
+        previous = self._left.values() if self.updater is None else self.updater.previous_values()
+        return {n: previous[p] for n, p in self._module.named_parameters() if p in previous}
 
     def load_previous_parameters(self, state: Mapping[str, Tensor]) -> None:
         if self.overlaps_updates and self.is_stale:

@@ -111,7 +111,7 @@ def test_a_copy_that_is_known_late_ends_as_if_it_had_been_known_in_time(
     begin = time.perf_counter()
 
     def both() -> None:
-        for after in (0.02, 0.0):  # the clock is 20 ms further when it hears of the second
+        for after in (0.02, 0.0):  # the clock is 20 ms further when the second is submitted
             memory.begin(begin + after, 10, bytes_per_second=500.0, arrived=ends.append)
 
     clock.call_at(begin + 0.02, both)

@@ -159,7 +159,7 @@ def test_updates_reach_the_copies(make: Any, stale: bool) -> None:
     assert all(torch.equal(other[name], parameter) for name, parameter in one.items())
 
 
-def test_evaluations_see_what_was_written_unseen_once_told() -> None:
+def test_evaluations_see_unseen_writes_once_copies_are_marked_old() -> None:
     module: Any = Regressor()
     with opened(module, torch.bfloat16) as engine:
         x = torch.ones(2, WIDTH)
@@ -207,10 +207,10 @@ def test_what_is_kept_has_the_dtype_that_is_uploaded() -> None:
     assert store.previous[weight].dtype is torch.bfloat16
     assert store.previous[block.inner.bias].dtype is torch.float32
     assert torch.equal(store.previous[weight], weight.bfloat16())
-    store.serves_previous = True
+    store.uses_previous = True
     weight.data = weight.data + 1.0  # in other memory: it is uploaded by itself, in its own dtype
     layout = Layouts(store).of(block)
-    found = layout.pieces[-1].served(previous=True).view(torch.float32).view_as(weight)
+    found = layout.pieces[-1].version(previous=True).view(torch.float32).view_as(weight)
     assert torch.equal(found, store.previous[weight].float())
     assert layout.form.places[0].dtype is torch.float32
     store.close()

@@ -220,10 +220,10 @@ def test_a_batch_whose_blocks_write_is_waited_for(*, buffer: bool) -> None:
 
 def test_numbers_drawn_while_a_batch_is_in_flight_are_those_of_the_main_thread() -> None:
     module, plan = module_and_plan()
-    drawn, heard = threading.Event(), threading.Event()
+    drawn, ran = threading.Event(), threading.Event()
 
     def on_backward() -> None:
-        heard.set()
+        ran.set()
         assert drawn.wait(TIMEOUT_SECONDS)
 
     with opened(module, plan) as engine:
@@ -234,7 +234,7 @@ def test_numbers_drawn_while_a_batch_is_in_flight_are_those_of_the_main_thread()
         step = begin(engine, 1)
         step.outputs()
         torch.manual_seed(7)
-        assert heard.wait(TIMEOUT_SECONDS)
+        assert ran.wait(TIMEOUT_SECONDS)
         found = torch.rand(3)  # in the middle of a block's backward pass
         drawn.set()
         after = torch.default_generator.get_state()

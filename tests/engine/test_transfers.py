@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class SteppedDevice(CpuDevice):
-    """Makes a copy when it is told to, in the order in which copies were given to it."""
+    """Makes a copy on request, in the order in which copies were given to it."""
 
     def __init__(self) -> None:
         super().__init__()

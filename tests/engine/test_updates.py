@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 class Steered:
-    """Runs the updates of units when it is told to."""
+    """Runs the updates of units on request."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -246,7 +246,7 @@ def test_stale_values_are_those_of_before_the_update(
     device = EmulatedDevice(0) if emulated else CpuDevice()
     steered, layer = Steered(), model.layers[1]
 
-    def served() -> list[Tensor]:
+    def current_values() -> list[Tensor]:
         values = store.upload_block(layer, device)
         seen = [values[layer.weight], device.upload(store.value(model.head.weight))]
         return [device.download(value).clone() for value in seen]
@@ -256,20 +256,20 @@ def test_stale_values_are_those_of_before_the_update(
 
     with Updater(store, units_of(model, store), stale=True, run_unit=steered) as updater:
         history = [masters()]
-        assert all(map(torch.equal, served(), history[0]))
+        assert all(map(torch.equal, current_values(), history[0]))
         for number in range(3):
             optimizer = sgd_with_gradients(model)
             updater.keep([optimizer])
             updater.submit(optimizer)
-            assert all(map(torch.equal, served(), history[number]))  # while the update runs
+            assert all(map(torch.equal, current_values(), history[number]))  # while the update runs
             steered.allowed.release(8)
             with updater.latest():
-                assert all(map(torch.equal, served(), masters()))
-            assert all(map(torch.equal, served(), history[number]))  # and after it
+                assert all(map(torch.equal, current_values(), masters()))
+            assert all(map(torch.equal, current_values(), history[number]))  # and after it
             history.append(masters())
             assert torch.equal(history[-1][0], history[-2][0] - 1)
         updater.forget()
-        assert all(map(torch.equal, served(), masters()))
+        assert all(map(torch.equal, current_values(), masters()))
 
 
 def test_a_step_that_was_left_out_makes_nothing_staler(model: Model, store: HostStore) -> None:

@@ -240,7 +240,7 @@ def test_training_mode_of_views_and_originals(server: Server) -> None:
     assert not view.layers[0].training
 
 
-def test_assigned_buffers_are_the_views_and_are_told(server: Server) -> None:
+def test_assigned_buffers_are_the_views_and_are_reported(server: Server) -> None:
     original: Any = Base()
     view = server.view(original)
     fresh = torch.zeros(2)

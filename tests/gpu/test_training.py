@@ -122,7 +122,7 @@ def test_what_is_recomputed_changes_nothing_but_rounding(tmp_path: Path, recompu
 
 
 def test_the_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
-    """Attention's backward adds in no order unless it is told to."""
+    """Attention's backward adds in no order unless it is set to."""
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     try:
         runs = [

@@ -38,7 +38,7 @@ class UserError(Exception):
 
 
 class _Fuse:
-    """Blows at the third microbatch of the second step, told apart by the microbatch's data."""
+    """Blows at the third microbatch of the second step, found by the microbatch's data."""
 
     def __init__(self) -> None:
         self.marker: float | None = None

@@ -174,7 +174,7 @@ def test_parameters_metrics_and_learning_rates(tmp_path: Path, name: str) -> Non
 
 
 class Uploads(DummyLogger):
-    """Reads every checkpoint that it is told of, as loggers do that upload them."""
+    """Reads every checkpoint that it is given, as loggers do that upload them."""
 
     def __init__(self) -> None:
         super().__init__()

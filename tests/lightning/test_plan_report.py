@@ -78,7 +78,7 @@ def test_memory_is_told_by_kind_against_what_there_is(tmp_path: Path) -> None:
     assert "assumed" not in text
 
 
-def test_a_plan_that_changes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_changes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "improved_plan", _AnotherPlanEveryStep())
     monkeypatch.setattr(planning.StepPlanner, "_is_due", lambda self, planned: True)
     report = PlanReport()
@@ -100,7 +100,7 @@ def test_other_shapes_are_told_once(tmp_path: Path) -> None:
     assert report.texts[1].startswith("The plan for batches of another shape, in 3 microbatches\n")
 
 
-def test_what_is_not_known_is_not_told(tmp_path: Path) -> None:
+def test_unknown_values_are_not_reported(tmp_path: Path) -> None:
     report = PlanReport()
     _fit(tmp_path, report, strategy=RoundPipeStrategy(dry_run=False), max_epochs=1)
     (text,) = report.texts

@@ -272,7 +272,7 @@ def test_16_bit_products_of_accelerators_are_added_up_slice_by_slice(
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("trains_weight", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [2**18, 2**21])
-def test_memory_is_what_the_planner_is_told(
+def test_memory_is_the_planners_estimate(
     trains_weight: bool, softcap: float | None, chunk_bytes: int
 ) -> None:
     width, vocabulary, num_tokens = 64, 5000, 512

@@ -19,26 +19,26 @@ class Fault:
 
     Attributes:
         what: For messages.
-        is_told_early: Queues whose copies are said to have been made when they were issued.
+        ends_early: Queues whose copies are said to have been made when they were issued.
         compute_waits: Whether compute waits for copies.
         marks_early: Marks of what was computed whose names have one of these in them are said to
             be done when they are launched.
     """
 
     what: str
-    is_told_early: frozenset[CopyQueue] = frozenset()
+    ends_early: frozenset[CopyQueue] = frozenset()
     compute_waits: bool = True
     marks_early: tuple[str, ...] = ()
 
 
 FAULTS = {
     "compute": Fault(what="compute does not wait for copies to it", compute_waits=False),
-    "upload_told": Fault(
-        what="nobody waits for the end of an upload", is_told_early=frozenset({CopyQueue.UPLOAD})
+    "upload_landed": Fault(
+        what="no thread waits for the end of an upload", ends_early=frozenset({CopyQueue.UPLOAD})
     ),
-    "download_told": Fault(
-        what="nobody waits for the end of a download",
-        is_told_early=frozenset({CopyQueue.DOWNLOAD}),
+    "download_landed": Fault(
+        what="no thread waits for the end of a download",
+        ends_early=frozenset({CopyQueue.DOWNLOAD}),
     ),
     "slot": Fault(what="slots are filled while they are read", marks_early=("has left",)),
     "boundary": Fault(
@@ -64,7 +64,7 @@ class ForgetfulDevice(ServedDevice):
         self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
     ) -> Event:
         event = super().copy(dst, src, queue=queue, after=after)
-        return DoneEvent(event.name) if queue in self._fault.is_told_early else event
+        return DoneEvent(event.name) if queue in self._fault.ends_early else event
 
     def await_event(self, event: Event) -> None:
         if self._fault.compute_waits:

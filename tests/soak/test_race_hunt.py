@@ -66,7 +66,7 @@ def test_a_wait_that_is_left_out_is_found(fault: str) -> None:
     pytest.fail("found in none of 43 cases")
 
 
-def test_a_wrong_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_number_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     step = PlainModel.step
 
     def off_by_a_bit(self: PlainModel, batches: Any, *, step_seed: int) -> object:

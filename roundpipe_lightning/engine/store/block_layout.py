@@ -129,7 +129,7 @@ class UploadPiece:
     trained: bool
     is_locked: bool
 
-    def served(self, *, previous: bool) -> Tensor:
+    def version(self, *, previous: bool) -> Tensor:
         return self.previous if previous and self.previous is not None else self.source
 
 
@@ -261,7 +261,8 @@ class Layouts:
             values, kept = parameter.detach(), self._store.previous.get(parameter)
             is_narrow = kept is not None and kept.dtype is not values.dtype
             if is_narrow or not fills_its_memory(values):  # until the next step begins
-                values, kept, has_copies = self._store.served(parameter).detach(), None, True
+                values = self._store.current_values(parameter).detach()
+                kept, has_copies = None, True
                 values = values.to(parameter.dtype).contiguous()
             pieces.append(
                 UploadPiece(

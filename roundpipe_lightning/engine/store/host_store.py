@@ -151,15 +151,15 @@ class HostStore:
         return self._blocks[block].buffers
 
     @property
-    def serves_previous(self) -> bool:
+    def uses_previous(self) -> bool:
         return self.versions.previous
 
-    @serves_previous.setter
-    def serves_previous(self, serves: bool) -> None:
-        if serves != self.versions.previous:
-            self.versions = WeightVersions(previous=serves)
+    @uses_previous.setter
+    def uses_previous(self, uses: bool) -> None:
+        if uses != self.versions.previous:
+            self.versions = WeightVersions(previous=uses)
 
-    def served(self, parameter: nn.Parameter) -> Tensor:
+    def current_values(self, parameter: nn.Parameter) -> Tensor:
         """Return the tensor that workers compute with, without waiting."""
         return self._served.get(parameter, parameter)
 
@@ -222,7 +222,7 @@ class HostStore:
 
     @property
     def _served(self) -> Mapping[nn.Parameter, Tensor]:
-        return self.previous if self.serves_previous else {}
+        return self.previous if self.uses_previous else {}
 
     def check_unwritten(self, block: nn.Module) -> None:
         """Raise if a parameter that is mapped from a file was written to.
@@ -247,9 +247,9 @@ class HostStore:
         self.await_updated(block)
         values: dict[nn.Parameter, Tensor] = {}
         with self.versions.reading(device) as reads_previous:
-            served = self.previous if reads_previous else {}
+            previous = self.previous if reads_previous else {}
             if device.shares_host_memory:
-                return {p: served.get(p, p).detach().to(p.dtype) for p in self._of_block[block]}
+                return {p: previous.get(p, p).detach().to(p.dtype) for p in self._of_block[block]}
             for flat in self._blocks[block].buffers:
                 members = flat.present_members()
                 if members:
@@ -259,7 +259,7 @@ class HostStore:
                     values |= {p: view_like(there, at, p).data for p, at in members}
             for parameter in self._of_block[block]:
                 if parameter not in values:
-                    values[parameter] = device.upload(served.get(parameter, parameter))
+                    values[parameter] = device.upload(previous.get(parameter, parameter))
         return values
 
 

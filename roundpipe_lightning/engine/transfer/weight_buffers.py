@@ -152,7 +152,7 @@ class Region:
                 chunk
                 for piece in self.layout.pieces
                 if piece.trained or not trained_only
-                for chunk in self._cut(piece, piece.served(previous=previous))
+                for chunk in self._cut(piece, piece.version(previous=previous))
             ]
         return chunks
 

@@ -500,8 +500,8 @@ class WeightPrefetcher:
             values = flat.view(source.dtype).as_strided(source.shape, source.stride())
 
         def pieces(*, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
-            served = self._store.previous.get(parameter, parameter) if previous else parameter
-            return [(flat, bytes_of(served.detach()))]
+            version = self._store.previous.get(parameter, parameter) if previous else parameter
+            return [(flat, bytes_of(version.detach()))]
 
         event = self._submit(
             "a parameter outside the blocks",

@@ -208,7 +208,7 @@ class Updater:
         self.join()
         step = CapturedStep(optimizer, gradients={})
         self._begun = BegunStep(step=step, num_before=self._num_put)
-        self._store.serves_previous = False
+        self._store.uses_previous = False
 
     def abandon(self) -> int:
         """Make nothing more of the step that was begun, after an error in it.
@@ -272,7 +272,7 @@ class Updater:
             self._store.keep_previous(missing)
         units = self._in_order(self._store.previous)
         self._announce(units, is_new=True)
-        self._store.serves_previous = True
+        self._store.uses_previous = True
         self._put(partial(self._copy, units))
 
     def join(self) -> None:
@@ -306,36 +306,36 @@ class Updater:
     def latest(self) -> Iterator[None]:
         """Join, and have everybody compute with the newest values until the end of the context."""
         self.join()
-        before, self._store.serves_previous = self._store.serves_previous, False
+        before, self._store.uses_previous = self._store.uses_previous, False
         try:
             yield
         finally:
-            self._store.serves_previous = before
+            self._store.uses_previous = before
 
     def forget(self) -> None:
         """Join, and have the next step compute with the newest values: they came from elsewhere."""
         self.join()
-        self._store.serves_previous = False
+        self._store.uses_previous = False
 
-    def served(self) -> Mapping[nn.Parameter, Tensor]:
+    def previous_values(self) -> Mapping[nn.Parameter, Tensor]:
         """Return the values that the next step computes with, where they are not the newest."""
         self.join()
-        return self._store.previous if self._store.serves_previous else {}
+        return self._store.previous if self._store.uses_previous else {}
 
-    def restore(self, served: Mapping[nn.Parameter, Tensor]) -> None:
-        """Make the next step compute with the values that `served` returned."""
+    def restore(self, previous: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make the next step compute with the values that `previous_values` returned."""
         self.join()
-        if served:
-            self._store.keep_previous(served.keys())
-            for parameter, values in served.items():
+        if previous:
+            self._store.keep_previous(previous.keys())
+            for parameter, values in previous.items():
                 self._store.previous[parameter].copy_(values)
-            self._store.serves_previous = True
+            self._store.uses_previous = True
 
     def close(self) -> None:
         """Finish what was submitted and join the thread. An error nobody joined for is lost."""
         self._jobs.put(None)
         self._thread.join()
-        self._store.serves_previous = False
+        self._store.uses_previous = False
         self._store.updates.clear()
 
     def __enter__(self) -> Updater:
