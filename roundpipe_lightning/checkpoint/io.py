@@ -314,6 +314,9 @@ def _write(path: Path, records: _Records, *, take: TakeStorage) -> None:
 
 
 def _load_folder(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:  # noqa: FBT001
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"The checkpoint {path} {found}: name the folder of a sharded one.")
     if not is_checkpoint_folder(path):
         raise CheckpointError(
             f"The checkpoint {path} is a folder without index.json: it is not a sharded checkpoint "

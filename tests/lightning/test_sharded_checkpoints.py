@@ -161,8 +161,10 @@ def test_one_file_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert plain(torch.load(tmp_path / "one.ckpt", weights_only=True)) == plain(_checkpoint())
     assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "two.ckpt")]) == 0
     assert plain(torch.load(tmp_path / "two.ckpt")) == plain(_checkpoint())
-    assert main([str(tmp_path), str(tmp_path / "three.ckpt")]) == 1
-    assert "without index.json" in capsys.readouterr().err
+    wrong = {"": "without index.json", "nowhere": "does not exist", "one.ckpt": "is a file"}
+    for name, message in wrong.items():
+        assert main([str(tmp_path / name), str(tmp_path / "three.ckpt")]) == 1
+        assert message in capsys.readouterr().err
 
 
 class _RunsCode:
