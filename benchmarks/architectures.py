@@ -57,7 +57,7 @@ TOLERANCE = 1e-6  # for models that differ from themselves
 
 
 class Verdict(Enum):
-    """How an architecture fared."""
+    """Verdict on an architecture."""
 
     IDENTICAL = "identical"
     """Pipelined, and equal to the bit, or to the tolerance where the model differs from itself."""
@@ -75,7 +75,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found out about an architecture.
+    """Findings on an architecture.
 
     Attributes:
         name: transformers' name of it.

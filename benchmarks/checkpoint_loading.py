@@ -1,4 +1,4 @@
-"""How much host memory loading and exporting a checkpoint take.
+"""Measures the host memory that loading and exporting a checkpoint take.
 
 A sharded bfloat16 checkpoint is written to a temporary folder; every case then runs in a process of
 its own, whose high-water mark of resident memory is compared with what it had after its imports.

@@ -1,4 +1,4 @@
-"""How much of the workers' time the engine's own dispatcher costs, on an emulated server.
+"""Measures the share of the workers' time that the engine's own dispatcher costs, emulated.
 
     python benchmarks/emulated_server.py [--models qwen3_32b ...] [--time-scale 4] [--output json]
 
@@ -126,7 +126,7 @@ class TimedModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured.
+    """A case to measure.
 
     Attributes:
         profile: The model, with the boundaries' size that makes a hop of two copies.
@@ -197,7 +197,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What happens between steps.
+    """Updates between steps.
 
     Attributes:
         update: `none`, `exact` or `async`.

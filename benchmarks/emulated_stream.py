@@ -1,4 +1,4 @@
-"""How much of the workers' time is idle in a stream of batches, on an emulated server.
+"""Measures the workers' idle time in a stream of batches, on an emulated server.
 
     python benchmarks/emulated_stream.py [--models qwen3_32b ...] [--batches 4] [--team-size 1]
                                          [--output json]

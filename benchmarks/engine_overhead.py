@@ -1,4 +1,4 @@
-"""What the engine costs on top of the arithmetic: one CPU worker against a plain loop.
+"""Measures the engine's cost on top of the arithmetic: one CPU worker against a plain loop.
 
 Both run the same microbatches through the same model, the plain loop with full activation
 checkpointing, so that both compute every block's forward twice. They alternate in one process; the

@@ -38,7 +38,7 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step gave.
+    """Results of one step.
 
     Attributes:
         losses: One per microbatch.
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found out about an architecture.
+    """Findings on an architecture.
 
     Attributes:
         name: transformers' name of it.

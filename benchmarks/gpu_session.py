@@ -191,7 +191,7 @@ def run(job: Job, *, log: TextIO, limit_seconds: float) -> dict[str, Any]:
 
 
 def _path() -> str:
-    """Where the package is found: in this checkout first."""
+    """Import path of the package: this checkout first."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 

@@ -1,4 +1,4 @@
-"""How fast the optimizer in host memory is: against the memory, torch's fused AdamW, and DeepSpeed.
+"""Measures the optimizer in host memory against the memory, torch's fused AdamW, and DeepSpeed.
 
     python benchmarks/host_optimizer.py --output json
 

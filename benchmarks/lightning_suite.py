@@ -42,7 +42,7 @@ RESULTS = "LIGHTNING_SUITE_RESULTS"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one test.
+    """Outcome of one test.
 
     Attributes:
         name: The test's name, as pytest writes it.
@@ -133,7 +133,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What the script prints; see the top of this file."""
+    """Summary that the script prints; see the top of this file."""
 
     versions: dict[str, str]
     devices: int

@@ -83,7 +83,7 @@ def fit(measurements: Sequence[Measurement]) -> Line:
 
 
 class PlainOutput:
-    """What a model of transformers returns: the loss, and the logits with it."""
+    """Result of a model of transformers: the loss, and the logits with it."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         self.logits = functional.linear(hidden, weight)

@@ -1,4 +1,4 @@
-"""What the callbacks cost: training steps with all of them on, against steps without.
+"""Measures the cost of the callbacks: training steps with all of them on, against steps without.
 
 One process trains a small decoder on CPU workers. Between two batches, while the Trainer asks for
 the next one, `PipelineMonitor`, `PipelineTimeline` and `PlanReport` are put into the Trainer or
@@ -237,7 +237,7 @@ class Turns:
         yield self._batch
 
     def _lists(self) -> tuple[list[Any], ...]:
-        """Where callbacks stand. What they listen to fetches with notes the time, and stays."""
+        """Lists of callbacks and listeners. The hooks around fetches note the time, and stay."""
         trainer: Any = self.trainer
         strategy = trainer.strategy
         return trainer.callbacks, strategy.plan_listeners, strategy.step_listeners

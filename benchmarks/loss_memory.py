@@ -1,4 +1,4 @@
-"""What a language model's loss takes in device memory: plainly, and in chunks.
+"""Measures the device memory of a language model's loss: plainly, and in chunks.
 
 The logits of N tokens over a vocabulary of V are N x V numbers, and a plain loss holds them several
 times over. In chunks, what grows with the number of tokens is the gradient of the hidden states:

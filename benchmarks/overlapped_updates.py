@@ -1,4 +1,4 @@
-"""What the optimizer costs a step that it overlaps with, on an emulated server.
+"""Measures the optimizer's cost for a step that it overlaps, on an emulated server.
 
     python benchmarks/overlapped_updates.py [--models qwen3_32b --time-scale 0.5 --steps 2]
     python benchmarks/overlapped_updates.py --processor

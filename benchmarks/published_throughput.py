@@ -99,7 +99,7 @@ class Model:
 
     @cached_property
     def profile(self) -> ModelProfile:
-        """Its times for a published microbatch."""
+        """Profile with the times of a published microbatch."""
         return time_model(self.work, hardware=self.hardware, shape=SHAPE, dtype=DTYPE)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What one step of staleness does to a loss: the same training with update="exact" and "async".
+"""Measures one step of staleness by the loss: one training with update="exact" and "async".
 
     python benchmarks/stale_updates.py [--steps 400] [--svg docs/pictures/stale_updates.svg]
 

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 MODELS = Path(__file__).parent.parent / "conf" / "model"
 BLOCK_COUNT = "num_hidden_layers"
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
-"""What the parameters that are trained are stored in, for every precision."""
+"""Dtype in which trained parameters are stored, for every precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and on what.
+    """A training: the model, the data and the machine.
 
     Attributes:
         model: A file in conf/model.
@@ -128,7 +128,7 @@ class Task:
         return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """What forward passes run under."""
+        """Context of forward passes."""
         if self.precision != "bf16-mixed":
             return contextlib.nullcontext()
         return torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16)
@@ -162,7 +162,7 @@ class System(ABC):
         return answer
 
     def details(self) -> dict[str, Any]:
-        """What else there is to say about the last steps."""
+        """Further figures of the last steps."""
         return {}
 
     @abstractmethod
@@ -343,7 +343,7 @@ class Ours(System):
         return answer
 
     def details(self) -> dict[str, Any]:
-        """What the strategy knows of the last step."""
+        """Figures that the strategy has of the last step."""
         strategy = self._trainer.strategy
         return {
             "plan": {

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TinySizes:
-    """What a tiny model measures.
+    """Sizes of a tiny model.
 
     Attributes:
         hidden: Width of the residual stream.

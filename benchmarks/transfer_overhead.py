@@ -1,4 +1,4 @@
-"""What transfers cost the host: blocks of many small tensors, and many steps.
+"""Measures the host's cost of transfers: blocks of many small tensors, and many steps.
 
 The device is a part of host memory that is treated as a device's, so what is measured is the
 engine's own work. Three figures:

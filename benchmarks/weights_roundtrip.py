@@ -39,7 +39,7 @@ def different(first: Any, second: Any) -> list[str]:
 
 
 def examine(name: str, folder: Path) -> dict[str, str]:
-    """What became of an architecture: `load` and `export` are `identical` or say why not."""
+    """Result for an architecture: `load` and `export` are `identical` or say why not."""
     try:
         model: Any = _model(name, SIZES, "causal", fill_unset=False)
         model.save_pretrained(folder / "saved", max_shard_size=_SHARD_BYTES)

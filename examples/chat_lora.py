@@ -78,7 +78,7 @@ def make_base(folder: Path) -> str:
 
 
 def answer(base: str, adapter: Path, question: str) -> str:
-    """What a model says with the adapter, without Lightning and without this package."""
+    """Return the model's answer with the adapter, without Lightning and without this package."""
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
     tokenizer = TokenizerSource(name=base).load()
     inputs = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""What holds for every test: nothing leaks out of it and nothing leaks into it."""
+"""Checks around every test: nothing leaks out of it and nothing leaks into it."""
 
 import gc
 import random
@@ -16,7 +16,7 @@ from hypothesis import settings
 from tqdm import tqdm
 
 LEAK_GRACE_SECONDS = 60.0
-"""How long a thread may take to end, or a file to close, after the test that owned it."""
+"""Seconds that a thread may take to end, or a file to close, after the test that owned it."""
 
 # The same examples on every machine, and no deadline per example: a busy machine is no failure.
 settings.register_profile("repository", deadline=None, derandomize=True)

@@ -1,4 +1,4 @@
-"""What the documents say is so: examples run and print that, commands compose, names exist."""
+"""The documents are right: examples run and print that, commands compose, names exist."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def make(folder: Path, *records: Any, **options: Any) -> PreferenceDataModule:
 
 
 def scored(data: PreferenceDataModule) -> list[str]:
-    """What is predicted of the two texts of the first validation pair."""
+    """Return the predictions for the two texts of the first validation pair."""
     batch = next(iter(data.val_dataloader()))
     return [data.tokenizer.decode(row[row != -100]) for row in batch["labels"][0]]
 

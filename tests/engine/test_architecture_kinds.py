@@ -284,7 +284,7 @@ def test_modules_that_say_they_work_in_place() -> None:
 
 
 class Cache:
-    """What a key-value cache is to a block: an object that keeps tensors."""
+    """A key-value cache as a block sees it: an object that keeps tensors."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []

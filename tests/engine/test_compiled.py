@@ -37,7 +37,7 @@ class Backend:
 
 
 class Mode(TorchFunctionMode):
-    """What the engine has around everything."""
+    """A function mode, as the engine has one around everything."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

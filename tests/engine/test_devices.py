@@ -165,7 +165,7 @@ class _Held(threading.Condition):
 
 def test_a_run_that_is_over_holds_no_task() -> None:
     class Result:
-        """What a task keeps alive."""
+        """An object that a task keeps alive."""
 
     started, begin = threading.Event(), threading.Event()
 

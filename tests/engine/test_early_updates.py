@@ -77,7 +77,7 @@ def equal(module: nn.Module, expected: dict[str, Tensor]) -> bool:
 
 
 class Waiting(Regressor):
-    """Its backward pass ends when some block has been stepped, and not before."""
+    """A module whose backward pass ends when some block has been stepped, and not before."""
 
     def __init__(self) -> None:
         super().__init__(3)

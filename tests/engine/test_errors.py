@@ -1,4 +1,4 @@
-"""What goes wrong leaves the engine once, says where it was, and leaves the engine usable."""
+"""Errors leave the engine once, say where they were, and leave the engine usable."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SERVERS = {"processor": None, "emulated": lambda: emulated_workers(2)}
 
 
 class PlannedError(Exception):
-    """What the tests raise in user code."""
+    """Raised by the tests in user code."""
 
 
 class Trap:

@@ -231,7 +231,7 @@ def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, 
 @servers
 @pytest.mark.parametrize("planned", [[0, 1], [0]], ids=["both", "encoder"])
 def test_generation_with_an_encoder_and_two_caches(server: str, planned: list[int]) -> None:
-    """What is not planned is streamed; its cache stays where it ran, and is brought from there."""
+    """Unplanned blocks are streamed; their cache stays where they ran, and comes from there."""
     module = KINDS["encoder-decoder"].build().eval()
     ids = batches_of(KINDS["encoder-decoder"], 1)[0]["input_ids"]
 

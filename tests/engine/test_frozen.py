@@ -1,4 +1,4 @@
-"""What is frozen costs nothing on the way back: no gradients, no recompute, no second upload."""
+"""Frozen blocks cost nothing on the way back: no gradients, no recompute, no second upload."""
 
 from __future__ import annotations
 

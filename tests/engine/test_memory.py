@@ -169,7 +169,7 @@ def test_an_evaluation_leaves_nothing(server: str) -> None:
 
 
 class _PlannedError(Exception):
-    """What the test raises in user code."""
+    """Raised by the test in user code."""
 
 
 @servers

@@ -227,7 +227,7 @@ class Conditioned(nn.Module):
 
 
 class Prompted(Regressor):
-    """Its blocks take arguments that need a gradient: a leaf of its own, and one made in the head.
+    """A module whose blocks take arguments that need a gradient: a leaf, and one made in the head.
 
     Args:
         frozen: Whether nothing below the last blocks but the arguments needs a gradient.

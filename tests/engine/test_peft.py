@@ -1,4 +1,4 @@
-"""What peft adds to a model trains as in plain PyTorch, to the bit, and nothing else does."""
+"""Adapters of peft train as in plain PyTorch, to the bit, and nothing else does."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def two_adapters() -> Adapted:
 
 
 def reference(view: Any, batch: Any, *, wait_seconds: float) -> Tensor:
-    """What the base says, as a policy's reference; others have time to do something else."""
+    """Return the base's output, as a policy's reference; other threads get time meanwhile."""
     with torch.no_grad(), view.model.disable_adapter():
         time.sleep(wait_seconds)
         logits: Tensor = view.outputs(batch).logits
@@ -268,7 +268,7 @@ def reference(view: Any, batch: Any, *, wait_seconds: float) -> Tensor:
 
 @pytest.mark.parametrize("first", ["reference", "policy"])
 def test_a_reference_pass_with_the_adapters_off(first: str) -> None:
-    """What a microbatch switches off is off for its own blocks only, and while it is off."""
+    """Adapters that a microbatch switches off are off for its own blocks, and only while off."""
 
     def call(view: Any, batch: Any, index: int) -> Any:
         wait_seconds = 0.01 * index

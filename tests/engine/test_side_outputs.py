@@ -1,4 +1,4 @@
-"""What blocks leave beside their output reaches the loss with its gradient, or is refused."""
+"""Side outputs of blocks reach the loss with their gradient, or are refused."""
 
 from __future__ import annotations
 

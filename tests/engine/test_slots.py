@@ -274,7 +274,7 @@ def test_a_failing_copy_ends_an_evaluation() -> None:
 
 
 class _PlannedError(Exception):
-    """What the test raises in user code."""
+    """Raised by the test in user code."""
 
 
 def test_an_error_in_user_code_gives_up_copies_in_flight() -> None:

@@ -345,7 +345,7 @@ def test_an_evaluation_waits_for_a_batch_in_flight() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How batches are laid round the workers."""
+    """Order of batches round the workers."""
 
     num_workers: int
     num_microbatches: int = 2

@@ -186,7 +186,7 @@ def test_gradients_and_options_are_those_of_the_submission(model: Model, store: 
 
 
 def test_gradients_that_are_released_are_the_updates_own(model: Model, store: HostStore) -> None:
-    """What the user's code does to `.grad` meanwhile, zero it say, is not what the update reads."""
+    """The update does not read what the user's code does to `.grad` meanwhile, e.g. zeroing it."""
     steered, before = Steered(), model.head.weight.detach().clone()
     with Updater(store, units_of(model, store), run_unit=steered) as updater:
         optimizer = sgd_with_gradients(model)

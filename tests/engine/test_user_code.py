@@ -1,4 +1,4 @@
-"""What user code does outside the blocks and past the views."""
+"""User code outside the blocks and past the views."""
 
 from __future__ import annotations
 

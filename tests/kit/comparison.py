@@ -16,7 +16,7 @@ from tests.kit.training import make_trainer, parameter_error, regression_data
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is left when something was done with a Trainer.
+    """State left after a Trainer was used.
 
     Attributes:
         module: The module.

@@ -176,7 +176,7 @@ def training_step(view: Any, batch: Any, index: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """What a plain loop over the microbatches gives.
+    """Result of a plain loop over the microbatches.
 
     Attributes:
         losses: One per microbatch, unscaled.

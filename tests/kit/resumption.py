@@ -111,7 +111,7 @@ class SaveEverywhere(Callback):
 
 @dataclass
 class Run:
-    """What a finished training leaves behind."""
+    """State that a finished training leaves behind."""
 
     module: LightningModule
     trainer: Trainer

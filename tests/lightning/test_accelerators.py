@@ -1,4 +1,4 @@
-"""What the strategy makes of devices, without having a GPU; and what it refuses around itself."""
+"""Devices of the strategy, without having a GPU; and the settings that it refuses."""
 
 from __future__ import annotations
 

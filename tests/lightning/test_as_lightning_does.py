@@ -1,4 +1,4 @@
-"""What Lightning's own tests expect of a strategy and the tests of its features do not ask for."""
+"""Expectations of Lightning's own tests that the tests of its features leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a validation, a test or a prediction is shown as what it is, and where."""
+"""Errors in a validation, a test or a prediction are shown as they are, with their place."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class UserError(Exception):
-    """What user code raises here."""
+    """Raised by user code here."""
 
 
 class _Failing(Regressor):
-    """Its third block fails, or its code outside the blocks."""
+    """A module whose third block fails, or its code outside the blocks."""
 
     fails_in = "nothing"
 
@@ -48,7 +48,7 @@ class _Failing(Regressor):
 
 
 class _FailingDevice(EmulatedDevice):
-    """Its next upload fails, if asked to."""
+    """A device whose next upload fails, if asked to."""
 
     fails = False
 
@@ -107,7 +107,7 @@ def test_code_outside_the_blocks_that_raises(tmp_path: Path) -> None:
 
 
 class _FailsLater(_Failing):
-    """Its devices fail when an evaluation has begun."""
+    """A module whose devices fail when an evaluation has begun."""
 
     def __init__(self, devices: list[_FailingDevice]) -> None:
         super().__init__()

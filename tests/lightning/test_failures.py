@@ -34,7 +34,7 @@ NUM_MICROBATCHES = 4
 
 
 class UserError(Exception):
-    """What user code raises here."""
+    """Raised by user code here."""
 
 
 class _Fuse:

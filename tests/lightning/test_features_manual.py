@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 class Manual(LightningModule):
-    """What every module here has: manual optimization, a metric, logs."""
+    """Base of every module here: manual optimization, a metric, logs."""
 
     def __init__(self) -> None:
         super().__init__()

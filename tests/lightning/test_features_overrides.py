@@ -1,4 +1,4 @@
-"""What a module overrides and logs in hooks, and checkpoints within an epoch: as on one device."""
+"""Overrides, logs in hooks, and checkpoints within an epoch: as on one device."""
 
 from __future__ import annotations
 

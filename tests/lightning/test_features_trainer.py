@@ -1,4 +1,4 @@
-"""What Lightning's own tests ask of a strategy: its life with a Trainer, flags to interrupts."""
+"""Lightning's own tests of a strategy: its life with a Trainer, from flags to interrupts."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_flags_that_change_nothing(tmp_path: Path, name: str) -> None:
 def test_compiled_parts_are_trained(
     tmp_path: Path, wrapped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What compiles a module keeps the module, which must not be mistaken for its view."""
+    """A compiled wrapper keeps the module, which must not be mistaken for its view."""
 
     class Compiled(Regressor):
         def __init__(self) -> None:

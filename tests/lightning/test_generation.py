@@ -120,7 +120,7 @@ def model_of(name: str, *, adapters: str | None = None) -> Any:
 
 
 def strategies() -> list[tuple[Any, int]]:
-    """What to compare with one device: a strategy and its number of workers."""
+    """Return cases to compare with one device: a strategy and its number of workers."""
     return [
         (RoundPipeStrategy(), 1),
         (RoundPipeStrategy(), 3),

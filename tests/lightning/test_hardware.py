@@ -62,7 +62,7 @@ def test_weights_come_ahead_and_stay_where_there_is_room(tmp_path: Path) -> None
 
 
 class Accelerator:
-    """What a device's module of PyTorch says of its memory, in GiB."""
+    """Memory figures of a device's module of PyTorch, in GiB."""
 
     def __init__(self, *, free: float, reserved: float = 0.0, allocated: float = 0.0) -> None:
         self.mem_get_info = lambda _: (free * GIB, 24 * GIB)

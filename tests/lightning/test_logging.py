@@ -1,4 +1,4 @@
-"""What is logged, returned and measured equals what one device logs, returns and measures."""
+"""Logs, results and metrics equal those of one device."""
 
 from __future__ import annotations
 

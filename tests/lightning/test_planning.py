@@ -60,7 +60,7 @@ def fit(
 
 
 class Counting(Regressor):
-    """Its step does what a step may do beside computing a loss."""
+    """A module whose step does all that a step may do beside computing a loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ class _Scales(Callback):
 
 
 class _Overflowing(Regressor):
-    """Its loss is too large for float16 gradients in the fourth batch."""
+    """A module whose loss is too large for float16 gradients in the fourth batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = functional.mse_loss(self(batch[0]), batch[1])

@@ -1,4 +1,4 @@
-"""What cannot work is refused before training starts, by the flag's name and with the way out."""
+"""Settings that cannot work are refused before training, by their name and with the way out."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ HOOKS = [
 
 
 class _Following(Restless):
-    """Its learning rate follows what is measured, after a step and after an epoch."""
+    """A module whose learning rate follows a metric, after a step and after an epoch."""
 
     def configure_optimizers(self) -> Any:
         optimizers, schedulers = super().configure_optimizers()

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class Module(Regressor):
-    """What a configuration names."""
+    """A module that a configuration names."""
 
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__(num_blocks=num_blocks)

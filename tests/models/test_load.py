@@ -27,7 +27,7 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-"""Its checkpoint has a tensor for each expert, the model one for all of them."""
+"""Options of a model with one tensor for all experts, where a checkpoint has one for each."""
 
 
 def save(folder: Path, architecture: dict[str, Any], **options: Any) -> Any:

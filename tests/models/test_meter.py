@@ -1,4 +1,4 @@
-"""What single operations are counted as."""
+"""Counts of single operations."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Counting(nn.Module):
-    """Its step writes whatever a step may write."""
+    """A module whose step writes all that a step may write."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -188,7 +188,7 @@ class Cache:
 
 
 class Caching(Plain):
-    """Its blocks read and write an object that they are called with."""
+    """A module whose blocks read and write an object that they are called with."""
 
     def __init__(self) -> None:
         super().__init__()

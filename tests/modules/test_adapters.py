@@ -1,4 +1,4 @@
-"""What peft adds to a model, and what is refused with which words."""
+"""Adapters that peft adds to a model, and the messages of refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan needs of device and host memory, and the longest sequences that fit."""
+"""Device and host memory of plans, and the longest sequences that fit."""
 
 from __future__ import annotations
 

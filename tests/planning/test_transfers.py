@@ -1,4 +1,4 @@
-"""What moves and when: hand-checked steps, blocks that stay, slots, boundaries by every way."""
+"""Transfers and their times: hand-checked steps, blocks that stay, slots, boundary routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model computes and keeps: amounts, seconds, operations."""
+"""Work of a model: amounts, seconds, operations."""
 
 from __future__ import annotations
 

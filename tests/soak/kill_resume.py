@@ -151,7 +151,7 @@ class SaveEverywhere(Callback):
 
 @dataclass(kw_only=True)
 class Result:
-    """What is printed."""
+    """Figures to print."""
 
     kills: int = 0
     lost: int = 0

@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "gathered": Fault(what="gradients go down before they are gathered", marks_early=("gathered",)),
 }
-"""What `--fault` may be."""
+"""Values of `--fault`."""
 
 
 class ForgetfulDevice(ServedDevice):

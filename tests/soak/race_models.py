@@ -106,7 +106,7 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What a random model is.
+    """Description of a random model.
 
     Attributes:
         num_first: Blocks of the first stack.
