@@ -209,7 +209,7 @@ class Optimizer:
 
     @contextmanager
     def running(self, engine: Engine, model: nn.Module) -> Iterator[Callable[[StepResult], None]]:
-        """Give what is to be called with a step's result."""
+        """Give a function to call with a step's result."""
         if self.update == "none":
             yield lambda result: None
             return

@@ -50,7 +50,7 @@ class EmulatedEvent(Event):
     @property
     @abstractmethod
     def has_happened(self) -> bool:
-        """Whether it has."""
+        """Whether the event has happened, on the server's clock."""
 
     @abstractmethod
     def await_seconds(self) -> float:
@@ -149,7 +149,7 @@ class CopyEvent(EmulatedEvent):
         self._callbacks: list[Callback] = []
 
     def finish(self, seconds: float, error: BaseException | None) -> None:
-        """Say when it ended, or why it could not be made."""
+        """Set the end of the copy, or the error that it failed with."""
         with self._mutex:
             self._seconds, self._error = seconds, error
             self._is_made = True

@@ -117,7 +117,7 @@ class ProtocolChecker:
             self._memory(tensor).name = name
 
     def computes_in(self, tensor: Tensor, line: str) -> None:
-        """Say that a tensor is in the memory of the device whose compute queue is this line."""
+        """Declare a tensor to be in the memory of the device whose compute queue is this line."""
         with self._mutex:
             self._memory(tensor).line = line
 

@@ -36,7 +36,7 @@ class Reference:
 
 
 Swap: TypeAlias = Callable[[Any, bool], Any]
-"""Gives what stands for a tensor or a reference; the flag says that it is inside an object."""
+"""Function from a tensor or reference to its placeholder; the flag: it is inside an object."""
 
 _OPAQUE = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, nn.Module, enum.Enum,
@@ -99,7 +99,7 @@ class Copies:
         self._pairs: list[_Pair] = []
 
     def copied(self, node: Any, *, in_object: bool = False) -> Any:
-        """Return the copy of anything; what cannot hold a tensor is returned as it is."""
+        """Return a copy of any object; one that cannot hold a tensor is returned as it is."""
         key = id(node)
         if key in self._known:
             return self._known[key]

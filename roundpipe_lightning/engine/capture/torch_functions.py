@@ -67,7 +67,7 @@ class ModeStack:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Put those back that are away, until the end of the context."""
+        """Put removed modes back until the end of the context."""
         back, self._away = self._away, []
         _push(back)
         try:

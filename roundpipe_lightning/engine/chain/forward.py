@@ -94,7 +94,7 @@ class ForwardPass:
     # ----------------------------------------------------------------------------------- calls
 
     def call_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block that the user's code has called, and return what it is to get.
+        """Run a block that the user's code has called, and return the code's result.
 
         Among the arguments lazy tensors stand for what other blocks made.
         """
@@ -128,7 +128,7 @@ class ForwardPass:
         )
 
     def _new_call(self, block: nn.Module, given: Given) -> BlockCall:
-        """Go to the turn of a call, and say which it is."""
+        """Go to the turn of a call, and return the call."""
         gradient = self._backward and torch.is_grad_enabled()
         position = self._chain.find(
             block, gradient=gradient if self._backward else None, start=self._position

@@ -73,7 +73,7 @@ class Device(ABC):
 
     @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor can be used by an operation here as it is."""
+        """Return whether an operation here can use the tensor as it is."""
 
     @abstractmethod
     def bring(self, tensor: Tensor) -> Tensor:

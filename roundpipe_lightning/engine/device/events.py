@@ -48,7 +48,7 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Stop the calling thread until it has happened.
+        """Stop the calling thread until the event has happened.
 
         Raises:
             Exception: What made it fail; `StepAborted` if its step was given up.
@@ -56,7 +56,7 @@ class Event(ABC):
 
     @abstractmethod
     def when_done(self, callback: Callback) -> None:
-        """Call back once it has happened or failed, from any thread; at once if it has already."""
+        """Call back once the event has happened or failed, from any thread; at once if it has."""
 
     def issued(self) -> Event:
         """Return the event it stands for once that is known, or itself; raises as `wait` does."""
@@ -67,7 +67,7 @@ class Event(ABC):
 
 
 def block_until(call_back: Callable[[Callback], None]) -> None:
-    """Stop the calling thread until it is called back.
+    """Stop the calling thread until a callback comes.
 
     An event has no gate of its own, which would cost more to make than all else of it: most are
     never waited for by a thread.
@@ -125,19 +125,19 @@ class HostEvent(Event):
         return self._is_over
 
     def set(self) -> None:
-        """Say that it has happened. It happens once: what comes later changes nothing."""
+        """Mark the event as happened. Events happen once: later calls change nothing."""
         self._end(None)
 
     def fail(self, error: BaseException) -> None:
-        """Say that it will never happen: its one waiter raises `error`."""
+        """Mark the event as failed: its one waiter raises `error`."""
         self._end(error)
 
     def abort(self) -> None:
-        """Say that it will never happen: every waiter raises `StepAborted`."""
+        """Mark the event as given up: every waiter raises `StepAborted`."""
         self._end(StepAborted())
 
     def stand_for(self, event: Event) -> None:
-        """Say which event of a device it stands for; it is still to be set when that is done."""
+        """Bind to an event of a device; this event must still be set when that one is done."""
         with self._lock:
             self._behind = event
             callbacks = self._now_known()

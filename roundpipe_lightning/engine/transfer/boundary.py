@@ -108,7 +108,7 @@ class BoundaryTensor:
         self._block, self._host, self._landed = block, host, landed
 
     def release(self) -> None:
-        """Give its memory back: nobody asks for it any more."""
+        """Release the boundary's memory: nothing uses the boundary any more."""
         block, self._block = self._block, None
         self._here = self._host = self._arriving = None
         if block is not None and self._pool is not None:

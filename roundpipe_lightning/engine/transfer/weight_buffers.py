@@ -66,7 +66,7 @@ class Memory:
         self._leaves: dict[tuple[Form, int], _Leaves] = {}
 
     def grow(self, num_bytes: int) -> None:
-        """Make it at least so long; what was in it is lost. Nothing may be using it."""
+        """Make the buffer at least so long. Its content is lost: nothing may be using it."""
         if num_bytes > self.num_bytes:
             self._leaves.clear()
             self._buffer, self.num_bytes = None, 0  # before the new one is there

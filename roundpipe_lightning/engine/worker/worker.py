@@ -68,7 +68,7 @@ class Worker:
         return f"worker {self.index} ({self.device.name})"
 
     def resident(self, stage: Stage, blocks: Sequence[nn.Module]) -> ResidentBlocks:
-        """Return those blocks of a stage that are needed, uploading what is not here already."""
+        """Return the needed blocks of a stage, uploading those that are not here already."""
         if self._resident is not None and blocks is self._brought:
             return self._resident
         if self._resident is None or self._stage != stage:

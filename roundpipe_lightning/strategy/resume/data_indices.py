@@ -115,7 +115,7 @@ def skips_indices(loader: Any) -> bool:
 
 
 def takes_marks(loader: DataLoader[Any]) -> bool:
-    """Whether its processes can be given an empty list of indices."""
+    """Whether the loader's processes can be given an empty list of indices."""
     dataset = loader.dataset
     while isinstance(dataset, Subset):
         dataset = dataset.dataset

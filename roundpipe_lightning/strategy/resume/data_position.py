@@ -104,7 +104,7 @@ class LoaderPosition:
 
     @property
     def keeps_workers(self) -> bool:
-        """Whether its processes outlive an epoch."""
+        """Whether the loader's processes outlive an epoch."""
         return self.sampler is not None and bool(self.loader.persistent_workers)
 
     def iterate(self) -> Iterator[Any]:
