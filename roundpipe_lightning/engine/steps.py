@@ -375,17 +375,16 @@ class StepsInFlight:
             Exception: What a step that is in flight has failed with.
         """
         overlaps = not self.is_empty
-        if not overlaps:
-            for worker in self._workers:
-                with noted(f"the beginning of a step on {worker}"):
-                    worker.device.start_clock()
-        elif self._has_failed:
+        if overlaps and self._has_failed:
             self._raise_failure()
         self._steps.append(step)
         with self._guarded():
             if overlaps:
                 self._transfers.begin_overlapped(stage_runs)
             else:
+                for worker in self._workers:
+                    with noted(f"the beginning of a step on {worker}"):
+                        worker.device.start_clock()
                 self._transfers.begin(
                     stage_runs, on_failure=self._abort_turns, making_room=step.making_room
                 )

@@ -280,3 +280,28 @@ def test_a_device_that_disappears_is_named_whenever_it_does() -> None:
                 mean_step(engine, batches)
         notes = " ".join(getattr(error.value, "__notes__", ()))
         assert "emulated:1" in notes, (number, notes)
+
+
+def test_steps_that_could_not_begin_leave_the_next_one_its_memory() -> None:
+    class LateDevice(EmulatedDevice):
+        num_refusals = 0
+
+        def start_clock(self) -> None:
+            if self.num_refusals:
+                self.num_refusals -= 1
+                raise RuntimeError("the device is not there yet")
+            super().start_clock()
+
+    module = Regressor(3)
+    stack, batches = layers_of(module), regression_batches(2)
+    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    devices = [LateDevice(index) for index in range(2)]
+    plain = plain_step(module, batches)
+    with engine_of(module, stack, plan, devices=devices) as engine:
+        mean_step(engine, batches)
+        devices[1].num_refusals = 3
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="not there yet") as error:
+                mean_step(engine, batches)
+            assert "worker 1" in " ".join(getattr(error.value, "__notes__", ()))
+        assert not differences(module, mean_step(engine, batches), plain)
