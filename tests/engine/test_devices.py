@@ -110,6 +110,23 @@ def _team(num_threads: int, prepare: Callable[[], None] = lambda: None) -> Threa
     return ThreadTeam(num_threads, name="tested", prepare=prepare)
 
 
+def test_a_team_that_gets_too_few_threads_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def scarce(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        _team(2)
+    started[0].join(60)
+    assert not started[0].is_alive()
+
+
 def _wait(event: threading.Event) -> None:
     event.wait(60)
 

@@ -102,8 +102,13 @@ class ThreadTeam:
             threading.Thread(target=self._serve, args=(jobs,), name=f"{name}-{i}", daemon=True)
             for i, jobs in enumerate(self._queues)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # the system gives no more: nobody will close those that run
+            for jobs in self._queues:
+                jobs.put(None)
+            raise
 
     def __len__(self) -> int:
         return len(self._threads)
