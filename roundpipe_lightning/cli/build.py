@@ -155,7 +155,7 @@ def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
     if "method" in settings:
         raise ConfigurationError(
             "peft.method is called peft._target_ now, and names a configuration class of peft, "
-            f"such as peft.LoraConfig. Choose a file of conf/peft: peft={settings['method']}."
+            "such as peft.LoraConfig. Choose a file of conf/peft: peft=lora, or peft=none."
         )
     target, adapter, seed = (settings.pop(key, None) for key in ("_target_", "adapter", "seed"))
     settings.pop("frozen_bits", None)  # for the model, see conf/model
