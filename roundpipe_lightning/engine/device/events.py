@@ -106,7 +106,7 @@ class HostEvent(Event):
         name: For messages.
 
     Attributes:
-        is_wanted: Whether a thread stands waiting for it, or will: whoever sets it may hurry.
+        is_wanted: Whether a thread waits for it, or will: the thread that sets it may hurry.
     """
 
     def __init__(self, name: str = "") -> None:

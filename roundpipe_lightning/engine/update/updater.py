@@ -20,7 +20,7 @@ updater's thread                       [update b2]   [update b1]   [update b0][o
 Nobody reads a parameter before its update has ended. Every unit of parameters has one event
 (`HostStore.updates`), and whoever uploads a block, or computes with it in place, waits for those of
 the parameters it reads. So the results are those of an optimizer that is stepped before anything
-else goes on. Parameters are updated in the module's order, those that a thread stands waiting for
+else goes on. Parameters are updated in the module's order, those that a thread waits for
 before others, and next time as early as they were needed this time.
 
 With `stale=True` a step computes with the values from before the update that runs meanwhile. They
