@@ -18,11 +18,11 @@ class TextDataModule(FileDataModule):
     """Texts, laid end to end and cut into windows of equal length; every token is predicted.
 
     Args:
-        tokenizer: Loads the tokenizer. Its end-of-text token ends every text.
         field: Field of a record that has the text.
         keep_apart: Whether no attention crosses from one text into another in the same window.
-        options: The fields of `FileOptions`; `seq_len` and `batch_size` (in windows) among them.
-            No text is too long: a long one makes several windows.
+        **options: Those of `FileDataModule`: `files`, `tokenizer` (its end-of-text token ends every
+            text), `seq_len`, `batch_size` (in windows) and others. No text is too long: a long one
+            makes several windows.
 
     Raises:
         ConfigurationError: A setting is out of its range.

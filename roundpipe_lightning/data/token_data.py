@@ -343,7 +343,8 @@ class ResumableLoader(DataLoader[Any]):
         dataset: What to load.
         order: The order of the epoch; this loader owns it.
         batch_size: Samples in a batch; a smaller last one is dropped.
-        num_workers, collate: As `num_workers` and `collate_fn` of `DataLoader`.
+        num_workers: As for `DataLoader`.
+        collate: Its `collate_fn`.
     """
 
     def __init__(
