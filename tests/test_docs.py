@@ -35,6 +35,7 @@ def _run(code: str, folder: Path) -> str:
     return process.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:.* does not have many workers")
 def test_quick_start_runs_from_top_to_bottom_and_learns(tmp_path: Path) -> None:
     output = _run("\n".join(_blocks("quickstart", "python")), tmp_path)

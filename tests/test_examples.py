@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = {"chat_lora": 8, "classification": 75, "dpo": 5, "vision": 16}
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:.* does not have many workers")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
