@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ TIMEOUT_SECONDS = 120.0
 """For steps that must not hang: a test then fails with the schedule on the screen."""
 
 Step = Callable[[Any, Any, int], Any]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Block(nn.Module):
@@ -187,12 +190,19 @@ class Plain:
     gradients: dict[str, Tensor | None]
 
 
-def plain_step(module: nn.Module, batches: Sequence[Any], *, call: Step = training_step) -> Plain:
+def plain_step(
+    module: nn.Module,
+    batches: Sequence[Any],
+    *,
+    call: Step = training_step,
+    context: Context = nullcontext,
+) -> Plain:
     """Run the same microbatches without the engine; the parameters' gradients are left empty."""
     module.zero_grad()
     losses = []
     for index, batch in enumerate(batches):
-        loss = call(module, batch, index)
+        with context():
+            loss = call(module, batch, index)
         (loss / len(batches)).backward()
         losses.append(loss.detach())
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -226,9 +236,15 @@ def engine_for(module: Any, *, devices: Sequence[Device] | None = None, **plan: 
     return engine_of(module, stack, plan_of(stack, **plan), devices=devices)
 
 
-def mean_step(engine: Engine, batches: Sequence[Any], *, call: Step = training_step) -> StepResult:
+def mean_step(
+    engine: Engine,
+    batches: Sequence[Any],
+    *,
+    call: Step = training_step,
+    context: Context = nullcontext,
+) -> StepResult:
     scales = [1 / len(batches)] * len(batches)
-    return engine.step(batches, call, loss_scales=scales)
+    return engine.step(batches, call, loss_scales=scales, thread_context=context)
 
 
 def engine_step(
@@ -239,9 +255,10 @@ def engine_step(
     *,
     call: Step = training_step,
     devices: Sequence[Device] | None = None,
+    context: Context = nullcontext,
 ) -> StepResult:
     with engine_of(module, stack, plan, devices=devices) as engine:
-        return mean_step(engine, batches, call=call)
+        return mean_step(engine, batches, call=call, context=context)
 
 
 def check_parity(
@@ -252,6 +269,7 @@ def check_parity(
     call: Step = training_step,
     devices: Sequence[Device] | None = None,
     tolerance: float = 0.0,
+    context: Context = nullcontext,
     **plan: Any,
 ) -> StepResult:
     """Run one step on an engine of its own, and assert that it equals a plain loop.
@@ -263,13 +281,17 @@ def check_parity(
         call: The user's step.
         devices: One per worker; on the processor if not given.
         tolerance: 0 for equality to the bit.
+        context: Around the user's step, autocast for example; the backward pass runs outside it.
         **plan: As for `plan_of`.
     """
     stack = layers_of(module) if stack is None else stack
     batches = regression_batches(plan.get("num_microbatches", 3)) if batches is None else batches
-    plain = plain_step(module, batches, call=call)
+    twin = copy.deepcopy(module)  # a step may write into buffers
+    plain = plain_step(twin, batches, call=call, context=context)
     made = plan_of(stack, **{"num_microbatches": len(batches), **plan})
-    result = engine_step(module, stack, made, batches, call=call, devices=devices)
+    result = engine_step(module, stack, made, batches, call=call, devices=devices, context=context)
+    for (name, buffer), expected in zip(module.named_buffers(), twin.buffers(), strict=True):
+        assert _same(buffer, expected, tolerance), name
     assert not differences(module, result, plain, tolerance=tolerance), made
     return result
 

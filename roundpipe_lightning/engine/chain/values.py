@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference, Swap
+from roundpipe_lightning.engine.capture.autocast import Autocast, autocast_as, autocast_now
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.chain.block_outcome import (
@@ -159,7 +159,7 @@ class BlockCall:
         self.begins_group = False
         self.kept: KeptOutputs | None = None
         self._given: Given | None = None
-        self._autocast: list[tuple[str, bool, torch.dtype]] = []
+        self._autocast: list[Autocast] = []
         self._versions: list[int] = []
         if gradient:
             self._given = Copies(self._keep).copied(given)
@@ -169,7 +169,7 @@ class BlockCall:
             or any(value.needs_gradient for value in self.inputs)
         )
         if self.wanted:
-            self._autocast = [_autocast_of(kind) for kind in _device_types()]
+            self._autocast = autocast_now()
             self._versions = [tensor._version for tensor in self.arguments]
         else:  # it never runs again
             self._given = None
@@ -224,11 +224,7 @@ class BlockCall:
                 "its recompute would find other values. Give the block a copy "
                 "(`block(x, mask.clone())`), or make a new tensor instead of writing into it."
             )
-        with ExitStack() as contexts:
-            for state in self._autocast:
-                kind, enabled, dtype = state
-                if state != _autocast_of(kind):
-                    contexts.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        with autocast_as(self._autocast):
             assert self._given is not None, "kept where a gradient is wanted"
             outcome = self.run_forward(block, take, given=self._given, watched=watched)
         forms = [(tensor.shape, tensor.dtype) for tensor, _ in outcome.tensors]
@@ -239,15 +235,6 @@ class BlockCall:
                 "types): it depends on something that the forward pass has changed."
             )
         return outcome
-
-
-def _autocast_of(kind: str) -> tuple[str, bool, torch.dtype]:
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-def _device_types() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 class Sources:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_lightning.engine.capture.autocast import without_autocast
 from roundpipe_lightning.engine.capture.module_writes import ParameterWrites, Writes, refuse_write
 from roundpipe_lightning.engine.capture.placeholder import Called, make_proxy, writes_first
 from roundpipe_lightning.engine.capture.randomness import RandomStream
@@ -293,9 +294,12 @@ class UserCode(TorchFunctionMode):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Run a backward pass until the end of the context: nothing may draw random numbers."""
+        """Run a backward pass until the end of the context, without autocast.
+
+        Nothing may draw random numbers.
+        """
         refused = nullcontext() if self.stream is None else self.stream.backward()
-        with refused, self.resumed():
+        with refused, self.resumed(), without_autocast():
             yield
 
     def __torch_function__(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,34 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from roundpipe_lightning.engine.capture.autocast import Autocast
 from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["Autocast", "LogitForm", "form_after", "loss_of_form"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Autocast:
-    """The state of autocast for a type of device."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, device_type: str) -> Autocast:
-        """Return the state of this thread; off on the meta device, which autocast lacks."""
-        if device_type == "meta":
-            return cls(device_type=device_type, enabled=False, dtype=torch.float32)
-        return cls(
-            device_type=device_type,
-            enabled=torch.is_autocast_enabled(device_type),
-            dtype=torch.get_autocast_dtype(device_type),
-        )
-
-    def restored(self) -> AbstractContextManager[Any]:
-        return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
-        )
+__all__ = ["LogitForm", "form_after", "loss_of_form"]
 
 
 @dataclass(frozen=True, kw_only=True)

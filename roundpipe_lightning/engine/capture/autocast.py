@@ -1,0 +1,66 @@
+"""The state of autocast, which belongs to a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autocast:
+    """The state of autocast for a type of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device_type: str) -> Autocast:
+        """Return the state of this thread; off on the meta device, which autocast lacks."""
+        if device_type == "meta":
+            return cls(device_type=device_type, enabled=False, dtype=torch.float32)
+        return cls(
+            device_type=device_type,
+            enabled=torch.is_autocast_enabled(device_type),
+            dtype=torch.get_autocast_dtype(device_type),
+        )
+
+    def restored(self) -> AbstractContextManager[Any]:
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+
+
+def autocast_now() -> list[Autocast]:
+    """Return the state of this thread, for every type of device here."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [Autocast.now(kind) for kind in types]
+
+
+@contextmanager
+def autocast_as(states: Iterable[Autocast]) -> Iterator[None]:
+    """Compute under such states until the end of the context."""
+    with ExitStack() as contexts:
+        for state in states:
+            if state != Autocast.now(state.device_type):
+                contexts.enter_context(state.restored())
+        yield
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute without autocast until the end of the context.
+
+    A backward pass does: under autocast it would round the gradients of operations that the user's
+    code has run outside it.
+    """
+    with ExitStack() as contexts:
+        for state in autocast_now():
+            if state.enabled:
+                contexts.enter_context(torch.autocast(state.device_type, enabled=False))
+        yield
