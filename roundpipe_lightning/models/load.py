@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.load_module import shape_text
 from roundpipe_lightning.models.quantized import quantize_frozen
@@ -104,6 +105,7 @@ def load_pretrained(
     Raises:
         ModelSourceError: A file is missing, damaged or a pickle of more than tensors; or tensors
             are missing, extra or of another shape: all are listed.
+        FitError: The host has no memory for them; nothing has been read then.
         ConfigurationError: The files cannot be mapped.
         OSError: The hub cannot be reached; as transformers raises it.
     """
@@ -124,9 +126,10 @@ def load_pretrained(
             **options.building,
         )
         return cast("PreTrainedModel", model)
-    files = find_weight_files(name, hub_options=options.hub)
     with torch.device("meta"):
         skeleton = auto_class.from_config(config, trust_remote_code=options.trust_remote_code)
+    _check_memory(skeleton, config=config, options=options, name=name)
+    files = find_weight_files(name, hub_options=options.hub)
     build = partial(type(skeleton).from_pretrained, None, config=config, **options.building)
     # Weights that are quantised are read from the mapping: the whole of them is never in memory.
     views = options.quantizes and all(file.suffix == ".safetensors" for file in files)
@@ -146,6 +149,26 @@ def load_pretrained(
     if mapped is not None and not options.mapped:
         bring_into_memory(model)
     return cast("PreTrainedModel", model)
+
+
+def _check_memory(
+    skeleton: PreTrainedModel, *, config: PreTrainedConfig, options: LoadOptions, name: str
+) -> None:
+    """Refuse weights that have no room before any is read.
+
+    Raises:
+        FitError: They have none.
+    """
+    if options.mapped:
+        return
+    dtype = options.dtype or getattr(config, "dtype", None) or torch.float32
+    count = sum(parameter.numel() for parameter in skeleton.parameters())
+    check_host_memory(
+        count * dtype.itemsize * min(options.frozen_bits, 16) / 16,
+        what=f"Reading {name!r}",
+        way_out="Use a machine with more, model.dtype=bfloat16, or, where adapters alone are "
+        "trained, model.frozen_weights=mmap or peft.frozen_bits=4.",
+    )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.probe import cache_folder, probe_hardware
 from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
-from roundpipe_lightning.errors import HardwareError
+from roundpipe_lightning.errors import FitError, HardwareError
 from roundpipe_lightning.planning.model.hardware import load_hardware
 
 
@@ -219,15 +219,48 @@ def test_leaving_joins_the_threads_even_after_an_error() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_container_has_what_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(host, "_CONTAINER_LIMIT", limit)
+@pytest.mark.parametrize(
+    ("groups", "folder", "files"),
+    [
+        ("0::/\n", "", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/a/b\n", "a", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/job\n1:cpu:/\n",
+            "memory/job",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+        (  # a container that sees its host's name of its group
+            "4:memory:/docker/f00\n",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_control_groups_limit_the_memory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str,
+    folder: str,
+    files: tuple[str, str, str],
+) -> None:
+    (tmp_path / "own").write_text(groups)
+    monkeypatch.setattr(host, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "_CONTROL_GROUPS", tmp_path / "groups")
     total = host.host_bytes()
     assert total is not None
-    limit.write_text("max\n")
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    limit, used, dropped = files
+    (group / limit).write_text("max\n")
     assert host.host_bytes() == total
-    limit.write_text(f"{total // 2}\n")
-    assert host.host_bytes() == total // 2
+    (group / limit).write_text("3000\n")
+    (group / used).write_text("1500\n")
+    (group / "memory.stat").write_text(f"cache 900\n{dropped} 500\n")
+    assert host.host_bytes() == 3000
+    assert host.free_host_bytes() == 2000
+    with pytest.raises(FitError, match=r"The model needs .* Take a smaller one"):
+        host.check_host_memory(2001, what="The model", way_out="Take a smaller one.")
+    host.check_host_memory(2000, what="The model", way_out="")
 
 
 def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
-from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.errors import ConfigurationError, FitError, ModelSourceError
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.source import Head
 from tests.kit.architectures import TINY
@@ -61,6 +61,17 @@ def same_tensors(first: Any, second: Any) -> bool:
         strict=True,
     )
     return all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def test_weights_without_room_are_refused_before_they_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, TINY)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    monkeypatch.setattr("roundpipe_lightning.engine.device.host_memory.free_host_bytes", lambda: 99)
+    with pytest.raises(FitError, match=r"host memory, and 0\.0 GiB are free here\. Use a machine"):
+        source(tmp_path).build()
 
 
 @pytest.mark.parametrize("architecture", [TINY, EXPERTS], ids=["tied", "experts"])
