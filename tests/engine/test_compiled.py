@@ -201,13 +201,27 @@ class Beside(nn.Module):
         return y
 
 
+class Counted(nn.Linear):
+    """A block that assigns a buffer anew."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
 class Penalised(nn.Module):
     """A model whose loss has what its blocks leave."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([Beside(), nn.Linear(4, 4), Beside()])
+        self.layers = nn.ModuleList([Beside(), nn.Linear(4, 4), Beside(), Counted()])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         del batch_idx
@@ -220,14 +234,15 @@ class Penalised(nn.Module):
         return x.square().mean() + loss
 
 
-def test_blocks_that_the_loss_looks_into_run_as_they_are() -> None:
+def test_blocks_that_the_loss_looks_into_or_that_assign_buffers_run_as_they_are() -> None:
     module, compiler = Penalised(), BlockCompiler(Backend())
     stack = layers_of(module)
     batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     plan = plan_of(stack, num_microbatches=2, num_workers=1)
     with engine_of(module, stack, plan, compiler=compiler) as engine:
         results = [mean_step(engine, batches) for _ in range(2)]
-    assert set(compiler.left_as_they_are) == {"layers.0", "layers.2"}
+    assert set(compiler.left_as_they_are) == {"layers.0", "layers.2", "layers.3"}
+    assert module.layers[3].calls == 4
     assert not differences(module, results[-1], plain_step(module, batches), tolerance=1e-6)
 
 

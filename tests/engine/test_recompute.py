@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.kit.engine import (
+    WIDTH,
     Block,
     Regressor,
     check_parity,
+    cpu_workers,
+    emulated_workers,
 )
 
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
@@ -41,3 +45,71 @@ def test_the_backward_pass_leaves_autocast(make_block: Callable[[], nn.Module]) 
 
     module = Regressor(make_block=make_block)
     check_parity(module, call=call, num_microbatches=1, context=AUTOCAST)
+
+
+class Scaling(Block):
+    """Reads a buffer that it has written before, in one of several ways.
+
+    Args:
+        how: In which way.
+    """
+
+    scale: Tensor
+    late: Tensor | None
+    calls = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.detach().abs().mean((0,))
+        if self.how == "in place":
+            self.scale.mul_(0.5).add_(size, alpha=0.5)
+        elif self.how == "assigned":
+            self.scale = 0.5 * self.scale + 0.5 * size
+        elif self.how == "read first":
+            x = x / self.scale.clone()
+            with torch.no_grad():
+                self.scale.lerp_(size, 0.5)
+        elif self.how == "out":
+            torch.add(self.scale, size, out=self.scale)
+        elif self.how == "late":
+            x = x if self.late is None else x / self.late.clone()
+            if self.late is None:
+                self.late = size
+            else:
+                self.late.add_(size)
+        elif self.how == "attribute":
+            self.calls += 1
+            x = x / self.calls
+        return super().forward(x / self.scale.clone())
+
+
+def _spectral(old: bool) -> nn.Module:
+    block: Any = Block()
+    norm = nn.utils.spectral_norm if old else nn.utils.parametrizations.spectral_norm
+    block.inner = norm(block.inner)
+    block.outer = norm(block.outer)
+    made: nn.Module = block
+    return made
+
+
+WRITERS: dict[str, Callable[[], nn.Module]] = {
+    how: partial(Scaling, how)
+    for how in ("in place", "assigned", "read first", "out", "late", "attribute")
+} | {"spectral_norm": partial(_spectral, True), "parametrized": partial(_spectral, False)}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_block_is_recomputed_with_the_buffers_that_its_forward_saw(
+    name: str, num_microbatches: int, kind: str
+) -> None:
+    module = Regressor(make_block=WRITERS[name])
+    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
+    twin = copy.deepcopy(module)
+    check_parity(module, num_microbatches=num_microbatches, devices=devices, twin=twin)

@@ -248,8 +248,9 @@ def test_assigned_buffers_are_the_views_and_are_reported(server: Server) -> None
     view._buffers["temporary"] = None
     assert view.mean is fresh
     assert torch.equal(original.mean, torch.ones(2))
-    assert view._buffers.take_assigned() == {"mean": fresh, "temporary": None}
-    assert view._buffers.take_assigned() == {}
+    assert view._buffers.assigned() == {"mean": fresh, "temporary": None}
+    view._buffers.note_written_back()
+    assert view._buffers.assigned() == {}
     assert view.mean is fresh
 
 
@@ -364,7 +365,7 @@ def test_a_parameter_that_is_parametrized_for_a_while(server: Server) -> None:
         assert not hasattr(original, "parametrizations")
         parametrize.remove_parametrizations(view, "weight", leave_parametrized=False)
         assert view.weight is leaf
-        assert cast(Any, view)._parameters.take_assigned() == {}
+        assert cast(Any, view)._parameters.assigned() == {}
         assert not hasattr(view, "parametrizations")
     assert view.__class__ is nn.Linear
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -270,6 +269,7 @@ def check_parity(
     devices: Sequence[Device] | None = None,
     tolerance: float = 0.0,
     context: Context = nullcontext,
+    twin: nn.Module | None = None,
     **plan: Any,
 ) -> StepResult:
     """Run one step on an engine of its own, and assert that it equals a plain loop.
@@ -282,11 +282,12 @@ def check_parity(
         devices: One per worker; on the processor if not given.
         tolerance: 0 for equality to the bit.
         context: Around the user's step, autocast for example; the backward pass runs outside it.
+        twin: A copy for the plain loop; the module itself where it writes into no buffers.
         **plan: As for `plan_of`.
     """
     stack = layers_of(module) if stack is None else stack
     batches = regression_batches(plan.get("num_microbatches", 3)) if batches is None else batches
-    twin = copy.deepcopy(module)  # a step may write into buffers
+    twin = module if twin is None else twin
     plain = plain_step(twin, batches, call=call, context=context)
     made = plan_of(stack, **{"num_microbatches": len(batches), **plan})
     result = engine_step(module, stack, made, batches, call=call, devices=devices, context=context)

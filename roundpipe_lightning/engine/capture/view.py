@@ -117,11 +117,21 @@ class LazyTable(dict[str, V], Generic[V]):
         """Entries, each placed when it is reached."""
         return (self[key] for key in self)
 
-    def take_assigned(self) -> dict[str, Any]:
-        """Return the entries that the user's code has put in since the last call."""
-        fresh = {key: super(LazyTable, self).__getitem__(key) for key in self._fresh}
+    def assigned(self) -> dict[str, Any]:
+        """Return the entries that the user's code has put in and that are not written back."""
+        return {key: super(LazyTable, self).__getitem__(key) for key in self._fresh}
+
+    def note_written_back(self) -> None:
         self._fresh.clear()
-        return fresh
+
+    def reset(self) -> None:
+        """Forget the entries that the user's code has put in."""
+        for key in self._own:
+            self.pop(key)
+            if key in self._entries:
+                super().__setitem__(key, self._entries[key])
+        self._own.clear()
+        self._fresh.clear()
 
 
 class View:

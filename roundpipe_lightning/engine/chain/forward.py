@@ -341,7 +341,7 @@ class ForwardPass:
         with (
             user.in_block(call.number, resident, gathers=not call.gradient),
             resident.written(call.writes) if call.writes else nullcontext(),
-            call.keeping(self.turns, again=again),
+            call.keeping(self.turns, resident, sources=self.sources, again=again),
         ):
             block = resident.block(call.block)
             if compiler is not None:
@@ -354,6 +354,8 @@ class ForwardPass:
                 outcome = call.run_forward(block, take, given=given, watched=watched)
             if compiler is not None and user.stream is not None and user.stream.num_draws:
                 compiler.add_drawing(call.name)
+            if compiler is not None and resident.assigns_buffers(call.block):
+                compiler.exclude(call.name, "it assigns a buffer anew")
         for module, attribute, value in resident.take_writes():
             # This microbatch's user code reads the attributes that its block has written.
             put(user.maker.view_of(module), attribute, value)

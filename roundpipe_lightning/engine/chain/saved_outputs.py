@@ -17,16 +17,18 @@ stages, on two workers perhaps, so the same idea, dispatch modes around the bloc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
+from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 
 _NEEDED_FOR_BACKWARD = "compute_log_sumexp"
 """An argument of attention operations that is False where PyTorch keeps no graph."""
@@ -90,6 +92,39 @@ class KeptOutputs:
         for boundary in boundaries:
             boundary.release()
         self._entries.clear()
+
+
+class KeptState:
+    """Attributes and buffers that one call of a block writes over, kept for its recompute.
+
+    Attributes:
+        attributes: What the attributes were.
+    """
+
+    def __init__(self) -> None:
+        self.attributes: ModuleWrites = []
+        self._buffers: list[tuple[nn.Module, str, BoundaryTensor | None]] = []
+
+    @contextmanager
+    def recorded(
+        self, block: nn.Module, resident: ResidentBlocks, pack: Callable[[Tensor], BoundaryTensor]
+    ) -> Iterator[None]:
+        """Keep what a block writes over until the context ends."""
+        with resident.watched(block) as (buffers, self.attributes):
+            yield
+        self._buffers = [
+            (module, name, None if value is None else pack(value))
+            for module, name, value in buffers
+        ]
+
+    @contextmanager
+    def replayed(self, resident: ResidentBlocks, worker: TransferEndpoint) -> Iterator[None]:
+        """Let the block see it until the context ends; `resident` is it on a worker."""
+        buffers, self._buffers = self._buffers, []
+        with resident.restored(
+            [(m, name, None if b is None else b.take(worker)) for m, name, b in buffers]
+        ):
+            yield
 
 
 @dataclass

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from roundpipe_lightning.engine.chain.block_outcome import (
     run_block,
     works_in_place,
 )
-from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
+from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs, KeptState
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
+from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.errors import CaptureError
@@ -159,6 +160,7 @@ class BlockCall:
         self.begins_group = False
         self.kept: KeptOutputs | None = None
         self._given: Given | None = None
+        self._state = KeptState()
         self._autocast: list[Autocast] = []
         self._versions: list[int] = []
         if gradient:
@@ -189,13 +191,29 @@ class BlockCall:
     def is_recomputed(self) -> bool:
         return self.wanted and self.segment is None
 
-    def keeping(self, turns: MicrobatchTurns, *, again: bool) -> AbstractContextManager[None]:
-        """Keep, while the block runs, what its recompute need not run again, or give it."""
-        if self.kept is None:
-            return nullcontext()
-        if again:
-            return self.kept.replayed(turns.worker)
-        return self.kept.recorded(turns.worker, stays=turns.stays_here)
+    @contextmanager
+    def keeping(
+        self, turns: MicrobatchTurns, resident: ResidentBlocks, *, sources: Sources, again: bool
+    ) -> Iterator[None]:
+        """Keep, while the block runs, what its recompute takes from its forward pass, or give it.
+
+        That is what need not run again, and what the block writes over and the recompute reads.
+        """
+        worker, stays = turns.worker, turns.stays_here
+        with ExitStack() as contexts:
+            if not self.is_recomputed:
+                pass
+            elif again:
+                contexts.enter_context(self._state.replayed(resident, worker))
+            else:
+                contexts.enter_context(self._state.recorded(self.block, resident, sources.pack))
+            if self.kept is not None:
+                contexts.enter_context(
+                    self.kept.replayed(worker) if again else self.kept.recorded(worker, stays=stays)
+                )
+            yield
+        if self._state.attributes and not again:
+            self.writes = [*self._state.attributes, *self.writes]
 
     def run_forward(
         self, block: nn.Module, take: Swap, *, given: Given, watched: Watched

@@ -11,14 +11,16 @@ host      parameters ── upload ──▶ leaves ── views of the blocks �
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.capture.view import (
+    DELETED,
     LazyTable,
     ViewClasses,
     ViewMaker,
@@ -34,6 +36,13 @@ from roundpipe_lightning.engine.transfer.weight_buffers import Region
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import StageKind
+
+EarlierBuffers: TypeAlias = list[tuple[nn.Module, str, Any]]
+"""Modules, and names of their buffers, with what those were before."""
+
+_MOST_KEPT_BYTES = 2**20
+"""What an attribute had before is kept for the recompute up to this size: a larger one is what a
+block leaves for others (attention weights), and does not read."""
 
 
 class PlacedBuffers:
@@ -77,16 +86,87 @@ class PlacedBuffers:
         for original, view in views.items():
             placed = [b for b in original.buffers(recurse=False) if b in self._placed]
             wrote |= self._copy_to_host(placed)
-            table: LazyTable[Tensor] = view.__dict__["_buffers"]
-            for name, value in table.take_assigned().items():
-                present = self._placed.get(original.__dict__["_buffers"].get(name))
-                if present is not None and value is present[0]:
-                    continue  # `self.count += 1` assigns what it has written into
+            for name, value in self.assigned(original, view).items():
                 owner = self._device if owner_of is None or value is None else owner_of(value)
                 host = None if value is None else owner.download(value)
                 original.__dict__["_buffers"][name] = host
+                if owner is self._device and host is not None:
+                    self._placed[host] = (value, value._version)
                 wrote = True
+            _buffers(view).note_written_back()
         return wrote
+
+    def assigned(self, original: nn.Module, view: nn.Module) -> dict[str, Any]:
+        """Return the buffers that were assigned anew on a view and are not written back yet."""
+        found = {}
+        for name, value in _buffers(view).assigned().items():
+            host = original.__dict__["_buffers"].get(name)
+            # `self.count += 1` assigns what it has written into
+            if host is None or value is not self._placed.get(host, (None,))[0]:
+                found[name] = value
+        return found
+
+    @contextmanager
+    def watched(self, modules: Mapping[nn.Module, nn.Module]) -> Iterator[EarlierBuffers]:
+        """Give, when the context ends, the buffers of modules that were written in it, as before.
+
+        All buffers of such a module, because batch normalisation writes its running statistics
+        behind the back of the version counter; only its count of batches shows the write.
+
+        Args:
+            modules: Originals with their views here.
+        """
+        before = [
+            (original, view, {n: self._seen(original, n, b) for n, b in _buffers(view).items()})
+            for original, view in modules.items()
+        ]
+        found: EarlierBuffers = []
+        yield found
+        for original, view, seen in before:
+            now = _buffers(view)
+            if all(now.get(n) is here and _version(here) == v for n, (here, v, _) in seen.items()):
+                continue
+            for name, (here, _, kept) in seen.items():
+                if kept is here and kept is not None:  # not written back yet
+                    kept = original.__dict__["_buffers"][name].clone()
+                found.append((original, name, kept))
+
+    def _seen(
+        self, original: nn.Module, name: str, here: Tensor | None
+    ) -> tuple[Tensor | None, int, Tensor | None]:
+        """Return a buffer, its version, and what keeps its values if it is written into now.
+
+        That is the buffer itself where the host has the same values until they are written back.
+        """
+        if here is None:
+            return None, 0, None
+        host: Any = original.__dict__["_buffers"].get(name)
+        placed, version = self._placed.get(host, (None, 0))
+        if placed is here and here._version == version and not self._device.shares_host_memory:
+            return here, version, here
+        return here, here._version, here.clone()
+
+    @contextmanager
+    def replaced(self, buffers: EarlierBuffers, views: ViewMaker) -> Iterator[None]:
+        """Let views have other buffers until the context ends, and then those of the originals."""
+        before = []
+        for original, name, value in buffers:
+            table = _buffers(views.view_of(original))
+            host: Any = dict.get(table, name)
+            before.append((table, host, self._placed.get(host)))
+            if host is None:
+                table[name] = value
+            else:
+                self._placed[host] = (value, 0)
+        try:
+            yield
+        finally:
+            for table, host, placed in before:
+                table.reset()
+                if host is not None:
+                    self._placed.pop(host)
+                    if placed is not None:
+                        self._placed[host] = placed
 
     def _copy_to_host(self, buffers: Sequence[Tensor]) -> bool:
         """Download the buffers of one module if one of them has changed.
@@ -140,6 +220,8 @@ class ResidentBlocks:
         self._placed: dict[nn.Module, tuple[nn.Parameter, ...]] = {}  # in the order of the layout
         self._buffers = PlacedBuffers(device, keep_writes=kind is not StageKind.BACKWARD)
         self._writes: list[tuple[nn.Module, str, Any]] = []
+        self._overwritten: list[tuple[nn.Module, str, Any]] = []
+        self._buffered: dict[nn.Module, list[nn.Module]] = {}  # a block's modules with buffers
         self._maker = ViewMaker(
             parameter=self._leaf,
             buffer=self._buffers.place,
@@ -163,6 +245,7 @@ class ResidentBlocks:
                     self._add_region(block, self._weights.regions[block])
                 for buffer in block.buffers():
                     self._buffers.place(buffer)
+                self._buffered[block] = [m for m in block.modules() if m.__dict__["_buffers"]]
 
     def _add_region(self, block: nn.Module, region: Region) -> None:
         leaves = region.leaves()
@@ -216,6 +299,7 @@ class ResidentBlocks:
 
     def _write(self, module: nn.Module, name: str, value: Any) -> None:
         if self.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
+            self._overwritten.append((module, name, _attribute(module, name)))
             write_through(module, name, value)
             self._writes.append((module, name, value))
 
@@ -223,6 +307,29 @@ class ResidentBlocks:
         """Return the attributes that the blocks have written since the last call."""
         writes, self._writes = self._writes, []
         return writes
+
+    @contextmanager
+    def watched(self, block: nn.Module) -> Iterator[tuple[EarlierBuffers, ModuleWrites]]:
+        """Give, when the context ends, what a block has written over, as it was before."""
+        attributes: ModuleWrites = []
+        self._overwritten.clear()
+        modules = {module: self._maker.view_of(module) for module in self._buffered[block]}
+        with self._buffers.watched(modules) as buffers:
+            yield buffers, attributes
+        for module, name, value in reversed(self._overwritten):  # the first write comes last
+            if sum(tensor.nbytes for tensor in tensors_in(value)) <= _MOST_KEPT_BYTES:
+                attributes.append((module, {name: value}))
+
+    def assigns_buffers(self, block: nn.Module) -> bool:
+        """Return whether a block has assigned buffers anew since they were written back."""
+        return any(
+            self._buffers.assigned(module, self._maker.view_of(module))
+            for module in self._buffered[block]
+        )
+
+    def restored(self, buffers: EarlierBuffers) -> AbstractContextManager[None]:
+        """Let the blocks see earlier buffers until the context ends."""
+        return self._buffers.replaced(buffers, self._maker)
 
     def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the tensor of a parameter here; None if no block here has it."""
@@ -280,3 +387,18 @@ class ResidentBlocks:
         self._leaves.clear()
         self._placed.clear()
         self._blocks.clear()
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Return what a module has under a name, itself or by its class; `DELETED` for nothing."""
+    found = module.__dict__.get(name, DELETED)
+    return getattr(type(module), name, DELETED) if found is DELETED else found
+
+
+def _buffers(view: nn.Module) -> LazyTable[Any]:
+    table: LazyTable[Any] = view.__dict__["_buffers"]
+    return table
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version
