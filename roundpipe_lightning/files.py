@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import zipfile
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 _MARK = ".tmp"
+_PIECE_BYTES = 1 << 22
+_ZIP_MAGIC = b"PK\x03\x04"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -70,6 +74,47 @@ def place_folder(temporary: Path, path: Path) -> None:
     else:
         temporary.rename(path)
     sync_folder(path.parent)
+
+
+def find_damage(path: Path) -> str | None:
+    """Return what is wrong with a file of `torch.save`; None if nothing is.
+
+    torch writes a CRC-32 of every entry and compares none of them when it reads. A file in torch's
+    old format, or one that was written without checksums, has nothing to compare.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+            return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()
+            if wrong is None or not _has_checksums(archive):
+                return None
+    except zipfile.BadZipFile:
+        return "its end is missing"
+    except (NotImplementedError, RuntimeError, ValueError, EOFError, zlib.error) as error:
+        return f"its directory is damaged ({error})"
+    return f"its entry {wrong} differs from its checksum"
+
+
+def _has_checksums(archive: zipfile.ZipFile) -> bool:
+    """Return whether one of the smallest entries agrees with its checksum."""
+    for entry in sorted(archive.infolist(), key=lambda entry: entry.file_size)[:3]:
+        try:
+            archive.read(entry)
+        except zipfile.BadZipFile:
+            continue
+        return True
+    return False
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            value = zlib.crc32(piece, value)
+    return value
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.errors import CheckpointError
+from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder, read_folder
+from roundpipe_lightning.errors import CheckpointError, RoundPipeError
+from roundpipe_lightning.files import find_damage
 from roundpipe_lightning.models.load_module import shape_differences
 from roundpipe_lightning.models.weight_files import mapped_parameters
 
@@ -45,10 +48,17 @@ def check_versions(checkpoint: Mapping[str, Any], *, path: Any, newest: int) -> 
         newest: The newest form of our own part that is understood.
 
     Raises:
-        CheckpointError: It is newer.
+        CheckpointError: It is newer, or no checkpoint.
     """
+    if not isinstance(dict(checkpoint).get("state_dict"), Mapping):
+        raise CheckpointError(
+            f"{path} is no checkpoint of Lightning: it has no state_dict. A file of weights alone "
+            "is loaded with module.load_state_dict(torch.load(path))."
+        )
     ours = checkpoint.get("roundpipe")
-    if isinstance(ours, Mapping) and ours.get("format_version", 0) > newest:
+    with reading("entry 'roundpipe'"):
+        is_newer = ours is not None and ours.get("format_version", 0) > newest
+    if ours is not None and is_newer:
         raise CheckpointError(
             f"The checkpoint {path} was written by a newer roundpipe_lightning: its part has "
             f"format_version={ours['format_version']}, and this version reads up to {newest}. "
@@ -66,6 +76,25 @@ def check_versions(checkpoint: Mapping[str, Any], *, path: Any, newest: int) -> 
             f"loops may not understand it. Install lightning>={version}, or resume with the "
             "version that wrote it."
         )
+
+
+@contextmanager
+def reading(part: str) -> Iterator[None]:
+    """Give whatever a damaged or foreign part of a checkpoint makes its readers raise one type.
+
+    Raises:
+        CheckpointError: Naming the part.
+    """
+    try:
+        yield
+    except RoundPipeError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The checkpoint's {part} does not fit here ({type(error).__name__}: {error}). It is "
+            "damaged, or of another training: resume from another one (ckpt_path=...), or begin "
+            "anew with the weights alone: module.load_state_dict(torch.load(path)['state_dict'])."
+        ) from error
 
 
 def check_optimizer_states(
@@ -91,7 +120,8 @@ def check_optimizer_states(
         )
     for optimizer, state in zip(optimizers, states, strict=True):
         here = [len(group["params"]) for group in optimizer.param_groups]
-        there = [len(group["params"]) for group in state.get("param_groups", ())]
+        with reading("optimizer_states"):
+            there = [len(group["params"]) for group in state["param_groups"]]
         if here != there:
             ours, theirs = (" + ".join(map(str, counts)) or "none" for counts in (here, there))
             raise CheckpointError(
@@ -100,6 +130,24 @@ def check_optimizer_states(
                 "or begin anew with the weights alone: "
                 "module.load_state_dict(torch.load(path)['state_dict'])."
             )
+
+
+def check_optimizer_options(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers whose groups lack options, because another optimizer's were loaded.
+
+    Raises:
+        CheckpointError: Naming the optimizer and the options.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            missing = optimizer.defaults.keys() - group.keys()
+            if missing:
+                raise CheckpointError(
+                    f"The checkpoint is of another optimizer than {type(optimizer).__name__}: it "
+                    f"has no {', '.join(sorted(missing))}. Build the optimizer as it was, or begin "
+                    "anew with the weights alone: "
+                    "module.load_state_dict(torch.load(path)['state_dict'])."
+                )
 
 
 # The frozen base ---------------------------------------------------------------------------------
@@ -145,9 +193,9 @@ def check_base(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         return
     parameters = dict(module.named_parameters(remove_duplicate=False))
     wrong, changed = [], []
-    for name, shape, sample in zip(
-        described["names"], described["shapes"], described["samples"], strict=True
-    ):
+    with reading(f"entry '{FROZEN_KEY}'"):
+        entries = [*zip(*(described[key] for key in ("names", "shapes", "samples")), strict=True)]
+    for name, shape, sample in entries:
         parameter = parameters.get(name)
         if parameter is None:
             wrong.append(f"{name} does not exist here")
@@ -227,12 +275,15 @@ def load_checkpoint_state(module: nn.Module, path: Path) -> None:
     Args:
         module: As the checkpoint's was, in the names and shapes of its parameters; it may be on the
             meta device.
-        path: A checkpoint of Lightning.
+        path: A checkpoint of Lightning, a file or a sharded one.
 
     Raises:
         CheckpointError: The file cannot be read, or is of another model: every tensor that is
             missing, extra or of another shape is listed.
     """
+    damage = None if path.is_dir() else find_damage(path)
+    if damage is not None:
+        raise CheckpointError(f"The checkpoint {path} cannot be read: {damage}.")
     checkpoint = _read(path)
     check_base(module, checkpoint)
     state = _tensors(checkpoint["state_dict"])
@@ -260,8 +311,12 @@ def leaves_base_out(path: Path) -> bool:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        checkpoint: Any = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        checkpoint: Any = (
+            read_folder(path, map_location="cpu", weights_only=True)
+            if is_checkpoint_folder(path)
+            else torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
         )
         checkpoint["state_dict"].items()
     except (pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
@@ -270,6 +325,8 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"settings, which are not unpickled because that would run code: {error}"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(
             f"The checkpoint {path} cannot be read: {error}. The file is truncated or damaged."
         ) from error

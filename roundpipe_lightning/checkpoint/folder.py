@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_with_path
 
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.files import new_folder, place_folder, sync_folder
+from roundpipe_lightning.files import find_damage, new_folder, place_folder, sync_folder
 
 INDEX = "index.json"
 _FORMAT_VERSION = 1
@@ -128,47 +129,71 @@ def read_folder(
         weights_only: As in `torch.load`.
 
     Raises:
-        CheckpointError: A file is missing or truncated, or a newer version wrote it.
+        CheckpointError: A file is missing, damaged or lies outside the folder, or a newer version
+            wrote it.
+        UnpicklingError: It holds objects that `weights_only` forbids.
     """
+    files = _read_index(path)
+    for file in files.values():
+        damage = find_damage(file)
+        if damage is not None:
+            raise _unreadable(path, f"of its file {file.name}, {damage}")
+    structure = torch.load(
+        files.pop("structure"), map_location=map_location, weights_only=weights_only
+    )
     try:
-        index = json.loads((path / INDEX).read_text())
-        version, files = index["format_version"], index["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"The checkpoint {path} cannot be read: its {INDEX} is damaged. Resume from another "
-            "one (ckpt_path=...)."
+        contents = [
+            torch.load(files[name], mmap=True, map_location="cpu", weights_only=True)
+            for name in sorted(files)
+        ]
+
+        def tensor(value: Any) -> Any:
+            if not _is_reference(value):
+                return value
+            place, name = value[_REFERENCE]
+            return contents[place][name]
+
+        joined: dict[str, Any] = tree_map(tensor, structure, is_leaf=_is_reference)
+    except (UnpicklingError, RuntimeError, LookupError, TypeError, ValueError) as error:
+        raise _unreadable(
+            path, f"its files do not fit ({type(error).__name__}: {error})"
         ) from error
+    return joined
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return the files of a checkpoint by the names of its parts, all there and of their sizes."""
+    try:
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        version = int(index["format_version"])
+        entries = {
+            str(name): (path / entry["file"], int(entry["num_bytes"]))
+            for name, entry in (index["files"].items() if version <= _FORMAT_VERSION else ())
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(path, f"its {INDEX} is damaged") from error
     if version > _FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {path} has format_version={version}, but this version of "
             f"roundpipe_lightning reads {_FORMAT_VERSION}. Update roundpipe_lightning."
         )
-    for entry in files.values():
-        file = path / entry["file"]
+    if "structure" not in entries:
+        raise _unreadable(path, f"its {INDEX} names no structure")
+    for file, num_bytes in entries.values():
+        if file.resolve().parent != path.resolve():
+            raise _unreadable(path, f"its {INDEX} leads to {file}, which is outside of it")
         size = file.stat().st_size if file.is_file() else None
-        if size != entry["num_bytes"]:
-            found = "is missing" if size is None else f"has {size} of {entry['num_bytes']} bytes"
-            raise CheckpointError(
-                f"The checkpoint {path} cannot be read: its file {file.name} {found}. Copy the "
-                "folder again, or resume from another one (ckpt_path=...)."
-            )
-    names = sorted(name for name in files if name != "structure")
-    contents = [
-        torch.load(path / files[name]["file"], mmap=True, map_location="cpu", weights_only=True)
-        for name in names
-    ]
-    structure = torch.load(
-        path / files["structure"]["file"], map_location=map_location, weights_only=weights_only
+        if size != num_bytes:
+            found = "is missing" if size is None else f"has {size} of {num_bytes} bytes"
+            raise _unreadable(path, f"its file {file.name} {found}")
+    return {name: file for name, (file, _) in entries.items()}
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {path} cannot be read: {reason}. Copy the folder again, or resume from "
+        "another one (ckpt_path=...)."
     )
-
-    def tensor(value: Any) -> Any:
-        if not _is_reference(value):
-            return value
-        place, name = value[_REFERENCE]
-        return contents[place][name]
-
-    joined: dict[str, Any] = tree_map(tensor, structure, is_leaf=_is_reference)
-    return joined
 
 
 def _is_reference(value: Any) -> bool:

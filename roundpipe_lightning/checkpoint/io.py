@@ -43,11 +43,10 @@ from roundpipe_lightning.checkpoint.snapshot import (
 )
 from roundpipe_lightning.checkpoint.writer import WriteQueue
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.files import remove_remains, replaced_file
+from roundpipe_lightning.files import find_damage, remove_remains, replaced_file
 
 __all__ = ["RoundPipeAsyncCheckpointIO", "RoundPipeCheckpointIO", "merge_checkpoint"]
 
-_ZIP_MAGIC = b"PK\x03\x04"
 _GIB = 1 << 30
 
 
@@ -114,18 +113,19 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         if local_path.is_dir():
             return _load_folder(local_path, map_location, weights_only)
-        if local_path.is_file() and _is_truncated(local_path):
-            raise _unreadable(local_path, "its end is missing")
+        damage = find_damage(local_path) if local_path.is_file() else None
+        if damage is not None:
+            raise _unreadable(local_path, damage)
         try:
             return super().load_checkpoint(path, map_location, weights_only)
         except OSError:
             raise
-        except RuntimeError as error:
-            raise _unreadable(local_path, str(error)) from error
         except Exception as error:
-            if zipfile.is_zipfile(local_path):  # sound, with objects that `weights_only` forbids
+            if not zipfile.is_zipfile(local_path):
+                raise _unreadable(local_path, "it is not in torch's format") from error
+            if isinstance(error, UnpicklingError):  # objects that `weights_only` forbids
                 raise
-            raise _unreadable(local_path, "it is not in torch's format") from error
+            raise _unreadable(local_path, f"{type(error).__name__}: {error}") from error
 
 
 class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
@@ -330,13 +330,6 @@ def _local_path(path: str | Path) -> Path | None:
     """`path` as a local file's, or None where it names a remote one."""
     filesystem, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
-
-
-def _is_truncated(path: Path) -> bool:
-    """Whether a file begins as torch's format does and lacks the directory that ends it."""
-    with path.open("rb") as file:
-        begins_as_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-    return begins_as_zip and not zipfile.is_zipfile(path)
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:

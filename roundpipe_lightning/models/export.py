@@ -38,16 +38,14 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.files import new_folder, place_folder
+from roundpipe_lightning.files import checksum, new_folder, place_folder
+from roundpipe_lightning.models.weight_files import MARKER
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
     Pretrained: TypeAlias = PreTrainedModel | PeftModel
-
-MARKER = "roundpipe_export.json"
-"""A file that says that the folder is an export, so that the next one may replace it."""
 
 DTYPES = {
     "auto": None,
@@ -323,7 +321,9 @@ def _replaced_folder(folder: Path, *, about: Mapping[str, Any], overwrite: bool)
     try:
         with new_folder(folder) as temporary:
             yield temporary
-            marker = json.dumps(dict(about), indent=1) + "\n"
+            weights = sorted(temporary.rglob("*.safetensors"))
+            checksums = {str(path.relative_to(temporary)): checksum(path) for path in weights}
+            marker = json.dumps({**about, "crc32": checksums}, indent=1) + "\n"
             (temporary / MARKER).write_text(marker, encoding="utf-8")
             for path in temporary.rglob("*"):  # what was written survives a power cut
                 if path.is_file():

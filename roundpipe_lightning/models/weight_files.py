@@ -27,6 +27,11 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
+from roundpipe_lightning.files import checksum, find_damage
+
+MARKER = "roundpipe_export.json"
+"""A file that says that the folder is an export, so that the next one may replace it. It has the
+checksums of the weights."""
 
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -72,12 +77,39 @@ def find_weight_files(name: str, *, hub_options: Mapping[str, Any]) -> tuple[Pat
 def _shards_of(index: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(weight_map.values()))
+        shards = sorted(set(weight_map.values()))
+        outside = [
+            shard for shard in shards if Path(shard).is_absolute() or ".." in Path(shard).parts
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelSourceError(
             f"The index {index} cannot be read ({type(error).__name__}: {error}). Copy or download "
             "it anew."
         ) from error
+    if outside:
+        raise ModelSourceError(
+            f"The index {index} leads out of its folder, to {outside[0]}. Do not use it unless you "
+            "know who wrote it."
+        )
+    return shards
+
+
+def check_exported(file: Path) -> None:
+    """Refuse a file whose bytes differ from the checksum that its export has written beside it.
+
+    Raises:
+        ModelSourceError: They differ.
+    """
+    marker = file.with_name(MARKER)
+    try:
+        expected = json.loads(marker.read_text(encoding="utf-8"))["crc32"][file.name]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return  # no export, or one of an earlier version
+    if checksum(file) != expected:
+        raise ModelSourceError(
+            f"{file} differs from its checksum in {MARKER}: it is damaged. Copy or export it anew; "
+            f"if you have changed it yourself, remove {MARKER}."
+        )
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -153,6 +185,7 @@ def opened(
     tensors: dict[str, Any] = {}
     with ExitStack() as handles:
         for file in files:
+            check_exported(file)
             if file.suffix == ".safetensors":
                 handle = handles.enter_context(_open(file, views=mapped is not None))
                 for name in handle.keys():  # noqa: SIM118 - not a dictionary
@@ -180,6 +213,9 @@ def _open(file: Path, *, views: bool) -> Any:
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
+    damage = find_damage(file)
+    if damage is not None:
+        raise _unreadable(file, damage)
     try:
         state = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
@@ -199,7 +235,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     return state
 
 
-def _unreadable(file: Path, error: Exception) -> ModelSourceError:
+def _unreadable(file: Path, error: Exception | str) -> ModelSourceError:
     return ModelSourceError(
         f"The weights in {file} cannot be read: {error}. The file is damaged or cut short; copy or "
         "download it anew."

@@ -13,12 +13,14 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.weight_files import check_exported
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -213,10 +215,13 @@ def _quiet() -> Iterator[None]:
 def _load_adapter(model: PreTrainedModel, source: str, *, method: str) -> PeftModel:
     """Put a saved adapter onto a model, in place, ready to be trained on."""
     import peft
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors import SafetensorError
 
     try:
         config = peft.PeftConfig.from_pretrained(source)
+        if (Path(source) / SAFETENSORS_WEIGHTS_NAME).is_file():
+            check_exported(Path(source) / SAFETENSORS_WEIGHTS_NAME)
         weights = peft.load_peft_weights(source, device="cpu")
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelSourceError(

@@ -23,10 +23,12 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.checkpoint.compatibility import (
     FROZEN_KEY,
+    check_optimizer_options,
     check_optimizer_states,
     check_versions,
     describe_frozen,
     load_state,
+    reading,
     split_frozen,
 )
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
@@ -682,16 +684,19 @@ class RoundPipeStrategy(ParallelStrategy):
             CheckpointError: The optimizers are others than the checkpoint's.
         """
         check_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
-        super().load_optimizer_state_dict(checkpoint)
+        with reading("optimizer_states"):
+            super().load_optimizer_state_dict(checkpoint)
+        check_optimizer_options(self.optimizers)
         ours = checkpoint.get(CHECKPOINT_KEY)
         if ours is None:
             return
-        self._resume.load(self._module.trainer, ours, checkpoint.get("loops", {}))
-        if self._runtime is None:
-            return
-        if ours.get("planning") is not None:
-            self._runtime.load_state_dict(ours["planning"])
-        self._runtime.load_previous_parameters(ours.get(PREVIOUS_KEY, {}))
+        with reading(f"entry '{CHECKPOINT_KEY}'"):
+            self._resume.load(self._module.trainer, ours, checkpoint.get("loops", {}))
+            if self._runtime is None:
+                return
+            if ours.get("planning") is not None:
+                self._runtime.load_state_dict(ours["planning"])
+            self._runtime.load_previous_parameters(ours.get(PREVIOUS_KEY, {}))
 
 
 def _some_logger_reads(trainer: Trainer) -> bool:

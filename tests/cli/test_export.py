@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import roundpipe_commands
 from roundpipe_lightning.cli.export import export
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.models.export import MARKER
+from roundpipe_lightning.models.weight_files import MARKER
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.programs import run_program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,13 @@ def full_disk(after_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def flip_bit(path: Path) -> None:
+    """Change one bit of a file, a quarter into it, which is in a tensor."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4] ^= 1
+    path.write_bytes(content)
 
 
 def large() -> dict[str, Any]:
@@ -95,6 +102,73 @@ def test_truncated_file(tmp_path: Path, kept: int) -> None:
         with pytest.raises(CheckpointError, match="truncated or damaged") as error:
             io.load_checkpoint(path, weights_only=weights_only)
         assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_flipped_bit_is_found_where_there_are_checksums(tmp_path: Path, checks: bool) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.serialization.set_crc32_options(checks)
+    try:
+        torch.save(large(), path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    flip_bit(path)
+    if not checks:
+        RoundPipeCheckpointIO().load_checkpoint(path)
+        return
+    with pytest.raises(CheckpointError, match=r"its entry .*data/\d differs from its checksum"):
+        RoundPipeCheckpointIO().load_checkpoint(path)
+
+
+def _without(*keys: Any) -> Callable[[dict[str, Any]], None]:
+    def spoil(checkpoint: Any) -> None:
+        for key in keys[:-1]:
+            checkpoint = checkpoint[key]
+        del checkpoint[keys[-1]]
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_without("state_dict"), "it has no state_dict"),
+        (_without("optimizer_states", 0, "param_groups"), "optimizer_states does not fit"),
+        (_without("roundpipe", "random_state"), "'roundpipe' does not fit.*KeyError"),
+        (_without("roundpipe", "logged"), "'roundpipe' does not fit.*KeyError"),
+        (_without("roundpipe", "gradients"), "'roundpipe' does not fit.*KeyError"),
+        (lambda c: c.update(roundpipe=3), "'roundpipe' does not fit.*AttributeError"),
+        (lambda c: c["roundpipe"].update(data=[{}]), "'roundpipe' does not fit.*KeyError"),
+    ],
+)
+def test_what_does_not_fit_is_one_error(tmp_path: Path, spoil: Any, message: str) -> None:
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    trainer.fit(Regressor("adamw"), regression_data(16))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    checkpoint = torch.load(tmp_path / "x.ckpt")
+    spoil(checkpoint)
+    torch.save(checkpoint, tmp_path / "x.ckpt")
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=4)
+    with pytest.raises(CheckpointError, match=message):
+        trainer.fit(Regressor("adamw"), regression_data(16), ckpt_path=tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ("sgd", "adamw", r"optimizer_states does not fit here .*of another training"),
+        ("adamw", "sgd", r"another optimizer than SGD: it has no dampening, momentum"),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    tmp_path: Path, before: str, now: str, message: str
+) -> None:
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    trainer.fit(Regressor(before), regression_data(16))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=4)
+    with pytest.raises(CheckpointError, match=message):
+        trainer.fit(Regressor(now), regression_data(16), ckpt_path=tmp_path / "x.ckpt")
 
 
 def test_file_that_is_no_checkpoint(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_lightning import ExportPretrained
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.models.export import MARKER
+from roundpipe_lightning.models.weight_files import MARKER
 from roundpipe_lightning.modules import ModelSource
 from tests.kit.architectures import TINY
 from tests.kit.training import QUIET, Regressor, make_trainer

@@ -28,7 +28,7 @@ from tests.kit.training import (
     regression_data,
     same_bits,
 )
-from tests.lightning.test_checkpoint import full_disk
+from tests.lightning.test_checkpoint import flip_bit, full_disk
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
@@ -123,9 +123,23 @@ def _damaged(folder: Path) -> dict[str, str]:
     """Damage copies of a folder; return the message for each."""
     index = json.loads((folder / "index.json").read_text())
     file = index["files"]["tensors-00001"]["file"]
-    for name in ("truncated", "missing", "newer", "no index", "bad index"):
-        shutil.copytree(folder, folder.parent / name)
+    structure = index["files"].pop("structure")
     beside = folder.parent
+    for name in ("absolute", "above", "link"):  # what each of them leads to is sound
+        shutil.copytree(folder, beside / name)
+    for name in ("truncated", "missing", "newer", "no index", "bad index", "no text", "flipped"):
+        shutil.copytree(folder, beside / name)
+    (beside / "no structure").mkdir()
+    (beside / "no structure" / "index.json").write_text(json.dumps(index))
+    index["files"]["structure"] = structure
+    for name, path in (("absolute", str(folder / file)), ("above", f"../{folder.name}/{file}")):
+        entry = {**index["files"]["tensors-00001"], "file": path}
+        wrong = {**index, "files": {**index["files"], "tensors-00001": entry}}
+        (beside / name / "index.json").write_text(json.dumps(wrong))
+    (beside / "link" / file).unlink()
+    (beside / "link" / file).symlink_to(folder / file)
+    (beside / "no text" / "index.json").write_bytes(b"\xff\xfe{}")
+    flip_bit(beside / "flipped" / file)
     (beside / "truncated" / file).write_bytes((folder / file).read_bytes()[:100])
     (beside / "missing" / file).unlink()
     (beside / "newer" / "index.json").write_text(json.dumps({**index, "format_version": 9}))
@@ -137,6 +151,12 @@ def _damaged(folder: Path) -> dict[str, str]:
         "newer": r"format_version=9, but this version .* reads 1\. Update roundpipe_lightning",
         "no index": r"is a folder without index\.json.*FSDP or DeepSpeed",
         "bad index": r"its index\.json is damaged",
+        "no text": r"its index\.json is damaged",
+        "no structure": r"its index\.json names no structure",
+        "absolute": r"its index\.json leads to .*, which is outside of it",
+        "above": r"its index\.json leads to .*, which is outside of it",
+        "link": r"its index\.json leads to .*, which is outside of it",
+        "flipped": rf"of its file {file}, its entry archive/data/\d differs from its checksum",
     }
 
 

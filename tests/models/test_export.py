@@ -19,15 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.export import (
     DTYPES,
-    MARKER,
     ExportOptions,
     export_pretrained,
     find_pretrained,
 )
-from roundpipe_lightning.modules import ModelSource, byte_level_tokenizer
+from roundpipe_lightning.models.weight_files import MARKER
+from roundpipe_lightning.modules import Adapters, ModelSource, byte_level_tokenizer
 from tests.kit.architectures import TINY
 from tests.models.test_load import EXPERTS, same_tensors, save, source
 
@@ -134,6 +134,21 @@ def test_an_adapter_loads_onto_its_base(tmp_path: Path) -> None:
     export_pretrained(model, tmp_path / "adapter", options=options)
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+
+
+def test_a_flipped_bit_of_an_export_is_found(tmp_path: Path) -> None:
+    export_pretrained(build(TINY), tmp_path / "model", options=ExportOptions())
+    model = adapted(TINY, LoraConfig(r=2, target_modules=["q_proj"]))
+    export_pretrained(model, tmp_path / "adapter", options=ExportOptions())
+    source(tmp_path / "model").build()
+    for file in tmp_path.glob("*/*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(ModelSourceError, match=r"model\.safetensors differs from its checksum"):
+        source(tmp_path / "model").build()
+    again = Adapters(config=LoraConfig(), adapter=str(tmp_path / "adapter"))
+    with pytest.raises(ModelSourceError, match=r"adapter_model\.safetensors differs from its"):
+        again.apply(build(TINY))
 
 
 @pytest.mark.parametrize(

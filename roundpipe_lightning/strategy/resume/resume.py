@@ -19,7 +19,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
+from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning, reading
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.data_position import PositionedLoader, position_of
@@ -204,15 +204,16 @@ class ResumePoint:
         if state is not None:
             place = LoopPosition(state["place"])
             is_over = place is LoopPosition.EPOCH_END
-            _set_gradients(trainer, state["gradients"])
-            self._place_data(trainer, state)
-            if place in (
-                LoopPosition.BATCH_END,
-                LoopPosition.VALIDATION,
-                LoopPosition.VALIDATION_END,
-            ):
-                trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
-            set_log_state(trainer, state["logged"])
+            with reading("entry 'roundpipe'"):
+                _set_gradients(trainer, state["gradients"])
+                self._place_data(trainer, state)
+                if place in (
+                    LoopPosition.BATCH_END,
+                    LoopPosition.VALIDATION,
+                    LoopPosition.VALIDATION_END,
+                ):
+                    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+                set_log_state(trainer, state["logged"])
             validates = go_on(trainer, place)
             set_random_state(state["random_state"])
             if place is LoopPosition.VALIDATION:
