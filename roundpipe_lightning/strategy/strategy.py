@@ -169,24 +169,16 @@ class RoundPipeStrategy(ParallelStrategy):
         given = locals()
         self._options = Options(**{field.name: given[field.name] for field in fields(Options)})
         self._stochastic_rounding = stochastic_rounding
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        self._runtime: PipelineRuntime | None = None
-        self._fit_runtime: PipelineRuntime | None = None
-        self._optimizer_sync: OptimizerSync | None = None
-        self._gradient_format: GradientFormat | None = None
-        self._resume = ResumePoint()
-        self._has_failed = False
-        self._is_set_up = False  # the end of background work is certain to be waited for
+        self._given: dict[str, Any] = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }
+        self._begin()
         self.exclude_frozen_parameters = exclude_frozen_parameters
         """Whether checkpoints leave out what is not trained."""
-        self.num_nodes = 1
-        """Set by the Trainer to its flag; anything but 1 is refused."""
         self.plan_listeners: list[PlanListener] = []
         """Called in the Trainer's thread with each plan that is about to be run."""
         self.step_listeners: list[StepListener] = []
@@ -194,6 +186,30 @@ class RoundPipeStrategy(ParallelStrategy):
 
         Nothing waits for that: with batches in flight it is after the next one has begun.
         """
+
+    def _begin(self) -> None:
+        """Set what belongs to one Trainer as it is before there is one."""
+        super().__init__(**self._given)
+        self._set_down()
+        self.num_nodes = 1
+        """Set by the Trainer to its flag; anything but 1 is refused."""
+
+    def _set_down(self) -> None:
+        """Set what a set-up makes as it is before there is one."""
+        self._runtime: PipelineRuntime | None = None
+        self._fit_runtime: PipelineRuntime | None = None
+        self._optimizer_sync: OptimizerSync | None = None
+        self._gradient_format: GradientFormat | None = None
+        self._resume = ResumePoint()
+        self._has_failed = False
+        self._is_set_up = False  # the end of background work is certain to be waited for
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a set-up has made: threads and memory belong to this object alone."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(vars(self))
+        copied._set_down()
+        return vars(copied)
 
     def __repr__(self) -> str:
         """Say which Lightning it is for: another one shows this in its error."""
@@ -354,13 +370,29 @@ class RoundPipeStrategy(ParallelStrategy):
         )
 
     @property
+    def _accelerator(self) -> Accelerator | None:
+        """Accelerator that `__init__` was given; Lightning asks for it when a Trainer is made.
+
+        So a strategy object serves several Trainers, one after the other: nothing else says when
+        the next one begins, and what the last one has set would look like the user's own settings.
+        """
+        checks.check_trainer_is_alone(is_alone=not self._is_set_up)
+        self._begin()
+        given: Accelerator | None = self._given["accelerator"]
+        return given
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._trainers_accelerator = accelerator
+
+    @property
     def accelerator(self) -> Accelerator | None:
         """Lightning's accelerator; the one for CUDA also knows the workers' devices."""
-        return self._accelerator
+        return self._trainers_accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        self._accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
+        self._trainers_accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -384,6 +416,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Prepare the devices; nothing is to be done for CPU workers."""
+        connected = compat.parallel_devices(self._module.trainer)
+        checks.check_trainer_is_alone(is_alone=connected is self.parallel_devices)
         if self._computes_on_host:
             return
         assert self.accelerator is not None
