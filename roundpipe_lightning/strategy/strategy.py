@@ -6,7 +6,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, NoReturn, TypeVar
+from functools import wraps
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -34,6 +35,7 @@ from roundpipe_lightning.checkpoint.compatibility import (
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
@@ -69,7 +71,24 @@ CHECKPOINT_VERSION = 2
 PREVIOUS_KEY = "previous_parameters"
 """Key of the parameters that the next step computes with, where the module has newer ones."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _without_stop_iteration(method: Callable[P, T]) -> Callable[P, T]:
+    """Turn a `StopIteration` into an error: Lightning takes it for the end of the loader."""
+
+    @wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except StopIteration as error:
+            refused = RuntimeError("StopIteration was raised, by code that is no iterator.")
+            for note in getattr(error, "__notes__", ()):
+                add_note(refused, note)
+            raise refused from error
+
+    return wrapped
 
 
 class RoundPipeStrategy(ParallelStrategy):
@@ -546,22 +565,26 @@ class RoundPipeStrategy(ParallelStrategy):
             self._resume.batch_begins(self._module.trainer)
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    @_without_stop_iteration
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the microbatches of a batch through the engine."""
         with self.precision_plugin.train_step_context():
             assert self._runtime is not None
             return self._runtime.training_step(*args, *kwargs.values())
 
+    @_without_stop_iteration
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.val_step_context():
             output: STEP_OUTPUT = self._evaluate("validation_step", *args, **kwargs)
         return output
 
+    @_without_stop_iteration
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.test_step_context():
             output: STEP_OUTPUT = self._evaluate("test_step", *args, **kwargs)
         return output
 
+    @_without_stop_iteration
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self._evaluate("predict_step", *args, **kwargs)
@@ -583,6 +606,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     # Updates -------------------------------------------------------------------------------------
 
+    @_without_stop_iteration
     def optimizer_step(
         self,
         optimizer: Optimizer,
