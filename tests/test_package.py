@@ -30,7 +30,6 @@ PUBLIC_NAMES = [
     "linear_cross_entropy",
     "optim",
     "plan_training",
-    "replace_pytorch_lightning",
     "simulate",
 ]
 

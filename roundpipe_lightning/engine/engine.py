@@ -331,6 +331,7 @@ class Engine:
             stacks=self._stacks,
             chain=self._chain,
             repeated=repeated,
+            outside_blocks=opened.store.outside_blocks,
             turns=Turns(graph, before=opened.steps.last_turns),
             workers=opened.workers,
             classes=self._classes,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -29,10 +30,16 @@ from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.chain.backward import BackwardPass
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
 from roundpipe_lightning.engine.chain.forward import ForwardPass
+from roundpipe_lightning.engine.chain.segments import rows_to_come
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.threads import Countdown, noted
 from roundpipe_lightning.engine.transfer.boundary import send_to_host
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients, fold
+from roundpipe_lightning.engine.transfer.gradient_reduce import (
+    GradientReducer,
+    Gradients,
+    Rows,
+    fold,
+)
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained
@@ -52,6 +59,7 @@ class StepContext:
     Attributes:
         chain: The calls of blocks that are planned.
         repeated: Parameters of blocks that stand in the chain more than once.
+        outside_blocks: Parameters that no block has.
         turns: The gates of the plan's actions.
         reducer: Where gradients are summed.
         pools: Memory on the host for what goes from turn to turn, by microbatch; None where no
@@ -78,6 +86,7 @@ class StepContext:
     stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
     returned: Countdown
     outside: Outside | None = None
+    outside_blocks: frozenset[nn.Parameter] = frozenset()
     compiler: BlockCompiler | None = None
 
 
@@ -221,12 +230,17 @@ class Microbatch:
             user.check_frozen()
         return materialized(output)
 
-    def _collect(self) -> None:
-        """Send the gradients of what user code has used outside the blocks to the host."""
+    def _collect(self, rest: Sequence[Tensor]) -> None:
+        """Send the gradients of what user code has used outside the blocks to the host.
+
+        What is to come is the graph of `rest`.
+        """
         context, found, index = self._context, self._user.take_gradients(), self._index
         if sum(map(len, found.values())) == len({p for some in found.values() for p in some}):
             for worker, gradients in found.items():
-                landed = context.reducer.reserve_shared(index)
+                landed = partial(
+                    context.reducer.reserve_shared(index), left=self._left(gradients, rest)
+                )
                 context.workers[worker].send_outside(gradients, landed=landed)
             return
         total: Gradients = {}  # the same parameter on several workers: one sum of all
@@ -235,6 +249,18 @@ class Microbatch:
             with noted(f"gradients of microbatch {index} on {device.name}"):
                 fold(total, {p: device.download(g) for p, g in gradients.items()})
         self.turns.add_gradients(total)
+
+    def _left(self, gradients: Gradients, rest: Sequence[Tensor]) -> Rows:
+        """Return the rows of parameters that later gradients may have, where that is known."""
+        left: Rows = {}
+        for parameter in gradients.keys() & self._context.outside_blocks:
+            leaves = self._user.leaves_of(parameter)
+            uses = list(rows_to_come(rest, leaves).values())
+            rows = [some for some in uses if len(some)]
+            on_host = all(self._user.owner_of(some).shares_host_memory for some in rows)
+            if len(uses) == len(leaves) and on_host:
+                left[parameter] = torch.cat(rows) if rows else uses[0]
+        return left
 
     def _download(self, output: Any, loss: Tensor | None) -> None:
         """Send what the user's step has returned to the host, while the backward pass runs."""

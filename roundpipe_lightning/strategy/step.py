@@ -177,6 +177,7 @@ class InFlightBatch:
                 loss = loss_with_gradients(
                     self._loss.clone(), gradients=gradients, backward_scale=self._backward_scale
                 )
+                del gradients  # what nobody else has becomes `.grad` without a copy
                 loss.backward(self._arrived)
         for clip in self.clips:
             clip()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import reduce
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +16,11 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     GradientAccumulator,
     GradientReducer,
+    SharedGradients,
     fold,
 )
+from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
+from tests.kit.engine import auto_plan, engine_step
 
 
 def _gradients(num: int) -> list[Tensor]:
@@ -69,6 +75,53 @@ def test_the_reducer_keeps_stages_apart_and_sums_shared_parameters_per_microbatc
     sums = reducer.sums()
     assert torch.equal(sums[mine], a + b)
     assert torch.equal(sums[shared], (a + b) + (c + d))
+
+
+@given(st.data())
+def test_of_a_tied_embedding_only_rows_wait(data: st.DataObject) -> None:
+    """The sums are those of `(h0 + e0) + (h1 + e1)`, whoever comes first."""
+    num, num_rows = data.draw(st.integers(1, 5)), 16
+    embedding, rows = nn.Parameter(torch.zeros(num_rows, 2)), st.integers(0, num_rows - 1)
+    early = [torch.randn(num_rows, 2) for _ in range(num)]
+    late = [torch.zeros(num_rows, 2) for _ in range(num)]
+    left = [torch.tensor(data.draw(st.lists(rows, max_size=4)), dtype=torch.int64) for _ in late]
+    for gradient, used in zip(late, left, strict=True):
+        gradient[used] = torch.randn(len(used), 2)
+    wanted = _in_order([h + e for h, e in zip(early, late, strict=True)])
+    reducer = GradientReducer(num_microbatches=num, num_stages=0)
+    waiting = [weakref.ref(h) for h in early]
+    for number in data.draw(st.permutations(range(num))):
+        reducer.reserve_shared(number)({embedding: early[number]}, left={embedding: left[number]})
+    early.clear()
+    assert sum(h() is not None for h in waiting) == 1, "the sum"
+    for number in data.draw(st.permutations(range(num))):
+        if len(left[number]) or data.draw(st.booleans()):
+            reducer.add_shared(number, {embedding: late[number]} if len(left[number]) else {})
+        reducer.close_microbatch(number)
+    assert reducer.await_all(0)
+    assert torch.equal(reducer.sums()[embedding], wanted)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_whole_gradients_of_the_head_do_not_wait_for_the_embedding(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, batches = tiny_causal_lm("qwen3", tied=tied), token_batches(3)
+    stack = decoder_stack(module)
+    plan = auto_plan(stack, num_workers=2, num_microbatches=3)
+    head, rows = module.model.get_output_embeddings().weight, []
+    add = SharedGradients.add
+
+    def noted(self: Any, microbatch: int, number: int, gradients: Any, left: Any) -> bool:
+        if number == 0:
+            rows.append(left[head].unique())
+            assert head in gradients
+        return add(self, microbatch, number, gradients, left)
+
+    monkeypatch.setattr(SharedGradients, "add", noted)
+    engine_step(module, stack, plan, batches)
+    used = [batch["input_ids"].unique() if tied else torch.empty(0) for batch in batches]
+    assert sorted(map(len, rows)) == sorted(map(len, used))
 
 
 def test_sparse_gradients() -> None:

@@ -36,10 +36,13 @@ class BackwardPass:
 
     Args:
         forward: Its forward pass.
-        collect: Called when the backward of a segment has ended.
+        collect: Called when the backward of a segment has ended, with the tensors whose graphs are
+            to come.
     """
 
-    def __init__(self, forward: ForwardPass, *, collect: Callable[[], None]) -> None:
+    def __init__(
+        self, forward: ForwardPass, *, collect: Callable[[Sequence[Tensor]], None]
+    ) -> None:
         self._forward = forward
         self._collect = collect
         self._turns, self._user = forward.turns, forward.user
@@ -52,7 +55,7 @@ class BackwardPass:
         self._forward.drop_turn()
         self._run_graph([loss], [scale], below=segments.number + 1)
         self._sources.fetch_gradients(segments.last.leaves)
-        self._collect()
+        self._collect(self._made_below(segments.number + 1))
         for number in range(segments.number, -1, -1):
             start = segments[number].start
             for group in self._groups(start, stop):
@@ -64,11 +67,14 @@ class BackwardPass:
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, below: int
     ) -> None:
         """Run the graph of segments, not freeing what segments `below` a number need."""
-        lower = [t for t in self._taken() if self._segments.made_in(t) < below]
+        lower = self._made_below(below)
         with self._user.in_backward():
             torch.autograd.backward(
                 roots, list(gradients), retain_graph=share_a_graph(roots, lower)
             )
+
+    def _made_below(self, number: int) -> list[Tensor]:
+        return [t for t in self._taken() if self._segments.made_in(t) < number]
 
     def _taken(self) -> Iterator[Tensor]:
         """Tensors of user code that blocks or later segments have taken and that are to come."""
@@ -96,7 +102,7 @@ class BackwardPass:
         if roots:
             self._run_graph([t for t, _ in roots], [g for _, g in roots], below=number)
             self._sources.fetch_gradients(segment.leaves)
-            self._collect()
+            self._collect(self._made_below(number))
         for call in self._forward.calls:
             if call.segment == number:
                 for value in call.values:

@@ -13,6 +13,7 @@ gradients then, and what it took hands its gradients on.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -236,6 +237,28 @@ def share_a_graph(upper: Sequence[Tensor], lower: Sequence[Tensor]) -> bool:
     """
     below = _nodes([tensor.grad_fn for tensor in lower])
     return bool(below) and not below.isdisjoint(_nodes([tensor.grad_fn for tensor in upper]))
+
+
+def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the rows of leaves to which the graph of some tensors gives gradients.
+
+    A leaf is left out if it may get more than an embedding's rows.
+    """
+    rows: dict[Tensor, list[Tensor]] = {leaf: [] for leaf in leaves}
+    for root in roots:
+        rows.pop(root, None)
+    for node in _nodes([root.grad_fn for root in roots]):
+        for following, _ in node.next_functions:
+            leaf = getattr(following, "variable", None)
+            if leaf is None or leaf not in rows:
+                continue
+            if node.name() != "EmbeddingBackward0" or node._saved_sparse:  # noqa: SLF001
+                del rows[leaf]
+                continue
+            with contextlib.suppress(RuntimeError):  # freed: it has run
+                rows[leaf].append(node._saved_indices.flatten())  # noqa: SLF001
+    none = torch.empty(0, dtype=torch.int64)
+    return {leaf: torch.cat(found) if found else none for leaf, found in rows.items()}
 
 
 def _nodes(starts: Sequence[Any], *, leaves: bool = False) -> set[Any]:

@@ -87,6 +87,8 @@ class HostStore:
 
         self._blocks = {block: group(block.parameters()) for block in blocks}
         self._outside = group(module.parameters())
+        #: Parameters that no block has.
+        self.outside_blocks = frozenset(self._outside.parameters)
         self._of_block = {block: tuple(block.parameters()) for block in blocks}
         self._pinned_by: Device | None = None
         #: The end of a parameter's last update, where parameters change while a step runs.

@@ -9,6 +9,11 @@ the result depend on the number of workers. Contributions that arrive early wait
 
 This is the order, to the bit, in which a plain loop over the same microbatches accumulates. Sums
 are of the parameter's `grad_dtype`.
+
+A tied embedding gets two gradients from a microbatch: that of the LM head (h) early, that of the
+embedding (e) when the backward pass ends. The plain loop adds (h0 + e0) + (h1 + e1). Whole LM-head
+gradients of all microbatches would wait. But the embedding's gradient has few rows, known
+beforehand, so only those rows of h wait, and the others are added at once.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -40,6 +46,10 @@ from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, Transf
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
+Rows: TypeAlias = dict[nn.Parameter, Tensor]
+
+AddShared: TypeAlias = Callable[..., None]
+"""Takes gradients, and perhaps rows."""
 
 T = TypeVar("T", bound=Tensor)
 
@@ -106,28 +116,15 @@ class GradientAccumulator:
     """Sums of contributions, in the order of their numbers, whichever comes first.
 
     Args:
-        num: How many contributions there are; `reserve` adds one.
+        num: How many contributions there are.
     """
 
-    def __init__(self, num: int = 0) -> None:
+    def __init__(self, num: int) -> None:
         self._lock = threading.Lock()
-        self._num = num
         self._missing = list(range(num))
         self._held: dict[int, tuple[Sequence[int], Gradients | FlatGradients]] = {}
         self._sums: Gradients = {}
         self._flat: FlatGradients | None = None  # sums, as long as all contributions are such
-
-    def reserve(self) -> int:
-        """Return the number of a contribution that is to come after those known so far."""
-        with self._lock:
-            self._missing.append(self._num)
-            self._num += 1
-            return self._missing[-1]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is missing."""
-        return not self._missing
 
     def add(self, numbers: Sequence[int], gradients: Gradients | FlatGradients) -> bool:
         """Add what some contribute together; return whether these were the last missing ones.
@@ -163,6 +160,146 @@ class GradientAccumulator:
         return self._sums
 
 
+@dataclass(eq=False)
+class _Held:
+    """Rows of a microbatch's gradient that wait for what is still to come for them."""
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(eq=False)
+class _Microbatch:
+    """What a microbatch has contributed to sums over several uses.
+
+    Attributes:
+        num_reserved: Contributions that will come.
+        num_added: Those added, in order.
+        arrived: Those that came before their turn.
+        sums: Of the microbatch alone, not yet taken into the sums over all.
+        left: Rows that later contributions may have, where that is known.
+        held: What waits, of parameters that have been taken into the sums over all.
+        is_closed: Whether nothing more is reserved.
+    """
+
+    num_reserved: int = 0
+    num_added: int = 0
+    arrived: dict[int, tuple[Gradients, Rows]] = field(default_factory=dict)
+    sums: Gradients = field(default_factory=dict)
+    left: Rows = field(default_factory=dict)
+    held: dict[nn.Parameter, _Held] = field(default_factory=dict)
+    is_closed: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_closed and self.num_added == self.num_reserved
+
+
+class SharedGradients:
+    """Sums for parameters with several uses: per microbatch first, then over the microbatches.
+
+    Both in order, whichever contribution comes first.
+
+    Args:
+        num_microbatches: Number of microbatches.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.sums: Gradients = {}
+        self._lock = threading.Lock()
+        self._microbatches = tuple(_Microbatch() for _ in range(num_microbatches))
+        self._next: dict[nn.Parameter, int] = {}  # microbatch whose turn it is to be taken in
+        self._num_ended = 0
+
+    def reserve(self, microbatch: int) -> int:
+        """Return the number of a contribution that is to come."""
+        with self._lock:
+            one = self._microbatches[microbatch]
+            one.num_reserved += 1
+            return one.num_reserved - 1
+
+    def add(
+        self, microbatch: int, number: int, gradients: Gradients, left: Rows | None = None
+    ) -> bool:
+        """Add a contribution; return whether it was the last missing one.
+
+        Args:
+            microbatch: Whose it is.
+            number: From `reserve`.
+            gradients: Host tensors, which are taken over.
+            left: The only rows, on the host, that later contributions of this microbatch may have.
+                Empty: nothing comes. A parameter that is not named may get anything.
+        """
+        with self._lock:
+            one = self._microbatches[microbatch]
+            one.arrived[number] = (gradients, left or {})
+            while one.num_added in one.arrived:
+                contribution, rows = one.arrived.pop(one.num_added)
+                one.num_added += 1
+                for parameter in contribution.keys() & one.held.keys():
+                    held, late = one.held[parameter], contribution.pop(parameter)
+                    held.values += late[held.rows]
+                known = {p for p in contribution if self._next.get(p, 0) > microbatch}
+                assert not known, "more came than was left"
+                fold(one.sums, contribution)
+                one.left.update(rows)
+            return self._advance(one)
+
+    def close(self, microbatch: int) -> bool:
+        """Say that a microbatch reserves nothing more; return whether nothing is missing."""
+        with self._lock:
+            one = self._microbatches[microbatch]
+            one.is_closed = True
+            return self._advance(one)
+
+    def _advance(self, changed: _Microbatch) -> bool:
+        """Take in what has its turn, beginning with one microbatch; return whether that was all."""
+        for parameter in changed.sums:
+            self._next.setdefault(parameter, 0)
+        for parameter in list(self._next if changed.is_complete else changed.sums):
+            self._take_in(parameter)
+        before = self._num_ended
+        while self._num_ended < len(self._microbatches):
+            one = self._microbatches[self._num_ended]
+            if not one.is_complete:
+                break
+            self._num_ended += 1
+            for parameter, held in one.held.items():
+                self.sums[parameter][held.rows] += held.values
+            one.held.clear()
+        return before < self._num_ended == len(self._microbatches)
+
+    def _take_in(self, parameter: nn.Parameter) -> None:
+        while (number := self._next[parameter]) < len(self._microbatches):
+            one = self._microbatches[number]
+            gradient = one.sums.get(parameter)
+            if not one.is_complete and (gradient is None or parameter not in one.left):
+                return
+            self._next[parameter] += 1
+            if gradient is None:
+                continue
+            del one.sums[parameter]
+            rows = self._waiting_rows(parameter, one)
+            if rows is None:
+                fold(self.sums, {parameter: gradient})
+                continue
+            one.held[parameter] = _Held(rows, gradient[rows])
+            if parameter not in self.sums:
+                self.sums[parameter] = gradient
+                gradient[rows] = 0
+                continue
+            before = self.sums[parameter][rows]
+            self.sums[parameter] += gradient
+            self.sums[parameter][rows] = before
+
+    def _waiting_rows(self, parameter: nn.Parameter, one: _Microbatch) -> Tensor | None:
+        """Return rows to which something is to be added before this microbatch's; None: none."""
+        earlier = [m.held[parameter].rows for m in self._microbatches if parameter in m.held]
+        mine = [] if one.is_complete else [one.left[parameter]]
+        rows = torch.cat([*earlier, *mine]) if earlier or mine else None
+        return None if rows is None or not len(rows) else rows.unique()
+
+
 class GradientReducer:
     """All gradients of one step, on the host.
 
@@ -190,9 +327,7 @@ class GradientReducer:
         self._taken: set[nn.Parameter] = set()
         self._elsewhere = set(shared)
         self._stages = tuple(GradientAccumulator(num_microbatches) for _ in range(num_stages))
-        self._shared = GradientAccumulator(num_microbatches)
-        self._microbatches = tuple(GradientAccumulator() for _ in range(num_microbatches))
-        self._closed: set[int] = set()  # microbatches whose last part may be missing
+        self._shared = SharedGradients(num_microbatches)
         self._open = Countdown(num_stages + 1)
         self._lock = threading.Lock()
 
@@ -233,36 +368,31 @@ class GradientReducer:
         """Add gradients of parameters with several uses."""
         self.reserve_shared(microbatch)(gradients)
 
-    def reserve_shared(self, microbatch: int) -> Callable[[Gradients], None]:
-        """Reserve a place in the order of such gradients; return what takes them, in any thread."""
-        return partial(self._add_shared, microbatch, self._microbatches[microbatch].reserve())
+    def reserve_shared(self, microbatch: int) -> AddShared:
+        """Reserve a place in the order of such gradients; return what takes them, in any thread.
 
-    def _add_shared(self, microbatch: int, number: int, gradients: Gradients) -> None:
+        It is called with the gradients, and perhaps with what `SharedGradients.add` calls `left`.
+        """
+        return partial(self._add_shared, microbatch, self._shared.reserve(microbatch))
+
+    def _add_shared(
+        self, microbatch: int, number: int, gradients: Gradients, left: Rows | None = None
+    ) -> None:
         gradients = _in_their_dtype(gradients)
         assert self._taken.isdisjoint(gradients), "who has uses elsewhere is not taken"
-        self._microbatches[microbatch].add([number], gradients)
-        self._close_if_complete(microbatch)
+        if self._shared.add(microbatch, number, gradients, left):
+            self._open.count()
 
     def close_microbatch(self, microbatch: int) -> None:
         """Say that a microbatch reserves nothing more."""
-        with self._lock:
-            self._closed.add(microbatch)
-        self._close_if_complete(microbatch)
-
-    def _close_if_complete(self, microbatch: int) -> None:
-        accumulator = self._microbatches[microbatch]
-        with self._lock:
-            if microbatch not in self._closed or not accumulator.is_complete:
-                return
-            self._closed.remove(microbatch)  # once
-        if self._shared.add([microbatch], accumulator.sums):
+        if self._shared.close(microbatch):
             self._open.count()
 
     def sums(self) -> Gradients:
         """Return the sums, after all microbatches are closed. Call it once."""
         total: Gradients = {}
-        for accumulator in (*self._stages, self._shared):
-            fold(total, accumulator.sums)
+        for sums in (*(stage.sums for stage in self._stages), self._shared.sums):
+            fold(total, sums)
         return total
 
 

@@ -221,6 +221,10 @@ class UserCode(TorchFunctionMode):
                 leaf.grad = None
         return found
 
+    def leaves_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """Return the leaves that stand for a parameter, one a worker."""
+        return [leaf for (_, known), leaf in self._leaves.items() if known is parameter]
+
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
         self._classes.end_swaps()
