@@ -1,0 +1,404 @@
+"""Train programs of many kinds on one device and with the strategy; compare what they leave.
+
+Each program of `program_kinds.py` (written after well-known examples) and `program_libraries.py`
+(models of other libraries, left out where a library is missing) is trained on one CPU with
+Lightning's own strategy and on two CPU workers with `RoundPipeStrategy`, from the same seed, with
+every block a stage of its own that is recomputed. Compared are what every step returned, the logs
+after every step, the parameters' updates and the state that stays: buffers, attributes, lists,
+the random generators.
+
+    python benchmarks/programs.py [--programs clip vae] [--mode blocks] [--output json]
+
+Verdicts:
+
+    same     updates and all else agree to 1e-4
+    said     they do not, or it was refused, and a message of ours says so
+    silent   they differ without a message
+    broken   it raised something that is not an error of ours
+    left out the program does not run on one device either, or its library is missing
+
+A message counts when the single device does not give it and it is not among `NOISE`; people judge
+whether it explains the difference, so the table prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import multiprocessing
+import re
+import sys
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+
+from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.errors import RoundPipeError, WatchdogError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import program_libraries  # noqa: F401 - names its programs
+from program_kinds import Program
+
+PROGRAMS: Mapping[str, type[Program]] = Program.named
+TOLERANCE = 1e-4
+WORKERS = 2
+LIMIT_SECONDS = 120.0
+NOISE = re.compile(
+    r"does not have many workers|GPU available|TPU available|TPU:|💡|max_epochs|\.isinstance\.|"
+    r"roundpipe: \d+ workers|fewer workers|Seed set|LightningDeprecation|litlogger|"
+    r"for every batch of .* rows|plan"
+)
+"""Messages that say nothing about results."""
+
+ORDER = ("same", "said", "silent", "broken", "left out")
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """State after training.
+
+    Attributes:
+        found: What can be compared, by name: tensors, numbers, text.
+        update: Change of each parameter.
+        messages: Warnings and log lines.
+        error: What was raised.
+        stages: Stages and microbatches of the last plan.
+    """
+
+    found: dict[str, Any] = field(default_factory=dict)
+    update: dict[str, Tensor] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+    stages: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Comparison of one run with the single device's.
+
+    Attributes:
+        num_microbatches: The strategy's.
+        verdict: One of `ORDER`.
+        differences: What differs and by how much, relative.
+        update: Norm of the difference of the updates over the norm of the update.
+        message: Our message, or the error.
+        stages: Stages and microbatches of the last plan.
+        seconds: How long it took.
+    """
+
+    num_microbatches: int
+    verdict: str
+    differences: tuple[str, ...] = ()
+    update: float = 0.0
+    message: str = ""
+    stages: str = ""
+    seconds: float = 0.0
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+class Recorder(Callback):
+    """Keeps what steps returned and the logs after each."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        del pl_module, batch
+        step = f"{trainer.current_epoch}.{batch_idx}"
+        self.found |= dict(flat(f"step {step} returned", outputs))
+        self.found |= dict(flat(f"step {step} logged", dict(trainer.callback_metrics)))
+
+
+def train(program: type[Program], strategy: RoundPipeStrategy | None, devices: int) -> Outcome:
+    """Train a program from its seed; what it raises is in the outcome."""
+    outcome, recorder = Outcome(), Recorder()
+    seed_everything(7, verbose=False)
+    with heard(outcome.messages):
+        try:
+            module, loader = program.made()
+            before = {name: p.detach().clone() for name, p in module.named_parameters()}
+            seed_everything(8, verbose=False)
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=devices,
+                strategy=strategy or "auto",
+                max_epochs=program.num_epochs,
+                callbacks=[recorder],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                **program.flags,
+            )
+            trainer.fit(module, loader)
+            draw = torch.rand(())  # shows where the generator stands
+        except Exception as error:  # noqa: BLE001 - whatever is raised is the finding
+            outcome.error = error
+            return outcome
+    after = dict(module.named_parameters())
+    outcome.update = {name: after[name].detach() - old for name, old in before.items()}
+    outcome.found = recorder.found | dict(flat("logs", dict(trainer.callback_metrics)))
+    outcome.found |= dict(state(module)) | {"generator": draw}
+    if strategy is not None and strategy.last_plan is not None:
+        plan = strategy.last_plan
+        outcome.stages = f"{plan.num_microbatches} x {plan.partition.num_stages}"
+    return outcome
+
+
+@contextmanager
+def heard(messages: list[str]) -> Iterator[None]:
+    """Keep warnings and what is logged, instead of printing them."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    listener = Listener(logging.INFO)
+    loggers = [logging.getLogger(n) for n in ("", "lightning", "lightning.pytorch", *_OURS)]
+    handlers = [(logger, logger.handlers[:], logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [], bool(logger.name != "root")
+    loggers[0].handlers = [listener]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            messages.extend(str(warning.message) for warning in caught)
+            for logger, own, propagate in handlers:
+                logger.handlers, logger.propagate = own, propagate
+
+
+_OURS = ("roundpipe_lightning", "lightning_utilities")
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """All tensors, numbers and texts in a nest of containers, with their places."""
+    if isinstance(value, Tensor):
+        yield name, value.detach().clone()
+    elif isinstance(value, (bool, int, float, str, type(None))):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flat(f"{name}[{key}]", item)
+    elif isinstance(value, (list, tuple, deque)):
+        yield f"{name} length", len(value)
+        for index, item in enumerate(value):
+            yield from flat(f"{name}[{index}]", item)
+    elif isinstance(value, AbstractSet):
+        yield name, str(sorted(value, key=str))
+
+
+_MODULES_OWN = frozenset(vars(LightningModule())) - {"training"}
+
+
+def state(module: LightningModule) -> Iterator[tuple[str, Any]]:
+    """Buffers and what modules have as plain attributes."""
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name}", buffer.detach().clone()
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _MODULES_OWN:
+                yield from flat(f"attribute {path}.{name}".replace(" .", " "), value)
+    for name, parameter in module.named_parameters():
+        yield f"requires_grad {name}", parameter.requires_grad
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """Relative difference of two values; infinite where they are not of one kind."""
+    if isinstance(wanted, Tensor) and isinstance(found, Tensor):
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            return math.inf
+        if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
+            return 0.0 if bool((found == wanted).all()) else math.inf
+        found, wanted = found.double(), wanted.double()
+        if bool((found.isfinite() != wanted.isfinite()).any()):
+            return math.inf
+        found, wanted = found.nan_to_num(), wanted.nan_to_num()
+        return float((found - wanted).norm() / wanted.norm().clamp_min(1e-3))
+    if isinstance(wanted, float) and isinstance(found, float):
+        return distance(torch.tensor(found), torch.tensor(wanted))
+    return 0.0 if type(found) is type(wanted) and found == wanted else math.inf
+
+
+def update_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """The worst of the whole update's relative difference and of single parameters'.
+
+    A parameter's is relative to its own update, or to a hundredth of all where that is more: what
+    rounding makes of a gradient that is zero says nothing.
+    """
+    if found.keys() != wanted.keys():
+        return math.inf
+    total = math.sqrt(sum(float(w.double().square().sum()) for w in wanted.values()))
+    errors = {n: float((found[n].double() - w.double()).norm()) for n, w in wanted.items()}
+    whole = math.sqrt(sum(error**2 for error in errors.values())) / total
+    single = (errors[n] / max(float(w.norm()), total / 100) for n, w in wanted.items())
+    worst = max(whole, *single)
+    return math.inf if math.isnan(worst) else worst
+
+
+def compared(found: Outcome, wanted: Outcome, *, num_microbatches: int, seconds: float) -> Run:
+    """Judge one run."""
+    given = {re.sub(r"\d+", "#", message) for message in wanted.messages}
+    news = [m for m in dict.fromkeys(found.messages) if not NOISE.search(m)]
+    message = " | ".join(m for m in news if re.sub(r"\d+", "#", m) not in given)
+    differences: list[str] = []
+    update = 0.0
+    if found.error is not None:
+        ours = isinstance(found.error, RoundPipeError) and not isinstance(
+            found.error, WatchdogError
+        )
+        verdict = "said" if ours else "broken"
+        notes = " ".join(getattr(found.error, "__notes__", ()))
+        message = f"{type(found.error).__name__}: {found.error} {notes}"
+    else:
+        update = update_distance(found.update, wanted.update)
+        if update > TOLERANCE:
+            differences.append(f"update {update:.1e}")
+        for name in dict.fromkeys((*wanted.found, *found.found)):
+            missing = name not in found.found or name not in wanted.found
+            off = math.inf if missing else distance(found.found[name], wanted.found[name])
+            if off > TOLERANCE:
+                differences.append(f"{name} {off:.1e}")
+        verdict = "same" if not differences else "said" if message else "silent"
+    return Run(
+        num_microbatches=num_microbatches,
+        verdict=verdict,
+        differences=tuple(differences),
+        update=update,
+        message=" ".join(message.split()),
+        stages=found.stages,
+        seconds=round(seconds, 2),
+    )
+
+
+# --- all programs ---------------------------------------------------------------------------------
+
+
+def judge(name: str, options: Mapping[str, Any], counts: Sequence[int]) -> list[Run]:
+    """Train a program on one device and with the strategy, for each number of microbatches."""
+    program = PROGRAMS[name]
+    wanted = train(program, None, 1)
+    moved = sum(float(u.abs().sum()) for u in wanted.update.values())
+    if wanted.error is not None or not 0 < moved < math.inf:
+        reason = f"{type(wanted.error).__name__}: {wanted.error}" if wanted.error else "no update"
+        return [Run(num_microbatches=0, verdict="left out", message=" ".join(reason.split()))]
+    runs = []
+    for count in counts:
+        begun = time.perf_counter()
+        strategy = RoundPipeStrategy(
+            num_microbatches=count,
+            hints={"limits": {"forward": 1, "fused": 1, "backward": 1}},
+            timeout_seconds=30.0,
+            **{**options, **program.options},
+        )
+        found = train(program, strategy, WORKERS)
+        seconds = time.perf_counter() - begun
+        runs.append(compared(found, wanted, num_microbatches=count, seconds=seconds))
+    return runs
+
+
+def worst(runs: Sequence[Run]) -> str:
+    """Verdict on a program: the worst of its runs'."""
+    return max((run.verdict for run in runs), key=ORDER.index)
+
+
+def judge_in_process(name: str, options: Mapping[str, Any], counts: Sequence[int]) -> list[Run]:
+    """Judge in a forked process with a time limit."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, name, options, counts))
+    process.start()
+    theirs.close()
+    try:
+        if ours.poll(LIMIT_SECONDS):
+            answer: list[Run] = ours.recv()
+            return answer
+        reason = f"still running after {LIMIT_SECONDS:.0f} s"
+    except EOFError:
+        reason = "its process died"
+    finally:
+        process.kill()
+        process.join()
+    return [Run(num_microbatches=0, verdict="broken", message=reason)]
+
+
+def _send(pipe: Connection, name: str, options: Mapping[str, Any], counts: Sequence[int]) -> None:
+    torch.set_num_threads(1)
+    pipe.send(judge(name, options, counts))
+    pipe.close()
+
+
+def row(name: str, runs: Sequence[Run]) -> str:
+    """A line of the table, and one for each run that is not the same."""
+    stages = max((run.stages for run in runs), default="")
+    update = max(run.update for run in runs)
+    lines = [f"{name:26} {worst(runs):9} {stages:8} {update:8.1e}  {PROGRAMS[name].about()}"]
+    for run in runs:
+        if run.verdict != "same":
+            more = f" and {len(run.differences) - 3} more" if len(run.differences) > 3 else ""
+            lines.append(
+                f"    {run.num_microbatches} microbatches: {run.verdict}: "
+                f"{'; '.join(run.differences[:3])}{more} {run.message[:200]}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Judge the programs and print the table or JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--mode", default="default", choices=("default", "blocks", "step", "auto"))
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 1])
+    parser.add_argument("--recompute", default="full", choices=("auto", "full", "none"))
+    parser.add_argument("--output", choices=("table", "json"), default="table")
+    given = parser.parse_args()
+    options: dict[str, Any] = {"recompute": given.recompute}
+    if given.mode != "default":
+        options["microbatching"] = given.mode
+    found: dict[str, list[Run]] = {}
+    for name in given.programs:
+        found[name] = judge_in_process(name, options, given.microbatches)
+        if given.output == "table":
+            print(row(name, found[name]), flush=True)
+    totals = Counter(worst(runs) for runs in found.values())
+    if given.output == "table":
+        print(", ".join(f"{verdict}: {totals[verdict]}" for verdict in ORDER))
+    else:
+        programs = {
+            name: {"verdict": worst(runs), "runs": [asdict(run) for run in runs]}
+            for name, runs in found.items()
+        }
+        totals_of = {verdict: totals[verdict] for verdict in ORDER}
+        print(json.dumps({"mode": given.mode, "totals": totals_of, "programs": programs}))
+    sys.exit(bool(totals["silent"] + totals["broken"]))
+
+
+if __name__ == "__main__":
+    main()
