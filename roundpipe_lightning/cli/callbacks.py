@@ -12,8 +12,18 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import Self, override
+
+from roundpipe_lightning.strategy.compat import stop_after_batch
+
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
+"""What a person, a machine that goes down, and SLURM (`--signal=USR1@120`) send."""
 
 
 class RunStatistics(Callback):
@@ -76,23 +86,25 @@ class RunStatistics(Callback):
 
 
 class GracefulInterrupt(Callback):
-    """Turns Ctrl-C within a training step into a KeyboardInterrupt right after that step.
+    """Ends a run that is asked to stop (Ctrl-C, SIGTERM, SLURM's warning) between two steps.
 
-    Used as a context manager around the Trainer, and as the last of its callbacks. A second Ctrl-C,
-    or one outside a training step, interrupts at once. The handler of before is put back at the
-    end. Only the main thread can take over SIGINT; elsewhere nothing is changed.
+    Used as a context manager around the Trainer, and as the last of its callbacks. Outside a
+    training step the signal interrupts at once, and so does a second Ctrl-C; any other signal that
+    comes again changes nothing. The handlers of before are put back at the end. Only the main
+    thread can take over signals; elsewhere nothing is changed.
+
+    Attributes:
+        signal_number: The signal that has asked the run to stop; None: none has.
     """
 
     def __init__(self) -> None:
+        self.signal_number: int | None = None
         self._in_step = False
-        self._requested = False
-        self._previous: Any = None
-        self._installed = False
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def __exit__(
@@ -101,24 +113,28 @@ class GracefulInterrupt(Callback):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, self._previous)
-            self._installed = False
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
     @override
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self._in_step = True
 
     @override
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         self._in_step = False
-        if self._requested:
-            raise KeyboardInterrupt
+        if self.signal_number is not None:
+            stop_after_batch(trainer)
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._in_step or self._requested:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        again = self.signal_number is not None
+        if again and number != signal.SIGINT:
+            return
+        if not again:
+            self.signal_number = number
+        if again or not self._in_step:
             raise KeyboardInterrupt
-        self._requested = True
         sys.stderr.write("\nStopping after this step; Ctrl-C again stops at once.\n")
 
 
@@ -161,7 +177,7 @@ class LastCheckpoint(Checkpoint):
     ) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         between_steps = progress.ready == progress.processed  # type: ignore[attr-defined]
-        if isinstance(exception, KeyboardInterrupt) and between_steps:
+        if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) and between_steps:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:

@@ -2,12 +2,16 @@
 
 import contextlib
 import logging
+import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import lightning
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from omegaconf import DictConfig, OmegaConf
@@ -43,6 +47,7 @@ def train(config: DictConfig) -> float | None:
     Raises:
         RoundPipeError: The configuration cannot work; nothing was written then.
         KeyboardInterrupt: Ctrl-C; the last checkpoint is in the folder.
+        SystemExit: Another signal asked the run to stop, likewise; 128 plus its number.
     """
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(config)
@@ -53,12 +58,13 @@ def train(config: DictConfig) -> float | None:
     with run.interrupt, uncrowded_threads(run.trainer):
         try:
             _run_stages(run, metrics)
-        except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
-            if isinstance(error.__context__, KeyboardInterrupt):
-                _save_plan(run)
-                _report_interrupt(run)
-                raise KeyboardInterrupt from None
-            raise
+        except SystemExit as error:  # how Lightning ends after an interrupt
+            if isinstance(error.__context__, KeyboardInterrupt):  # one that was no signal, too
+                _end_interrupted(run, run.interrupt.signal_number or signal.SIGINT)
+            if run.interrupt.signal_number is None:
+                raise
+        if run.interrupt.signal_number is not None:
+            _end_interrupted(run, run.interrupt.signal_number)
     summary = summarize(run, val_loss=metrics.get("val_loss"))
     log.info("Finished: %s", summary)
     summary.save(folder / "summary.json")
@@ -79,6 +85,8 @@ def _run_stages(run: Run, metrics: dict[str, float]) -> None:
         checkpoint = None  # from here on the weights are those that were trained
         _save_plan(run)
         _keep_metrics(run, metrics)
+    if run.interrupt.signal_number is not None:  # while the last step ended
+        return
     if config.validate and run.statistics.validated_step != trainer.global_step:
         trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
         _keep_metrics(run, metrics)
@@ -104,10 +112,27 @@ def _choose_metric(name: str | None, metrics: dict[str, float]) -> float | None:
     return metrics[name]
 
 
-def _report_interrupt(run: Run) -> None:
+def _end_interrupted(run: Run, signal_number: int) -> NoReturn:
+    """Say how the run goes on, and end with the status that the signal stands for."""
+    _save_plan(run)
     for callback in run.callbacks:
         if isinstance(callback, LastCheckpoint) and callback.path.exists():
-            sys.stderr.write(f"Go on with: ckpt_path={callback.path}\n")
+            sys.stderr.write(f"Go on with: {_command(f'ckpt_path={callback.path}')}\n")
+    if signal_number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + signal_number)
+
+
+def _command(*overrides: str) -> str:
+    """The command line of this run with other overrides at its end."""
+    if not HydraConfig.initialized():
+        return " ".join(overrides)
+    program = Path(sys.argv[0])
+    words = ["python", str(program)] if program.suffix == ".py" else [program.name]
+    named = {override.partition("=")[0] for override in overrides}
+    given = HydraConfig.get().overrides.task
+    kept = [override for override in given if override.partition("=")[0] not in named]
+    return shlex.join([*words, *kept, *overrides])
 
 
 @contextlib.contextmanager

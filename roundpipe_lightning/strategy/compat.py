@@ -63,6 +63,11 @@ def current_hook(trainer: Trainer) -> str | None:
     return trainer.lightning_module._current_fx_name
 
 
+def stop_after_batch(trainer: Trainer) -> None:
+    """End the training with a `SIGTERMException` once the present batch is logged."""
+    trainer._signal_connector.received_sigterm = True
+
+
 # Loaders -----------------------------------------------------------------------------------------
 
 

@@ -1,42 +1,69 @@
-"""Ctrl-C between steps, within a step, and a second time."""
+"""Signals that ask a run to stop: within a step, between two, and a second time."""
 
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
 import signal
-from unittest.mock import Mock
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt
+from roundpipe_lightning.modules import CausalLanguageModule
+from tests.kit.runs import run_here
 
 
-def start_step(interrupt: GracefulInterrupt) -> None:
-    interrupt.on_train_batch_start(Mock(), Mock(), None, 0)
+@pytest.mark.parametrize(
+    ("number", "hook", "status"),
+    [
+        (signal.SIGINT, "training_step", 130),
+        (signal.SIGTERM, "training_step", 143),
+        (signal.SIGTERM, "on_validation_start", 143),
+        (signal.SIGUSR1, "training_step", 138),  # SLURM's warning
+    ],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, hook: str, status: int
+) -> None:
+    before = signal.getsignal(number)
+    original: Any = getattr(CausalLanguageModule, hook)
+
+    signals = [number]
+
+    @functools.wraps(original)
+    def asked(self: CausalLanguageModule, *arguments: Any) -> Any:
+        if self.global_step == 2 and signal.getsignal(number) != before:
+            with contextlib.suppress(IndexError):  # another microbatch has raised it
+                signal.raise_signal(signals.pop())
+        return original(self, *arguments)
+
+    monkeypatch.setattr(CausalLanguageModule, hook, asked)
+    done = run_here(
+        tmp_path,
+        "hydra.run.dir=run",
+        "trainer.val_check_interval=2",
+        "trainer.max_steps=9",
+        status=status,
+    )
+    assert signal.getsignal(number) == before
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    num_steps = torch.load(last)["global_step"]
+    assert num_steps == (3 if hook == "training_step" else 2)
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        losses = [row for row in csv.DictReader(file) if row["train_loss"]]
+    assert len(losses) == num_steps, "no row is lost"
+    assert f"trainer.max_steps=9 ckpt_path={last}" in done.stderr
+    assert (tmp_path / "run" / "plan.json").is_file()
 
 
-def end_step(interrupt: GracefulInterrupt) -> None:
-    interrupt.on_train_batch_end(Mock(), Mock(), None, None, 0)
-
-
-def test_within_a_step_it_waits_for_the_end() -> None:
+def test_a_second_ctrl_c_interrupts_within_the_step() -> None:
     with GracefulInterrupt() as interrupt:
-        start_step(interrupt)
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            end_step(interrupt)
-
-
-def test_between_steps_it_interrupts_at_once() -> None:
-    with GracefulInterrupt() as interrupt:
-        start_step(interrupt)
-        end_step(interrupt)
+        interrupt.on_train_batch_start()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-def test_a_second_one_interrupts_within_the_step() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with GracefulInterrupt() as interrupt:
-        start_step(interrupt)
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == before
