@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -211,13 +212,19 @@ def test_list_that_blocks_append_to(empty: bool) -> None:
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_router_loss_of_a_mixture_of_experts(name: str, server: str) -> None:
     module = CausalLM(build_model(name, output_router_logits=True, router_aux_loss_coef=0.5))
+    twin = copy.deepcopy(module)
     check_parity(
         module,
         token_batches(3),
         stack=decoder_stack(module),
         devices=SERVERS[server](2),
         tolerance=1e-06,
+        twin=twin,
     )
+    # The library registers its hooks in the first call; every microbatch makes one.
+    hooks, expected = ([len(m._forward_hooks) for m in one.modules()] for one in (module, twin))
+    assert hooks == expected
+    assert any(hooks)
 
 
 @pytest.mark.parametrize("server", SERVERS)

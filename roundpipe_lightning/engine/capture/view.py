@@ -21,10 +21,13 @@ parameters of experts) gives it to the view alone.
 
 from __future__ import annotations
 
+import copy
 import operator
+import re
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -42,9 +45,20 @@ DELETED: Any = object()
 _AS_THE_ORIGINAL: Any = object()
 
 
+_HOOKS = tuple(
+    name for name in nn.Module().__dict__ if re.fullmatch(r"_(forward|backward).*", name)
+)
+"""A module's tables of hooks around its call."""
+
+
 def write_through(module: nn.Module, name: str, value: Any) -> None:
     if value is DELETED:
         delattr(module, name)
+    elif name in _HOOKS:  # the handles of hooks refer to the table
+        table = module.__dict__[name]
+        hooks = dict(value)
+        table.clear()
+        table.update(hooks)
     else:
         setattr(module, name, value)
 
@@ -194,6 +208,29 @@ class View:
             own.pop(name, None)
             own["_write"](own["_view_of"], name, DELETED)
         own["_gone"].add(name)
+
+
+def _registering(name: str) -> Callable[..., Any]:
+    """Return a method of views that registers a hook on the view alone.
+
+    Otherwise every microbatch would register one for all, as transformers does in its first call.
+    """
+
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own, original = self.__dict__, self.__dict__["_view_of"]
+        tables = {name: original.__dict__[name] for name in _HOOKS}
+        own.update({name: copy.copy(t) for name, t in tables.items() if own[name] is t})
+        handle = getattr(super(View, self), name)(*args, **kwargs)
+        handle.extra_dict_ref += tuple(map(weakref.ref, tables.values()))  # removed there, too
+        for table in (name for name in tables if own[name] != tables[name]):
+            own["_write"](original, table, own[table])
+        return handle
+
+    return register
+
+
+for _name in ("forward", "forward_pre", "backward", "full_backward", "full_backward_pre"):
+    setattr(View, f"register_{_name}_hook", _registering(f"register_{_name}_hook"))
 
 
 def _looks_elsewhere(kind: type) -> bool:
