@@ -267,6 +267,7 @@ def test_glue_between_blocks_is_a_cut() -> None:
             for index, layer in enumerate(self.layers):
                 hidden = layer(hidden)
                 if index in (1, 2):
+                    kept = kept + hidden  # of the segment before, beside what begins the next
                     hidden = hidden * self.scale + kept
             return hidden
 

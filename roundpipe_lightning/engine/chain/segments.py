@@ -157,12 +157,12 @@ class Segments:
                 "is used by another block or after the blocks: its gradient would be lost. In "
                 "training do without the object (`use_cache=False` for transformers models)."
             )
-        if self._thread != threading.get_ident() or self._user.runs_a_block:
-            reader = f"block {self._calls[-1].name!r}"
-            if not self._user.runs_a_block:
-                reader = "another microbatch"
+        ended = not self._all
+        if not ended and (self._thread != threading.get_ident() or self._user.runs_a_block):
+            inside = self._user.runs_a_block
+            reader = f"block {self._calls[-1].name!r}" if inside else "another microbatch"
             raise CaptureError(USED_ELSEWHERE.format(value.block_name, reader))
-        if value.here is None and value.host is None:
+        if ended or (value.here is None and value.host is None):
             raise CaptureError(
                 f"An output of block {value.block_name!r} is used after its step has ended. Keep "
                 "a detached copy (`x.detach()`) instead."

@@ -24,7 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.engine.capture.autocast import without_autocast
 from roundpipe_lightning.engine.capture.module_writes import ParameterWrites, Writes, refuse_write
-from roundpipe_lightning.engine.capture.placeholder import Called, make_proxy, writes_first
+from roundpipe_lightning.engine.capture.placeholder import (
+    Called,
+    LazyTensor,
+    make_proxy,
+    writes_first,
+)
 from roundpipe_lightning.engine.capture.randomness import RandomStream
 from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import (
@@ -34,7 +39,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     ModeStack,
     name_of,
 )
-from roundpipe_lightning.engine.capture.trees import map_tensors
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
@@ -353,8 +358,14 @@ class UserCode(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put leaves in for tensors of earlier segments, but for one that is written into."""
         written = args[0] if args and writes_first(name) else kwargs.get("out")
+        # A lazy tensor may begin a segment, which makes the other tensors those of an earlier one.
+        lazy: dict[Tensor, Tensor] = {
+            x: cut(x)
+            for x in tensors_in((args, kwargs))
+            if isinstance(x, LazyTensor) and x is not written
+        }
         found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
-            lambda x: x if x is written else cut(x), (args, kwargs)
+            lambda x: lazy[x] if x in lazy else x if x is written else cut(x), (args, kwargs)
         )
         return found
 
