@@ -155,7 +155,7 @@ class Microbatch:
         """Run the user's step and all stages. Called in the microbatch's thread."""
         device, turns = self.turns.worker.device, self.turns
         try:
-            turns.begin()
+            turns.enter()
             with (
                 self._context.thread_context(),
                 device.thread_context(),

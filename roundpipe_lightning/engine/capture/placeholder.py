@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +55,33 @@ class LazyValue(Protocol):
         """Return the values without a graph."""
 
 
+class Form(NamedTuple):
+    """All that is known of a tensor without its values."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
 class LazyTensor(Tensor):
     """A tensor that a block has made and that user code only hands on."""
 
     value: Any  # a LazyValue
 
     @staticmethod
-    def standing_for(value: LazyValue, *, like: Tensor, requires_grad: bool) -> LazyTensor:
-        """Make the lazy tensor of a value, with the shape, strides, dtype and device of `like`."""
+    def standing_for(value: LazyValue, *, form: Form, requires_grad: bool) -> LazyTensor:
+        """Make the lazy tensor of a value."""
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
             LazyTensor,
-            like.shape,
-            strides=like.stride(),
-            dtype=like.dtype,
-            device=like.device,
+            form.shape,
+            strides=form.strides,
+            dtype=form.dtype,
+            device=form.device,
             requires_grad=requires_grad,
         )
         lazy.value = value

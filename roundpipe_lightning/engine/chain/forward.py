@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.capture.arguments import Swap
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.side_outputs import Watch
 from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome
@@ -90,6 +91,7 @@ class ForwardPass:
         self._live: list[Value] = []  # values that may be on the present worker
         self._ran: set[nn.Module] = set()  # blocks, in turns that have ended
         self._running: list[nn.Module] = []  # and in the present one
+        self._passed = range(0)  # positions whose turn has ended early
 
     # ----------------------------------------------------------------------------------- calls
 
@@ -117,6 +119,10 @@ class ForwardPass:
         self._live += call.values
         if call.position is not None and call.position + 1 == self.turns.stage.blocks.stop:
             self._end_forward()
+        return self._handed_out(call, outcome)
+
+    def _handed_out(self, call: BlockCall, outcome: Outcome) -> Any:
+        """Return what the user's code gets, in the turn where that goes on."""
         if not self._ends_pass(call):
             return outcome.handed_out(lambda slot, in_object: call.values[slot].lazy())
         lazy = [value.lazy() for value in call.values]  # held, therefore kept
@@ -127,6 +133,17 @@ class ForwardPass:
             )
         )
 
+    def source_of(self, given: Tensor | Value) -> Source:
+        """Return what a call of this microbatch takes for something among its arguments."""
+        if not isinstance(given, LazyTensor):
+            return given
+        value: Value = given.value
+        return value
+
+    def writes_within(self, block: nn.Module) -> ModuleWrites:
+        """Return what the user's code has written so far into a block and its children."""
+        return self.user.writes.within(block)
+
     def _new_call(self, block: nn.Module, given: Given) -> BlockCall:
         """Go to the turn of a call, and return the call."""
         gradient = self._backward and torch.is_grad_enabled()
@@ -135,8 +152,11 @@ class ForwardPass:
         )
         if position is not None:
             while position >= self.turns.stage.blocks.stop and self.turns.in_forward_stage:
-                self._next_turn()
+                self.next_turn()
             self._position = position + 1
+            if position not in self.turns.stage.blocks or position in self._passed:
+                position = None  # its turn ended early
+        self.turns.enter()
         in_graph = gradient and position is not None and not self.turns.in_forward_stage
         if in_graph and (self.segments.last.is_closed or not self.segments.last.is_fused):
             self.segments.open_next()
@@ -156,7 +176,8 @@ class ForwardPass:
             gradient=gradient,
             segment=self.segments.number if in_graph else None,
             cut=cut,
-            writes=self.user.writes.within(block),
+            writes=self.writes_within(block),
+            source_of=self.source_of,
         )
         if call.is_recomputed:
             if self._kept_operations:
@@ -186,20 +207,25 @@ class ForwardPass:
         """Go to where the user's code goes on, with a segment of its own."""
         self._end_forward()
         if call.position is not None and call.position + 1 == len(self._chain):
-            self._go_to_fused_stage()
+            self.go_to_fused_stage()
         elif call.position is not None and call.position + 1 == self.turns.stage.blocks.stop:
-            self._next_turn()
+            self.next_turn()
         if self.segments.last.is_closed:
             self.segments.open_next()
 
     # ----------------------------------------------------------------------------------- turns
 
-    def _go_to_fused_stage(self) -> None:
+    def go_to_fused_stage(self) -> None:
         while self.turns.in_forward_stage:
-            self._next_turn()
+            self.next_turn()
         self._forget_unused()
 
-    def _next_turn(self) -> None:
+    def next_turn(self) -> None:
+        self.leave_turn()
+        self.turns.enter()
+
+    def leave_turn(self) -> None:
+        """End the turn, and enter the next one when it is needed."""
         self._end_forward()
         self._keep_values()
         for value in self._live:
@@ -211,7 +237,7 @@ class ForwardPass:
         self.write_buffers_back()
         last = self.calls[-1].values if self.calls else ()
         self.sources.send_ahead([value.host for value in last if value.host is not None])
-        self.turns.next_turn()
+        self.turns.leave()
 
     def write_buffers_back(self) -> None:
         """Bring to the host what the user's code has written into buffers."""
@@ -236,7 +262,7 @@ class ForwardPass:
         """Do what is left when the user's code has returned."""
         with self.user.suspended():
             self._end_forward()
-            self._go_to_fused_stage()
+            self.go_to_fused_stage()
 
     def drop_turn(self) -> None:
         """Drop what the last forward turn has beside the segments' graphs."""
@@ -280,7 +306,7 @@ class ForwardPass:
         leaves = self._here if call.segment is None else self.segments.last.leaves
 
         def take(source: Source, in_object: bool) -> Tensor:  # noqa: FBT001 - a `Swap`
-            value = source.value if isinstance(source, LazyTensor) else source
+            value = self.source_of(source)
             if isinstance(value, Value):
                 if in_object and value.in_object:
                     return value.lazy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference, Swap
 from roundpipe_lightning.engine.capture.autocast import Autocast, autocast_as, autocast_now
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
-from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.chain.block_outcome import (
     Given,
     Outcome,
@@ -21,11 +21,28 @@ from roundpipe_lightning.engine.chain.block_outcome import (
     works_in_place,
 )
 from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs, KeptState
-from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
+from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.errors import CaptureError
+
+
+class Boundary(Protocol):
+    """Values on their way; see `BoundaryTensor`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Their size."""
+
+    def on(self, worker: TransferEndpoint | None) -> Tensor:
+        """Return them on a worker."""
+
+    def send_to(self, worker: TransferEndpoint) -> None:
+        """Begin to bring them to a worker."""
+
+    def release(self) -> None:
+        """Release their memory."""
 
 
 class ValueOwner(Protocol):
@@ -55,6 +72,7 @@ class Value(Reference):
         here: The tensor on the present worker, during its turn; as long as its segment's graph if
             it is part of one.
         host: Its values on their way, from the end of its turn on, if they are still needed.
+        is_wanted: Whether somebody else than who holds the lazy tensor could use the values.
     """
 
     def __init__(
@@ -67,15 +85,18 @@ class Value(Reference):
         self.in_object = in_object
         self.segment = call.segment
         self.here: Tensor | None = tensor
-        self.host: BoundaryTensor | None = None
-        self.form = (tensor.shape, tensor.dtype)
+        self.host: Boundary | None = None
+        self.form = Form.of(tensor)
+        self.is_wanted: Callable[[], bool] = lambda: False
         self._lazy: weakref.ref[LazyTensor] | None = None
         self._kept_lazy = self.lazy() if in_object else None
 
     @property
     def is_held(self) -> bool:
         """Whether the user's code still has the lazy tensor, and could use the values."""
-        return not self.in_object and self._lazy is not None and self._lazy() is not None
+        if self.in_object:
+            return False
+        return (self._lazy is not None and self._lazy() is not None) or self.is_wanted()
 
     @property
     def host_bytes(self) -> int:
@@ -86,8 +107,7 @@ class Value(Reference):
         known = None if self._lazy is None else self._lazy()
         if known is not None:
             return known
-        assert self.here is not None, "made while the block's turn lasts"
-        lazy = LazyTensor.standing_for(self, like=self.here, requires_grad=self.needs_gradient)
+        lazy = LazyTensor.standing_for(self, form=self.form, requires_grad=self.needs_gradient)
         self._lazy = weakref.ref(lazy)
         return lazy
 
@@ -123,6 +143,7 @@ class BlockCall:
         segment: Number of the segment whose graph it is part of; None if it keeps no graph.
         cut: Whether user code came before it.
         writes: What the user's code has written into the block's attributes before.
+        source_of: Returns what is kept of a tensor among the arguments.
 
     Attributes:
         values: What the block made; set when it has run.
@@ -145,6 +166,7 @@ class BlockCall:
         segment: int | None,
         cut: bool,
         writes: ModuleWrites,
+        source_of: Callable[[Tensor | Value], Source],
     ) -> None:
         self.block = block
         self.name = name
@@ -161,6 +183,7 @@ class BlockCall:
         self.kept: KeptOutputs | None = None
         self._given: Given | None = None
         self._state = KeptState()
+        self._source_of = source_of
         self._autocast: list[Autocast] = []
         self._versions: list[int] = []
         if gradient:
@@ -178,14 +201,13 @@ class BlockCall:
             self.arguments.clear()
             self.inputs.clear()
 
-    def _keep(self, tensor: Tensor, in_object: bool) -> Tensor | Value:  # noqa: FBT001 - a `Swap`
-        if not isinstance(tensor, LazyTensor):
-            self.arguments.append(tensor)
-            return tensor
-        value: Value = tensor.value
-        if not (in_object and value.in_object):
-            self.inputs.append(value)
-        return value
+    def _keep(self, tensor: Tensor | Value, in_object: bool) -> Source:  # noqa: FBT001 - a `Swap`
+        source = self._source_of(tensor)
+        if not isinstance(source, Value):
+            self.arguments.append(source)
+        elif not (in_object and source.in_object):
+            self.inputs.append(source)
+        return source
 
     @property
     def is_recomputed(self) -> bool:
@@ -246,7 +268,7 @@ class BlockCall:
             assert self._given is not None, "kept where a gradient is wanted"
             outcome = self.run_forward(block, take, given=self._given, watched=watched)
         forms = [(tensor.shape, tensor.dtype) for tensor, _ in outcome.tensors]
-        if forms != [value.form for value in self.values]:
+        if forms != [(value.form.shape, value.form.dtype) for value in self.values]:
             raise CaptureError(
                 f"Block {self.name!r} gave other tensors in its recompute than in its "
                 f"forward pass ({len(forms)}, not {len(self.values)}, or of other shapes or "
@@ -273,7 +295,7 @@ class Sources:
         self._user = user
         self._turns = turns
         self._boundaries: dict[Tensor, BoundaryTensor] = {}
-        self._taken: dict[BoundaryTensor, None] = {}  # in the present turn
+        self._taken: dict[Boundary, None] = {}  # in the present turn
         self.gradients: dict[Source, BoundaryTensor] = {}
 
     def here(self, source: Source, *, repeats: bool = False) -> Tensor:
@@ -312,7 +334,7 @@ class Sources:
             keeps = keeps or follower.device.reaches(maker.device)
         return BoundaryTensor(tensor, maker, pool=self._turns.pool, keeps=keeps)
 
-    def send_ahead(self, boundaries: Iterable[BoundaryTensor]) -> None:
+    def send_ahead(self, boundaries: Iterable[Boundary]) -> None:
         """End the turn: send what the next one is likely to take to its worker."""
         worker = self._turns.next_worker
         if worker is not None:

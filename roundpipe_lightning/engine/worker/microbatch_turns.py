@@ -117,12 +117,14 @@ class MicrobatchTurns:
 
     # -------------------------------------------------------------------------------- begin and end
 
-    def begin(self) -> None:
-        """Wait for the turn.
+    def enter(self) -> None:
+        """Wait for the turn, unless the microbatch has it already.
 
         Raises:
             StepAborted: If the step has failed elsewhere.
         """
+        if self._activation is not None:
+            return
         with self._classes.released():
             self._turns.begin(self._action)
         self._activation = self.worker.device.activate()
@@ -130,12 +132,17 @@ class MicrobatchTurns:
         self._begin_mark = self.worker.device.mark()
 
     def next_turn(self) -> None:
+        self.leave()
+        self.enter()
+
+    def leave(self) -> None:
+        """End the turn, and wait for the next one when that is entered."""
         self.end()
         self._take_position(self._position + 1)
-        self.begin()
 
     def end(self) -> None:
         """End the turn. The last one of a round sends the gradients of the stage to the host."""
+        self.enter()
         self.check_not_aborted()
         graph, worker, action = self._turns.graph, self.worker, self._action
         ends_run = action.key in graph.ends_run
@@ -157,10 +164,14 @@ class MicrobatchTurns:
         self.deactivate()
         self._turns.end(action)
 
-    def end_all(self) -> None:
-        """Pass the turns that are left, in which nothing is computed."""
+    def go_to_last(self) -> None:
+        """Pass turns in which nothing is computed."""
         while not self.is_last:
             self.next_turn()
+
+    def end_all(self) -> None:
+        """Pass the turns that are left, in which nothing is computed."""
+        self.go_to_last()
         if self.pool is not None:  # another microbatch may have it when this turn has ended
             self.pool.reset()
         self.end()  # brings the last stage's gradients of shared parameters
