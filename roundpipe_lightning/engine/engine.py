@@ -29,6 +29,8 @@ from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.randomness import StepDraws
 from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.chain.joined import PieceBoard
+from roundpipe_lightning.engine.chain.pieces import CallForms
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.device.threads import (
@@ -37,7 +39,13 @@ from roundpipe_lightning.engine.device.threads import (
     raise_noted,
 )
 from roundpipe_lightning.engine.evaluation import Evaluation
-from roundpipe_lightning.engine.microbatch import Microbatch, StepContext, UserStep
+from roundpipe_lightning.engine.microbatch import (
+    Driver,
+    Microbatch,
+    Piece,
+    StepContext,
+    UserStep,
+)
 from roundpipe_lightning.engine.prepared_plans import PreparedPlan, PreparedPlans
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight, grace_seconds
 from roundpipe_lightning.engine.store.host_store import HostStore
@@ -114,6 +122,7 @@ class Engine:
         self._check_plan(plan)
         self._random_lock = threading.Lock()
         self._classes = ViewClasses()
+        self.forms = CallForms()
         self._plans = PreparedPlans(self._chain)
         self._num_steps = 0
         self._warned_of_unused_stack = False
@@ -245,6 +254,7 @@ class Engine:
         loss_scales: Sequence[float],
         plan: Plan | None = None,
         backward: bool = True,
+        joined: bool = False,
         thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
         stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]] = lambda index: {},
@@ -262,6 +272,8 @@ class Engine:
             loss_scales: What each microbatch's loss is multiplied by for the backward pass.
             plan: Another plan than the engine's, for another number of microbatches.
             backward: Whether gradients are wanted.
+            joined: Whether the user's code runs once, on the one batch that is given, and the
+                plan's microbatches are pieces of it, inside the calls of blocks.
             thread_context: Entered in every thread, for thread-local state such as autocast.
             overrides: Attributes of a microbatch's root view, by its index.
             stand_ins: Modules that are something else in a microbatch's view, by its index.
@@ -275,7 +287,7 @@ class Engine:
             Exception: Whatever the user's code raised, with a note that says where.
         """
         plan = self._plan if plan is None else plan
-        if not len(microbatches) == len(loss_scales) == plan.num_microbatches:
+        if not len(microbatches) == len(loss_scales) == (1 if joined else plan.num_microbatches):
             raise BatchError(
                 f"{len(microbatches)} microbatches and {len(loss_scales)} loss scales for a plan "
                 f"of {plan.num_microbatches} microbatches."
@@ -292,12 +304,18 @@ class Engine:
             overrides=overrides,
             stand_ins=stand_ins,
             outside=outside,
+            joined=joined,
         )
-        step = Step(
-            [
+        given = list(zip(microbatches, loss_scales, strict=True))
+        if joined:
+            members = _pieces_of(context, *given[0])
+        else:
+            members = [
                 Microbatch(context, index=index, batch=batch, loss_scale=scale)
-                for index, (batch, scale) in enumerate(zip(microbatches, loss_scales, strict=True))
-            ],
+                for index, (batch, scale) in enumerate(given)
+            ]
+        step = Step(
+            members,
             context,
             steps=self._open.steps,
             waits_for_end=not self._num_steps,
@@ -322,7 +340,7 @@ class Engine:
         plans.batch_begins(plan, overlaps=False)
         return plans.prepared(plan)
 
-    def _context(self, prepared: PreparedPlan, **given: Any) -> StepContext:
+    def _context(self, prepared: PreparedPlan, *, joined: bool, **given: Any) -> StepContext:
         plan, graph, opened = prepared.plan, prepared.graph, self._open
         counts = Counter(link.block for link in self._chain.links)
         repeated = frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
@@ -341,11 +359,12 @@ class Engine:
                 take=opened.store.take_gradients,
                 shared=(*opened.store.shared, *repeated),
             ),
-            draws=StepDraws(self._random_lock),
+            draws=StepDraws(self._random_lock, is_watched=not joined),
             pools=opened.transfers.pools(graph.pools),
             compiler=self._compiler,
             step_seed=int(torch.randint(0, 2**62, (), device="cpu")),
-            returned=Countdown(plan.num_microbatches),
+            returned=Countdown(1 if joined else plan.num_microbatches),
+            forms=self.forms if joined else None,
             **given,
         )
 
@@ -426,3 +445,11 @@ def _as_stacks(stack: BlockStack | Sequence[BlockStack] | None) -> tuple[BlockSt
     if stack is None:
         return ()
     return (stack,) if isinstance(stack, BlockStack) else tuple(stack)
+
+
+def _pieces_of(context: StepContext, batch: Any, loss_scale: float) -> list[Microbatch]:
+    """Return the pieces of a batch, the driver first."""
+    num_pieces = context.turns.graph.plan.num_microbatches
+    board = PieceBoard(num_pieces, context.turns)
+    driver = Driver(context, board=board, batch=batch, loss_scale=loss_scale)
+    return [driver, *(Piece(context, driver=driver, index=i) for i in range(1, num_pieces))]

@@ -31,6 +31,17 @@ from roundpipe_lightning.engine.chain.backward import BackwardPass
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
 from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.segments import rows_to_come
+from roundpipe_lightning.engine.chain.joined import (
+    End,
+    Finish,
+    LastTurn,
+    Left,
+    PieceBoard,
+    PostedCall,
+    RunBackward,
+)
+from roundpipe_lightning.engine.chain.joined_backward import DriverBackward, PieceBackward
+from roundpipe_lightning.engine.chain.pieces import CallForms, DriverForward, PieceForward
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.threads import Countdown, noted
 from roundpipe_lightning.engine.transfer.boundary import send_to_host
@@ -66,6 +77,8 @@ class StepContext:
             worker needs any.
         step_seed: The step's random number.
         returned: Counts down the microbatches whose user code has not returned.
+        forms: What is known of calls, where the user's code runs once on the whole batch and the
+            microbatches are pieces of it; None: it runs for every microbatch.
     """
 
     module: nn.Module
@@ -88,6 +101,7 @@ class StepContext:
     outside: Outside | None = None
     outside_blocks: frozenset[nn.Parameter] = frozenset()
     compiler: BlockCompiler | None = None
+    forms: CallForms | None = None
 
 
 class Microbatch:
@@ -107,7 +121,11 @@ class Microbatch:
         num_streamed: How many of them were not planned.
     """
 
-    def __init__(self, context: StepContext, *, index: int, batch: Any, loss_scale: float) -> None:
+    runs_user_code = True
+
+    def __init__(
+        self, context: StepContext, *, index: int, batch: Any = None, loss_scale: float = 0.0
+    ) -> None:
         self.output: Any = None
         self.loss: Tensor | None = None
         self.links: list[Link] = []
@@ -127,6 +145,7 @@ class Microbatch:
                 step_seed=context.step_seed,
                 microbatch=index,
                 generators=lambda: turns.worker.device.generators(),  # noqa: PLW0108 - it changes
+                is_free_outside=context.forms is not None,
             ),
             classes=context.classes,
             outside=context.outside,
@@ -137,7 +156,7 @@ class Microbatch:
             workers=context.workers,
             reducer=context.reducer,
             pool=None if context.pools is None else context.pools[index],
-            used_outside=lambda: user.used_parameters | context.repeated,
+            used_outside=lambda: self.used_parameters() | context.repeated,
             classes=context.classes,
         )
         self.turns, self._user = turns, user
@@ -151,11 +170,16 @@ class Microbatch:
         """Let the modules have the attributes that the user's code has written."""
         self._user.writes.tell()
 
+    def used_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters that are used outside the stages."""
+        return self._user.used_parameters
+
     def execute(self) -> None:
         """Run the user's step and all stages. Called in the microbatch's thread."""
         device, turns = self.turns.worker.device, self.turns
         try:
-            turns.enter()
+            if self.runs_user_code:
+                turns.enter()
             with (
                 self._context.thread_context(),
                 device.thread_context(),
@@ -183,16 +207,27 @@ class Microbatch:
             boundaries=0 if self._forward is None else self._forward.boundary_bytes(),
         )
 
+    def _forward_arguments(self) -> dict[str, Any]:
+        context = self._context
+        return {
+            "turns": self.turns,
+            "user": self._user,
+            "stacks": context.stacks,
+            "chain": context.chain,
+            "backward": context.backward,
+            "compiler": context.compiler,
+        }
+
+    def _make_forward(self) -> ForwardPass:
+        return ForwardPass(**self._forward_arguments())
+
+    def _make_backward(self) -> BackwardPass:
+        assert self._forward is not None
+        return BackwardPass(self._forward, collect=self._collect)
+
     def _run_step(self) -> None:
         context = self._context
-        self._forward = forward = ForwardPass(
-            self.turns,
-            user=self._user,
-            stacks=context.stacks,
-            chain=context.chain,
-            backward=context.backward,
-            compiler=context.compiler,
-        )
+        self._forward = forward = self._make_forward()
         output = self._run_user_code(forward)
         loss = loss_of(output)
         self._download(output, loss)
@@ -207,7 +242,7 @@ class Microbatch:
             )
         with self._user.suspended():
             scale = torch.full_like(loss, self._loss_scale, requires_grad=False)
-            BackwardPass(forward, collect=self._collect).run_backward(loss, scale)
+            self._make_backward().run_backward(loss, scale)
 
     def _run_user_code(self, forward: ForwardPass) -> Any:
         context, user, turns = self._context, self._user, self.turns
@@ -295,6 +330,74 @@ class Microbatch:
         for landed in self._downloads:
             landed.wait()
         self._downloads.clear()
+
+
+class Driver(Microbatch):
+    """The first piece of a batch, whose thread runs the user's code on all of it.
+
+    Args:
+        board: What it posts to the other pieces.
+    """
+
+    def __init__(self, context: StepContext, *, board: PieceBoard, **given: Any) -> None:
+        super().__init__(context, index=0, **given)
+        self.board = board
+
+    def _make_forward(self) -> ForwardPass:
+        assert self._context.forms is not None
+        return DriverForward(
+            **self._forward_arguments(), board=self.board, forms=self._context.forms
+        )
+
+    def _make_backward(self) -> BackwardPass:
+        assert isinstance(self._forward, DriverForward)
+        return DriverBackward(self._forward, collect=self._collect)
+
+    def _run_user_code(self, forward: ForwardPass) -> Any:
+        output = super()._run_user_code(forward)
+        self.board.post(Finish())
+        return output
+
+    def _run_step(self) -> None:
+        super()._run_step()
+        self.board.post(End())
+        self.board.await_all()  # nobody replays what it drops now
+
+
+class Piece(Microbatch):
+    """Another piece of a batch: its thread replays what the driver posts.
+
+    Args:
+        driver: The first piece.
+    """
+
+    runs_user_code = False
+
+    def __init__(self, context: StepContext, *, driver: Driver, index: int) -> None:
+        super().__init__(context, index=index)
+        self._driver = driver
+
+    def used_parameters(self) -> set[nn.Parameter]:
+        return self._driver.used_parameters() | self._user.used_parameters
+
+    def _run_step(self) -> None:
+        board, index = self._driver.board, self._index
+        forward = PieceForward(**self._forward_arguments(), piece=index)
+        self._forward = board.forwards[index] = forward
+        backward = PieceBackward(forward, collect=lambda: None)
+        with self._user.suspended():
+            for entry in board.entries(index):
+                match entry:
+                    case PostedCall():
+                        forward.replay(entry)
+                    case Left():
+                        forward.leave(entry)
+                    case Finish():
+                        forward.finish()
+                    case RunBackward():
+                        backward.run_range(entry)
+                    case LastTurn():
+                        backward.end(holds=index + 1 == board.num_pieces)
 
 
 def loss_of(output: Any) -> Tensor | None:

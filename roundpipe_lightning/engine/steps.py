@@ -133,7 +133,8 @@ class Step:
         self._overlaps = not steps.is_empty
         self._tasks: TeamTasks | None = None
         self._result: StepResult | None = None
-        generators = {g for worker in context.workers for g in worker.device.generators()}
+        devices = [worker.device for worker in context.workers if context.forms is None]
+        generators = {g for device in devices for g in device.generators()}
         self._generator_states = [(generator, generator.get_state()) for generator in generators]
 
     def outputs(self) -> StepOutputs:
@@ -156,10 +157,15 @@ class Step:
                 self._steps.finish(self)
             draws.stop_watching()
             self._restore_generators()
-        return StepOutputs(
-            outputs=tuple(one.output for one in self.microbatches),
-            losses=tuple(one.loss for one in self.microbatches),
-        )
+        return StepOutputs(outputs=self._outputs, losses=self._losses)
+
+    @property
+    def _outputs(self) -> tuple[Any, ...]:
+        return tuple(one.output for one in self.microbatches if one.runs_user_code)
+
+    @property
+    def _losses(self) -> tuple[Tensor | None, ...]:
+        return tuple(one.loss for one in self.microbatches if one.runs_user_code)
 
     def result(self) -> StepResult:
         """Wait for its end; raises as `outputs` does."""
@@ -273,8 +279,8 @@ class Step:
         timeline, clock_seconds = self._timeline(moved)
         first, blocks = self.microbatches[0], [b for stack in context.stacks for b in stack.blocks]
         self._result = StepResult(
-            outputs=tuple(one.output for one in self.microbatches),
-            losses=tuple(one.loss for one in self.microbatches),
+            outputs=self._outputs,
+            losses=self._losses,
             gradients=context.reducer.sums(),
             timeline=timeline,
             clock_seconds=clock_seconds,

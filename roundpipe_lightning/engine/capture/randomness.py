@@ -143,6 +143,25 @@ def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return True
 
 
+def without_dropout(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a torch function's call as it is in evaluation, if it drops out."""
+    name = getattr(func, "__name__", "")
+    if "dropout" in name and isinstance(args[0] if args else kwargs.get("input"), Tensor):
+        return torch.Tensor.clone, (args[0] if args else kwargs["input"],), {}
+    if name == "scaled_dot_product_attention":
+        return (
+            func,
+            args[:4],
+            {k: v for k, v in kwargs.items() if k != "dropout_p"}
+            | dict(zip(("is_causal",), args[5:6], strict=False)),
+        )
+    if name == "multi_head_attention_forward":
+        kwargs = {**kwargs, "training": False}
+    return func, args, kwargs
+
+
 def _inside_checkpoint() -> bool:
     """Return whether the caller runs under PyTorch's activation checkpointing."""
     frame = inspect.currentframe()
@@ -159,15 +178,16 @@ class StepDraws:
     Args:
         lock: Guards the generators: one draw at a time, their states put back after it. Shared by
             all steps of an engine.
+        is_watched: Whether nobody else draws from the generators meanwhile.
 
     Attributes:
         num_draws: How often the step has drawn from generators that others may draw from.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, *, is_watched: bool = True) -> None:
         self.num_draws = 0
         self._lock = lock
-        self._is_watched = True
+        self._is_watched = is_watched
 
     def stop_watching(self) -> None:
         """Look at the generators no more: when this returns, other code than the step's may draw.
@@ -176,6 +196,11 @@ class StepDraws:
         """
         with self._lock:
             self._is_watched = False
+
+    def undisturbed(self, call: Callable[[], Any]) -> Any:
+        """Run `call`, which draws from the default generators as they are."""
+        with self._lock:
+            return call()
 
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
@@ -206,6 +231,7 @@ class RandomStream:
         step_seed: The step's number.
         microbatch: The microbatch's index.
         generators: Returns the generators of the worker in use.
+        is_free_outside: Whether code outside the blocks draws from the default generators.
     """
 
     def __init__(
@@ -215,8 +241,10 @@ class RandomStream:
         step_seed: int,
         microbatch: int,
         generators: Callable[[], Sequence[torch.Generator]],
+        is_free_outside: bool = False,
     ) -> None:
         self._step_draws = draws
+        self._is_free_outside = is_free_outside
         self._seed = mix(step_seed, microbatch)
         self._generators = generators
         self._place = mix(self._seed, 0)
@@ -233,6 +261,8 @@ class RandomStream:
         """
         if not may_draw(func, args, kwargs):
             return func(*args, **kwargs)
+        if self._is_free_outside and self._block is None:
+            return self._step_draws.undisturbed(lambda: func(*args, **kwargs))
         if _inside_checkpoint():
             raise RandomnessError(
                 f"{func.__name__} draws random numbers under activation checkpointing, whose own "

@@ -58,10 +58,14 @@ class BackwardPass:
         self._collect(self._made_below(segments.number + 1))
         for number in range(segments.number, -1, -1):
             start = segments[number].start
-            for group in self._groups(start, stop):
-                self._run_group(group)
+            self.run_calls(start, stop)
             stop = start
             self._run_segment(number)
+
+    def run_calls(self, start: int, stop: int) -> None:
+        """Run the calls of a range, the last one first."""
+        for group in self._groups(start, stop):
+            self._run_group(group)
 
     def _run_graph(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, below: int
@@ -140,6 +144,7 @@ class BackwardPass:
             return
         first = group[0]
         if first.position is None:
+            self._turns.enter()
             with self._turns.worker.streamed(first.block, StageKind.BACKWARD) as resident:
                 self._recompute(group, resident)
                 _, gradients = resident.take_gradients()
@@ -155,6 +160,7 @@ class BackwardPass:
         while not (turns.stage.kind is StageKind.BACKWARD and position in turns.stage.blocks):
             self._send_ahead(position)
             turns.next_turn()
+        turns.enter()
         return turns.stage
 
     def _send_ahead(self, position: int) -> None:

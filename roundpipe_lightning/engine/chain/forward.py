@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Swap
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
-from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.capture.side_outputs import Watch
 from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome
@@ -91,7 +91,7 @@ class ForwardPass:
         self._live: list[Value] = []  # values that may be on the present worker
         self._ran: set[nn.Module] = set()  # blocks, in turns that have ended
         self._running: list[nn.Module] = []  # and in the present one
-        self._passed = range(0)  # positions whose turn has ended early
+        self._passed: set[int | None] = set()  # positions whose turn has ended early
 
     # ----------------------------------------------------------------------------------- calls
 
@@ -106,14 +106,15 @@ class ForwardPass:
 
     def _call(self, block: nn.Module, given: Given) -> Any:
         self.user.cut = self.segments.cut  # from the first block on
-        call = self._new_call(block, given)
+        position = self._prepare(block, given, self._go_to(block))
+        call = self._new_call(block, given, position)
         self.calls.append(call)
         self._running.append(block)
         self.segments.last.is_closed |= call.is_recomputed
         with torch.set_grad_enabled(call.segment is not None):
             outcome = self._run_forward(call, given)
         call.values = [
-            Value(self.segments, call, tensor, in_object=in_object)
+            Value(self.segments, call, tensor, form=Form.of(tensor), in_object=in_object)
             for tensor, in_object in outcome.tensors
         ]
         self._live += call.values
@@ -144,8 +145,8 @@ class ForwardPass:
         """Return what the user's code has written so far into a block and its children."""
         return self.user.writes.within(block)
 
-    def _new_call(self, block: nn.Module, given: Given) -> BlockCall:
-        """Go to the turn of a call, and return the call."""
+    def _go_to(self, block: nn.Module) -> int | None:
+        """Go to the turn of a call of a block, and return its position; None: it has none."""
         gradient = self._backward and torch.is_grad_enabled()
         position = self._chain.find(
             block, gradient=gradient if self._backward else None, start=self._position
@@ -154,9 +155,26 @@ class ForwardPass:
             while position >= self.turns.stage.blocks.stop and self.turns.in_forward_stage:
                 self.next_turn()
             self._position = position + 1
-            if position not in self.turns.stage.blocks or position in self._passed:
-                position = None  # its turn ended early
         self.turns.enter()
+        return self._in_turn(position)
+
+    def _in_turn(self, position: int | None) -> int | None:
+        """Return a position, or None where its turn has ended early."""
+        if position in self._passed or position not in self.turns.stage.blocks:
+            return None
+        return position
+
+    def _prepare(
+        self,
+        block: nn.Module,  # noqa: ARG002 - for the driver of pieces
+        given: Given,  # noqa: ARG002
+        position: int | None,
+    ) -> int | None:
+        """Return the position of a call that is about to be made."""
+        return position
+
+    def _new_call(self, block: nn.Module, given: Given, position: int | None) -> BlockCall:
+        gradient = self._backward and torch.is_grad_enabled()
         in_graph = gradient and position is not None and not self.turns.in_forward_stage
         if in_graph and (self.segments.last.is_closed or not self.segments.last.is_fused):
             self.segments.open_next()
@@ -207,7 +225,8 @@ class ForwardPass:
         """Go to where the user's code goes on, with a segment of its own."""
         self._end_forward()
         if call.position is not None and call.position + 1 == len(self._chain):
-            self.go_to_fused_stage()
+            self._go_to_fused_stage()
+            self.turns.enter()
         elif call.position is not None and call.position + 1 == self.turns.stage.blocks.stop:
             self.next_turn()
         if self.segments.last.is_closed:
@@ -215,14 +234,21 @@ class ForwardPass:
 
     # ----------------------------------------------------------------------------------- turns
 
-    def go_to_fused_stage(self) -> None:
+    def _go_to_fused_stage(self) -> None:
         while self.turns.in_forward_stage:
-            self.next_turn()
+            self.leave_turn()
         self._forget_unused()
 
     def next_turn(self) -> None:
         self.leave_turn()
         self.turns.enter()
+
+    def pass_over_stage(self) -> None:
+        """Let the calls that follow not be recomputed together with the last one."""
+        last = self.calls[-1].position if self.calls else None
+        for stage in self.turns.plan.partition.stages():
+            if last is not None and stage.kind is StageKind.BACKWARD and last in stage.blocks:
+                self._passed.update(range(last + 1, stage.blocks.stop))
 
     def leave_turn(self) -> None:
         """End the turn, and enter the next one when it is needed."""
@@ -262,7 +288,8 @@ class ForwardPass:
         """Do what is left when the user's code has returned."""
         with self.user.suspended():
             self._end_forward()
-            self.go_to_fused_stage()
+            self._go_to_fused_stage()
+            self.turns.enter()
 
     def drop_turn(self) -> None:
         """Drop what the last forward turn has beside the segments' graphs."""
@@ -328,7 +355,7 @@ class ForwardPass:
                 leaves[value] = self.sources.here(value, repeats=call.wanted)
             return leaves[value]
 
-        with self._blocks_for(call) as resident:
+        with self._resident(call.block, call.position) as resident:
             outcome = self.run_block(call, resident, take=take, given=given)
             if call.position is None:
                 if resident.end_forward():
@@ -337,10 +364,12 @@ class ForwardPass:
                     self.user.note_streamed(call.block)
         return outcome
 
-    def _blocks_for(self, call: BlockCall) -> AbstractContextManager[ResidentBlocks]:
+    def _resident(
+        self, block: nn.Module, position: int | None
+    ) -> AbstractContextManager[ResidentBlocks]:
         worker, stage = self.turns.worker, self.turns.stage
-        if call.position is None:
-            return worker.streamed(call.block, StageKind.FORWARD)
+        if position is None:
+            return worker.streamed(block, StageKind.FORWARD)
         if self._stage is not stage:
             links = self._chain.links[stage.blocks.start : stage.blocks.stop]
             self._stage, self._blocks = stage, tuple(link.block for link in links)

@@ -25,6 +25,7 @@ from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, Transfe
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
+from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import CaptureError
 
 
@@ -61,7 +62,8 @@ class Value(Reference):
     Args:
         owner: Belongs to the microbatch.
         call: The call that made it.
-        tensor: The tensor, on the worker that made it.
+        tensor: The tensor, on the worker that made it; None: it is made of pieces.
+        form: The tensor's.
         in_object: Whether the block put it into an object, a cache, say: later blocks do not
             get its values.
 
@@ -76,17 +78,24 @@ class Value(Reference):
     """
 
     def __init__(
-        self, owner: ValueOwner, call: BlockCall, tensor: Tensor, *, in_object: bool
+        self,
+        owner: ValueOwner,
+        call: BlockCall,
+        tensor: Tensor | None,
+        *,
+        form: Form,
+        in_object: bool,
     ) -> None:
         self.owner = owner
         self.call = call.number
         self.block_name = call.name
-        self.needs_gradient = call.wanted and (tensor.is_floating_point() or tensor.is_complex())
+        dtype = form.dtype
+        self.needs_gradient = call.wanted and (dtype.is_floating_point or dtype.is_complex)
         self.in_object = in_object
         self.segment = call.segment
-        self.here: Tensor | None = tensor
+        self.here = tensor
         self.host: Boundary | None = None
-        self.form = Form.of(tensor)
+        self.form = form
         self.is_wanted: Callable[[], bool] = lambda: False
         self._lazy: weakref.ref[LazyTensor] | None = None
         self._kept_lazy = self.lazy() if in_object else None
@@ -350,6 +359,13 @@ class Sources:
             wanted = source.needs_gradient if isinstance(source, Value) else source.requires_grad
             leaves[source] = self.here(source, repeats=repeats).requires_grad_(wanted)
         return leaves[source]
+
+    def add_gradient(self, source: Source, gradient: Tensor, worker: Worker) -> None:
+        """Add a gradient of a source, which a worker has made."""
+        known = self.gradients.get(source)
+        whole = gradient if known is None else gradient + known.take(worker)
+        pool = self._turns.pool
+        self.gradients[source] = BoundaryTensor(whole, worker, pool=pool, keeps=pool is None)
 
     def fetch_gradients(self, leaves: dict[Source, Tensor]) -> None:
         """Take the gradients of leaves and forget the leaves."""

@@ -42,6 +42,9 @@ class MicrobatchTurns:
     Attributes:
         stage: The stage whose turn it has, or waits for.
         worker: The worker that runs that stage.
+        number: Number of the turn, from 0 on.
+        is_over: Whether it has had its last turn.
+        on_leave: Called with the number of a turn that another one follows, when it has ended.
     """
 
     def __init__(
@@ -67,10 +70,12 @@ class MicrobatchTurns:
         self._activation: AbstractContextManager[Any] | None = None
         self._begin_mark: Any = None
         self._ends: dict[Worker, Event] = {}
+        self.is_over = False
+        self.on_leave: Callable[[int], None] = lambda number: None
         self._take_position(0)
 
     def _take_position(self, position: int) -> None:
-        self._position = position
+        self.number = position
         self._action = action = self._path[position]
         self.stage: Stage = self.plan.partition.stage(action.kind, action.stage)
         self.worker: Worker = self._workers[action.worker]
@@ -80,18 +85,23 @@ class MicrobatchTurns:
         return self.stage.kind is StageKind.FORWARD
 
     @property
+    def is_active(self) -> bool:
+        """Whether it has the turn, and does not only wait for it."""
+        return self._activation is not None
+
+    @property
     def is_last(self) -> bool:
-        return self._position + 1 == len(self._path)
+        return self.number + 1 == len(self._path)
 
     @property
     def next_worker(self) -> Worker | None:
         """The worker of the next turn; None if there is none."""
-        return None if self.is_last else self._workers[self._path[self._position + 1].worker]
+        return None if self.is_last else self._workers[self._path[self.number + 1].worker]
 
     @property
     def stays_here(self) -> bool:
         """Whether all turns that are left reach this worker, and it has room for what they take."""
-        rest = {action.worker for action in self._path[self._position + 1 :]}
+        rest = {action.worker for action in self._path[self.number + 1 :]}
         here = self.worker.device
         return here.has_spare_memory() and all(
             self._workers[index].device.reaches(here) for index in rest
@@ -105,7 +115,7 @@ class MicrobatchTurns:
     def place(self) -> str:
         """Stage, blocks, microbatch and worker, for messages."""
         blocks, names = self.stage.blocks, self.plan.block_names
-        covered = ["the head segment"] if self._position == 0 else []
+        covered = ["the head segment"] if self.number == 0 else []
         if blocks:
             covered.append(f"blocks {names[blocks[0]]} to {names[blocks[-1]]}")
         if self.stage.kind is StageKind.FUSED:
@@ -138,7 +148,9 @@ class MicrobatchTurns:
     def leave(self) -> None:
         """End the turn, and wait for the next one when that is entered."""
         self.end()
-        self._take_position(self._position + 1)
+        number = self.number
+        self._take_position(number + 1)
+        self.on_leave(number)
 
     def end(self) -> None:
         """End the turn. The last one of a round sends the gradients of the stage to the host."""
@@ -171,11 +183,26 @@ class MicrobatchTurns:
 
     def end_all(self) -> None:
         """Pass the turns that are left, in which nothing is computed."""
-        self.go_to_last()
+        if not self.is_over:
+            self.go_to_last()
         if self.pool is not None:  # another microbatch may have it when this turn has ended
             self.pool.reset()
-        self.end()  # brings the last stage's gradients of shared parameters
+        if not self.is_over:
+            self.end()  # brings the last stage's gradients of shared parameters
+        self.deactivate()
         self._reducer.close_microbatch(self.index)
+
+    def end_last(self) -> None:
+        """Pass the turns that are left; the microbatch has more to do than they hold."""
+        self.go_to_last()
+        self.end()
+        self.is_over = True
+
+    def borrow(self, other: MicrobatchTurns) -> None:
+        """Compute on the worker of a microbatch that waits in its last turn."""
+        self.worker = other.worker
+        self._activation = self.worker.device.activate()
+        self._activation.__enter__()
 
     def add_gradients(self, gradients: Gradients) -> None:
         """Add gradients, on the host, of parameters that no stage has."""

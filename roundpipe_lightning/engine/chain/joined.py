@@ -1,0 +1,367 @@
+"""Joined values: user code runs once on the whole batch, and blocks run on pieces of it.
+
+```
+user code        h = embed(ids)      h = layer0(h)   h = layer1(h)      h.mean(0)
+                 h, whole ─ cut ─┐                      lazy, whole ─┐ joined: one leaf
+piece 0                          ├─▶ layer0(h0) ──▶ layer1(h0) ──────┤
+piece 1                          └─▶ layer0(h1) ──▶ layer1(h1) ──────┘
+```
+
+The *driver* is piece 0: it runs the user's code, and posts each call of a block to a list that the
+other pieces replay in threads of their own. A block's output is a lazy tensor of the whole batch.
+Who computes with it waits for all pieces and gets a leaf of the next segment; who hands it to
+another block hands on the pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.capture.arguments import Copies, Reference
+from roundpipe_lightning.engine.capture.autocast import Autocast
+from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.capture.placeholder import Form
+from roundpipe_lightning.engine.chain.block_outcome import Given
+from roundpipe_lightning.engine.chain.values import BlockCall, Value, ValueOwner
+from roundpipe_lightning.engine.device.events import StepAborted
+from roundpipe_lightning.engine.transfer.boundary import TransferEndpoint
+from roundpipe_lightning.engine.worker.turns import Turns
+
+if TYPE_CHECKING:
+    from roundpipe_lightning.engine.chain.forward import ForwardPass
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.2  # how soon a waiting thread notices that the step was aborted
+
+
+class CallForm(NamedTuple):
+    """Which dimension of each tensor has the batch's rows; None: the pieces share the tensor."""
+
+    arguments: tuple[int | None, ...]
+    values: tuple[int | None, ...]
+
+
+def piece_sizes(num_rows: int, num_pieces: int) -> tuple[int, ...]:
+    """Return the rows of every piece; the first ones have one more, the last ones perhaps none."""
+    each, more = divmod(num_rows, num_pieces)
+    return tuple(each + (index < more) for index in range(num_pieces))
+
+
+# ------------------------------------------------------------------------ what the pieces are told
+
+
+class Cut(Reference):
+    """Stands for a tensor of user code in a posted call: every piece takes its part.
+
+    Attributes:
+        parts: What each piece takes: a leaf without a graph.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+
+
+@dataclass(kw_only=True, eq=False)
+class PostedCall:
+    """A call of a block, for the pieces to replay.
+
+    Attributes:
+        number: Number of the driver's call.
+        block: The block.
+        given: Its arguments, with `Cut` and `JoinedValue` in place of tensors.
+        sizes: Rows of every piece; one without rows leaves the call out.
+        gradient: Whether gradients are enabled.
+        autocast: The state around the call.
+        writes: What user code has written into the block's attributes.
+        begins_segment: Whether it is the first call after a segment of user code.
+        calls: The pieces' calls, by their numbers.
+        values: What they make together.
+    """
+
+    number: int
+    block: nn.Module
+    given: Given
+    sizes: Sequence[int]
+    gradient: bool
+    autocast: Sequence[Autocast]
+    writes: ModuleWrites
+    begins_segment: bool
+    calls: dict[int, BlockCall] = field(default_factory=dict)
+    values: list[JoinedValue] = field(default_factory=list)
+
+    def given_for(self, piece: int) -> Given:
+        """Return the arguments for one piece."""
+
+        def part(source: Any, in_object: bool) -> Any:  # noqa: ARG001, FBT001 - a `Swap`
+            return source.parts[piece] if isinstance(source, Cut) else source.part(piece)
+
+        given: Given = Copies(part).copied(self.given)
+        return given
+
+    def taken(self) -> Sequence[JoinedValue]:
+        """Return the joined values among the arguments."""
+        found: list[JoinedValue] = []
+
+        def look(source: Any, in_object: bool) -> Any:  # noqa: ARG001, FBT001 - a `Swap`
+            found.extend([source] if isinstance(source, JoinedValue) else [])
+            return source
+
+        Copies(look).copied(self.given)
+        return found
+
+    def clear(self) -> None:
+        """Break the circles of references."""
+        self.calls.clear()
+        self.values.clear()
+        self.given = ((), {})
+
+
+class Left(NamedTuple):
+    """Posted: the driver has left a turn, so the pieces leave theirs.
+
+    Attributes:
+        number: The turn's.
+        is_early: Whether it has left in the middle of a stage, where values were asked for.
+    """
+
+    number: int
+    is_early: bool
+
+
+class Finish:
+    """Posted: the user's code has returned, no call will follow."""
+
+
+class LastTurn:
+    """Posted: end all turns; the last piece waits in its last one, whose worker the driver uses."""
+
+
+class End:
+    """Posted: the step has ended."""
+
+
+class RunBackward(NamedTuple):
+    """Posted: run the calls of a range backward; gradients of what they made are there."""
+
+    start: int
+    stop: int
+
+
+class PieceBoard:
+    """What the driver of a step posts to its other pieces, and how far each of these is.
+
+    Args:
+        num_pieces: All of them, the driver included.
+        turns: Those of the step: who waits is released when they are aborted.
+
+    Attributes:
+        forwards: The pieces' forward passes, by their numbers.
+    """
+
+    def __init__(self, num_pieces: int, turns: Turns) -> None:
+        self.num_pieces = num_pieces
+        self.forwards: dict[int, ForwardPass] = {}
+        self._turns = turns
+        self._changed = threading.Condition()
+        self._posted: list[Any] = []
+        self._num_done = [0] * num_pieces
+        self._is_released = False
+
+    def post(self, entry: Any) -> None:
+        """Called by the driver."""
+        with self._changed:
+            self._posted.append(entry)
+            self._changed.notify_all()
+
+    def entries(self, piece: int) -> Iterator[Any]:
+        """Return what is posted, until `End`; one that was taken before counts as done."""
+        number = 0
+        while True:
+            self._wait(lambda: len(self._posted) > number)  # noqa: B023 - waited for here
+            entry = self._posted[number]
+            yield entry
+            number += 1
+            with self._changed:
+                self._num_done[piece] = number
+                self._changed.notify_all()
+            if isinstance(entry, End):
+                return
+
+    def of_kind(self, kind: type[T]) -> list[T]:
+        """Return what has been posted of a kind."""
+        return [entry for entry in self._posted if isinstance(entry, kind)]
+
+    def await_all(self) -> None:
+        """Wait until the pieces have done all that is posted."""
+        self._wait(lambda: min(self._num_done[1:], default=len(self._posted)) == len(self._posted))
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        with self._changed:
+            while not self._changed.wait_for(is_over, timeout=_POLL_SECONDS):
+                if self._turns.is_aborted:
+                    raise StepAborted
+        if self._turns.is_aborted:
+            raise StepAborted
+
+
+# -------------------------------------------------------------------------------------- the values
+
+
+class Shadow(NamedTuple):
+    """Values for the rows of the first piece, the second, and both together."""
+
+    first: Tensor
+    second: Tensor
+    both: Tensor
+
+
+class JoinedValue(Value):
+    """What a call made in all pieces.
+
+    Args:
+        owner: The driver's user code.
+        posted: The call.
+        first: What the driver has made.
+        slot: Its number among what the call made.
+        dim: The dimension along which the pieces are joined; None: all have made the same.
+        board: Of the step.
+        before_use: Called before user code computes with it.
+
+    Attributes:
+        sizes: Rows of every piece.
+        shadow: Values for the first rows, while calls are checked.
+    """
+
+    def __init__(
+        self,
+        owner: ValueOwner,
+        posted: PostedCall,
+        first: Value,
+        *,
+        slot: int,
+        dim: int | None,
+        board: PieceBoard,
+        before_use: Callable[[], None],
+    ) -> None:
+        self.dim, self.sizes = dim, tuple(posted.sizes)
+        self.shadow: Shadow | None = None
+        self._slot = slot
+        self._calls = posted.calls
+        self._before_use = before_use
+        self._num_pending = [0] * len(self.sizes)
+        super().__init__(
+            owner,
+            posted.calls[0],
+            None,
+            form=_whole(first.form, dim, sum(self.sizes)),
+            in_object=first.in_object,
+        )
+        self.host = JoinedBoundary(self, board)
+        self.watch(first, piece=0)
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        """Numbers of the pieces whose parts make the whole."""
+        if self.dim is None:
+            return (0,)
+        return tuple(index for index, size in enumerate(self.sizes) if size)
+
+    def part(self, piece: int) -> Value:
+        """Return what a piece has made."""
+        return self._calls[piece].values[self._slot]
+
+    def watch(self, value: Value, *, piece: int) -> None:
+        """Let a piece's value be kept as long as somebody may take it or ask for the whole."""
+        value.is_wanted = lambda: self.is_held or self._num_pending[piece] > 0
+
+    def note_pending(self, change: int, pieces: Iterable[int]) -> None:
+        """Count calls that pieces have still to replay."""
+        for piece in pieces:
+            self._num_pending[piece] += change
+
+    def materialize(self) -> Tensor:
+        self._before_use()
+        return super().materialize()
+
+    def detached(self) -> Tensor:
+        self._before_use()
+        return super().detached()
+
+    def cut(self, whole: Tensor) -> Mapping[int, Tensor]:
+        """Return the parts of something of its shape, by the number of the piece."""
+        if self.dim is None:
+            return {0: whole}
+        parts = whole.split(self.sizes, self.dim)
+        return {piece: parts[piece].contiguous() for piece in self.pieces}
+
+
+class JoinedBoundary:
+    """The parts of a joined value on their way."""
+
+    def __init__(self, joined: JoinedValue, board: PieceBoard) -> None:
+        self.num_bytes = 0  # counted by the pieces
+        self._joined = weakref.ref(joined)  # no circle
+        self._board = board
+
+    def on(self, worker: TransferEndpoint | None) -> Tensor:
+        """Wait for all pieces, and return the whole on a worker."""
+        joined = self._joined()
+        assert joined is not None, "who asks holds it"
+        self._board.await_all()
+        parts = []
+        for piece in joined.pieces:
+            boundary = joined.part(piece).host
+            assert boundary is not None, "kept when its turn ended"
+            parts.append(boundary.on(worker))
+        assert joined.dim is not None or len(parts) == 1
+        return parts[0] if len(parts) == 1 else torch.cat(parts, joined.dim or 0)
+
+    def send_to(self, worker: TransferEndpoint) -> None:
+        pass  # it is brought when it is asked for
+
+    def release(self) -> None:
+        pass  # the pieces release their parts
+
+
+def _whole(form: Form, dim: int | None, num_rows: int) -> Form:
+    """Return the form of a piece with all rows."""
+    if dim is None:
+        return form
+    shape = list(form.shape)
+    shape[dim] = num_rows
+    like = torch.empty(shape, device="meta")
+    return Form(like.shape, like.stride(), form.dtype, form.device)
+
+
+class Slices:
+    """Tensors of user code that blocks take, cut into pieces; each is cut once."""
+
+    def __init__(self) -> None:
+        self._cut: dict[tuple[Tensor, int | None], Cut] = {}
+
+    def of(self, tensor: Tensor, dim: int | None, sizes: Sequence[int]) -> Cut:
+        key = (tensor, dim)
+        if key not in self._cut:
+            bare = tensor.detach()
+            parts = [bare.detach() for _ in sizes] if dim is None else list(bare.split(sizes, dim))
+            for part in parts:
+                part.requires_grad_(tensor.requires_grad)
+            self._cut[key] = Cut(parts)
+        return self._cut[key]
+
+    def trained(self) -> Iterator[tuple[Tensor, int | None, Sequence[Tensor]]]:
+        """Return what needs a gradient, its dimension, and its parts."""
+        for (tensor, dim), cut in self._cut.items():
+            if tensor.requires_grad:
+                yield tensor, dim, cut.parts
+
+    def clear(self) -> None:
+        self._cut.clear()
