@@ -30,7 +30,6 @@ from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.chain.backward import BackwardPass
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
 from roundpipe_lightning.engine.chain.forward import ForwardPass
-from roundpipe_lightning.engine.chain.segments import rows_to_come
 from roundpipe_lightning.engine.chain.joined import (
     End,
     Finish,
@@ -42,6 +41,7 @@ from roundpipe_lightning.engine.chain.joined import (
 )
 from roundpipe_lightning.engine.chain.joined_backward import DriverBackward, PieceBackward
 from roundpipe_lightning.engine.chain.pieces import CallForms, DriverForward, PieceForward
+from roundpipe_lightning.engine.chain.segments import rows_to_come
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.threads import Countdown, noted
 from roundpipe_lightning.engine.transfer.boundary import send_to_host
@@ -384,7 +384,7 @@ class Piece(Microbatch):
         board, index = self._driver.board, self._index
         forward = PieceForward(**self._forward_arguments(), piece=index)
         self._forward = board.forwards[index] = forward
-        backward = PieceBackward(forward, collect=lambda: None)
+        backward = PieceBackward(forward, collect=lambda rest: None)
         with self._user.suspended():
             for entry in board.entries(index):
                 match entry:

@@ -143,7 +143,7 @@ def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return True
 
 
-def without_dropout(
+def _without_dropout(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return a torch function's call as it is in evaluation, if it drops out."""
@@ -232,6 +232,9 @@ class RandomStream:
         microbatch: The microbatch's index.
         generators: Returns the generators of the worker in use.
         is_free_outside: Whether code outside the blocks draws from the default generators.
+
+    Attributes:
+        drops_out: Whether dropout drops anything out.
     """
 
     def __init__(
@@ -245,6 +248,7 @@ class RandomStream:
     ) -> None:
         self._step_draws = draws
         self._is_free_outside = is_free_outside
+        self.drops_out = True
         self._seed = mix(step_seed, microbatch)
         self._generators = generators
         self._place = mix(self._seed, 0)
@@ -259,6 +263,8 @@ class RandomStream:
         Raises:
             RandomnessError: If it draws where a recompute cannot repeat it.
         """
+        if not self.drops_out:
+            func, args, kwargs = _without_dropout(func, args, kwargs)
         if not may_draw(func, args, kwargs):
             return func(*args, **kwargs)
         if self._is_free_outside and self._block is None:

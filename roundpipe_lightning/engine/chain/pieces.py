@@ -450,21 +450,22 @@ class DriverForward(ForwardPass):
         take: Callable[[Any, bool], Any],
         given: Given,
     ) -> Sequence[Tensor]:
-        user = self.user
-        with (
-            torch.no_grad(),
-            user.in_block(len(self.calls), resident),
-            user.without_dropout(),
-        ):
-            outcome = run_block(
-                resident.block(block),
-                take,
-                given=given,
-                watched=lambda taken: user.resumed(),
-                name=self._names[block],
-                repeats=True,
-                writes=works_in_place(block),
-            )
+        user, stream = self.user, self.user.stream
+        assert stream is not None, "the step runs"
+        stream.drops_out = False
+        try:
+            with torch.no_grad(), user.in_block(len(self.calls), resident):
+                outcome = run_block(
+                    resident.block(block),
+                    take,
+                    given=given,
+                    watched=lambda taken: user.resumed(),
+                    name=self._names[block],
+                    repeats=True,
+                    writes=works_in_place(block),
+                )
+        finally:
+            stream.drops_out = True
         return [tensor for tensor, _ in outcome.tensors]
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from roundpipe_lightning.engine.capture.placeholder import (
     make_proxy,
     writes_first,
 )
-from roundpipe_lightning.engine.capture.randomness import RandomStream, without_dropout
+from roundpipe_lightning.engine.capture.randomness import RandomStream
 from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import (
     KEEP_PLACE,
@@ -114,7 +114,6 @@ class UserCode(TorchFunctionMode):
         self._crosses = not all(device.shares_host_memory for device in self._devices)
         self._parameter_writes = ParameterWrites(keeps_copies=self._crosses)
         self._active = False
-        self._drops_out = True
         self._modes = ModeStack()
         self._classes = classes
         self._outside = outside
@@ -276,15 +275,6 @@ class UserCode(TorchFunctionMode):
         with self._modes.without(), self.active(is_active=False):
             yield
 
-    @contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        """Let blocks drop nothing out until the end of the context."""
-        self._drops_out = False
-        try:
-            yield
-        finally:
-            self._drops_out = True
-
     def resumed(self) -> AbstractContextManager[None]:
         """Run a block, or a backward pass, under the modes of the user's code around it."""
         return self._modes.again()
@@ -355,8 +345,6 @@ class UserCode(TorchFunctionMode):
             self.side_outputs.check(kwargs.values())
         if self.stream is None:
             return func(*args, **kwargs)
-        if not self._drops_out:
-            func, args, kwargs = without_dropout(func, args, kwargs)
         result = self.stream.call(func, args, kwargs)
         self.side_outputs.observe(result)
         return result
