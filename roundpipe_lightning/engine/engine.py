@@ -87,13 +87,14 @@ class Engine:
         compiler: Compiles blocks from the second step on; None: they run as they are.
         upload_dtype: What trained matrices of blocks are cast to on the host before they are
             uploaded (`store/upload_copies.py`), where anything is; None: they are not.
+        trust_rows: Whether blocks run on pieces of a batch without a check of its rows.
 
     Raises:
         PlanError: If the plan does not fit the stack or the number of devices.
         ConfigurationError: If blocks cannot be compiled for a device.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but one keyword-only
         self,
         module: nn.Module,
         *,
@@ -104,6 +105,7 @@ class Engine:
         timeout_seconds: float = 600.0,
         compiler: BlockCompiler | None = None,
         upload_dtype: torch.dtype | None = None,
+        trust_rows: bool = False,
     ) -> None:
         self._module = module
         moves = any(not device.shares_host_memory for device in devices)
@@ -122,7 +124,7 @@ class Engine:
         self._check_plan(plan)
         self._random_lock = threading.Lock()
         self._classes = ViewClasses()
-        self.forms = CallForms()
+        self.forms = CallForms(trusts_rows=trust_rows)
         self._plans = PreparedPlans(self._chain)
         self._num_steps = 0
         self._warned_of_unused_stack = False
@@ -255,6 +257,7 @@ class Engine:
         plan: Plan | None = None,
         backward: bool = True,
         joined: bool = False,
+        step_seed: int | None = None,
         thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
         stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]] = lambda index: {},
@@ -274,6 +277,7 @@ class Engine:
             backward: Whether gradients are wanted.
             joined: Whether the user's code runs once, on the one batch that is given, and the
                 plan's microbatches are pieces of it, inside the calls of blocks.
+            step_seed: The step's random number; None draws one.
             thread_context: Entered in every thread, for thread-local state such as autocast.
             overrides: Attributes of a microbatch's root view, by its index.
             stand_ins: Modules that are something else in a microbatch's view, by its index.
@@ -305,6 +309,7 @@ class Engine:
             stand_ins=stand_ins,
             outside=outside,
             joined=joined,
+            step_seed=_draw_seed() if step_seed is None else step_seed,
         )
         given = list(zip(microbatches, loss_scales, strict=True))
         if joined:
@@ -362,7 +367,6 @@ class Engine:
             draws=StepDraws(self._random_lock, is_watched=not joined),
             pools=opened.transfers.pools(graph.pools),
             compiler=self._compiler,
-            step_seed=int(torch.randint(0, 2**62, (), device="cpu")),
             returned=Countdown(1 if joined else plan.num_microbatches),
             forms=self.forms if joined else None,
             **given,
@@ -445,6 +449,10 @@ def _as_stacks(stack: BlockStack | Sequence[BlockStack] | None) -> tuple[BlockSt
     if stack is None:
         return ()
     return (stack,) if isinstance(stack, BlockStack) else tuple(stack)
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(0, 2**62, (), device="cpu"))
 
 
 def _pieces_of(context: StepContext, batch: Any, loss_scale: float) -> list[Microbatch]:

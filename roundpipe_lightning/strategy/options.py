@@ -39,6 +39,7 @@ _KNOWN_WORDS: Mapping[str, Sequence[str | None]] = {
     "gradient_dtype": ("fp32", "bf16", None),
     "recompute": ("auto", *(policy.value for policy in RecomputePolicy)),
     "loss": ("auto", "fused", "eager"),
+    "microbatching": ("auto", "blocks", "step"),
 }
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,6 +62,8 @@ class Options:
     hardware: HardwareSource
     timeout_seconds: float
     loss: LossMode = "auto"
+    microbatching: str = "auto"
+    trust_rows: bool = False
     workers_per_device: int
     hints: HintSource = None
     replan: bool = True

@@ -23,6 +23,8 @@ from roundpipe_lightning.engine.manual import ManualStep
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.engine.update.updater import Updater, update_units
+from roundpipe_lightning.errors import BatchError
+from roundpipe_lightning.models.batches import batch_size_of
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -172,6 +174,7 @@ class PipelineRuntime:
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
         self._metrics = MetricStandIns(module, in_place=self._on_host)
         self._own_log = OwnLog(module)
+        self._is_joined = options.microbatching != "step"
 
     # The engine ----------------------------------------------------------------------------------
 
@@ -187,6 +190,7 @@ class PipelineRuntime:
             timeout_seconds=self._options.timeout_seconds,
             compiler=self.compiler,
             upload_dtype=self._upload_dtype,
+            trust_rows=self._options.trust_rows,
         )
         with torch.inference_mode(mode=False):  # else the parameters could not be trained
             self._engine = engine.__enter__()
@@ -280,16 +284,19 @@ class PipelineRuntime:
         A batch that has not ended is in flight then.
         """
         module, trainer = self._module, self._module.trainer
-        microbatches = split_into_microbatches(
-            module,
-            batch,
-            self._planner.num_microbatches,
-            shrinks=self._options.num_microbatches == "auto",
-        )
-        shares = shares_of_loss(module, batch, microbatches, self._options.microbatch_weight)
+        joined, count = self._is_joined, self._planner.num_microbatches
+        microbatches: Sequence[Any] = [batch]
+        shares: Sequence[float] = (1.0,)
+        if joined:
+            count = self._num_pieces(batch)
+        else:
+            shrinks = self._options.num_microbatches == "auto"
+            microbatches = split_into_microbatches(module, batch, count, shrinks=shrinks)
+            count = len(microbatches)
+            shares = shares_of_loss(module, batch, microbatches, self._options.microbatch_weight)
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
         recorders, logged = [LogRecorder() for _ in microbatches], LoggedBatch(batch)
-        planned = self._plan_for(microbatches, arguments)
+        planned = self._plan_for(microbatches[0], arguments, count=count)
         engine = self._open_engine()
         overlaps = trains and self._may_overlap()
 
@@ -307,9 +314,11 @@ class PipelineRuntime:
                 )
             return output
 
+        with host_generator_seeded(self._batch_number):
+            seed = int(torch.randint(0, 2**62, (), device="cpu"))
         with (
             self._metrics.for_microbatches(shares) as stand_ins,
-            host_generator_seeded(self._batch_number),
+            nullcontext() if joined else host_generator_seeded(self._batch_number),
             self._own_log.recorded(),
         ):
             step = engine.begin_step(
@@ -318,6 +327,8 @@ class PipelineRuntime:
                 plan=planned.plan,
                 loss_scales=[share * backward_scale for share in shares],
                 backward=trains,
+                joined=joined,
+                step_seed=seed,
                 thread_context=self._precision.thread_context,
                 overrides=lambda microbatch: {"log": recorders[microbatch]},
                 stand_ins=stand_ins,
@@ -371,9 +382,19 @@ class PipelineRuntime:
             metric_of=self._metrics.original,
         )
 
-    def _plan_for(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Planned:
+    def _num_pieces(self, batch: Any) -> int:
+        """Return the number of pieces of a batch; one where its rows depend on each other."""
+        if self._engine is not None and self._engine.forms.whole:
+            return 1
+        count = self._planner.num_microbatches
+        try:
+            return max(1, min(count, batch_size_of(batch)))
+        except BatchError:
+            return count
+
+    def _plan_for(self, given: Any, arguments: Sequence[Any], *, count: int) -> Planned:
         """Return the plan for a batch and show it if the batch is the largest so far."""
-        planned = self._planner.planned(microbatches, arguments)
+        planned = self._planner.planned(given, arguments, count=count, joined=self._is_joined)
         if self._plan_listeners:
             event = self._planner.event_of(planned, assumed_rates=self._assumed_rates)
             if event is not None:

@@ -98,6 +98,12 @@ class RoundPipeStrategy(ParallelStrategy):
         loss: `"auto"`: a microbatch's cross-entropy is computed without whole logits where these
             would be larger than 256 MiB in float32; then the result differs in rounding. `"eager"`
             never does that, `"fused"` wherever it can.
+        microbatching: `"blocks"`: `training_step` runs once, on the whole batch, and microbatches
+            exist inside the calls of blocks: losses, logs and state are those of one device.
+            `"step"`: it runs once per microbatch, which is faster; the same only where the loss is
+            a weighted mean over samples or targets. `"auto"`: `"step"` where that is proven.
+        trust_rows: Whether blocks are run on pieces of the batch without a look whether its rows
+            are independent.
         hardware: The machine: a `HardwareSpec`, the name of one (`"rtx4090x8"`) or the path of a
             file. `"auto"`: the one at hand; its accelerators are measured once, of a processor only
             the memory counts. Memory is checked before anything is allocated.
@@ -147,6 +153,8 @@ class RoundPipeStrategy(ParallelStrategy):
         blocks: str | Sequence[str] | None = None,
         microbatch_weight: MicrobatchWeight = "auto",
         loss: LossMode = "auto",
+        microbatching: str = "auto",
+        trust_rows: bool = False,
         hardware: HardwareSource = "auto",
         timeout_seconds: float = 600.0,
         workers_per_device: int = 1,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
@@ -71,6 +72,9 @@ class Amount:
     def __add__(self, other: Amount) -> Amount:
         return Amount(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
+    def __mul__(self, factor: float) -> Amount:
+        return Amount(**{name: value * factor for name, value in vars(self).items()})
+
     @classmethod
     def fit(cls, short: float, long: float, double: float, *, seq_len: int) -> Amount:
         """Return the amount that has three given values.
@@ -106,6 +110,9 @@ class Peak:
 
     amounts: tuple[Amount, ...] = ()
 
+    def __mul__(self, factor: float) -> Peak:
+        return Peak(amounts=tuple(amount * factor for amount in self.amounts))
+
     def of(self, shape: MicrobatchShape) -> float:
         """Return the largest amount for a shape, and no less than 0 far from the measured ones."""
         return max((0.0, *(amount.of(shape) for amount in self.amounts)))
@@ -130,6 +137,9 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(**{name: value * factor for name, value in vars(self).items()})
 
     def operations(self, shape: MicrobatchShape) -> float:
         """Operations of matrix products and attention."""
@@ -172,6 +182,15 @@ class BlockWork:
     attention_bytes: Amount = Amount()
     forward_peak_bytes: Peak = Peak()
     peak_bytes: Peak = Peak()
+
+    def part(self, share: float) -> BlockWork:
+        """Return the work on a share of the rows."""
+        amounts: dict[str, Any] = {
+            name: value * share
+            for name, value in vars(self).items()
+            if isinstance(value, Amount | Peak | Work)
+        }
+        return replace(self, **amounts)
 
     @property
     def has_backward(self) -> bool:
@@ -220,6 +239,19 @@ class WorkProfile:
         if min(self.head.num_trainable, self.tail.num_trainable) < tied:
             tied = 0  # what is trained there is something else, a prompt say
         return sum(part.num_trainable for part in self.segments) - tied
+
+    def pieces(self, count: int) -> WorkProfile:
+        """Return the work on one of several pieces of a batch, whose head and tail run whole.
+
+        Their time counts as spread over the pieces; their memory does not.
+        """
+        share = 1.0 / count
+
+        def spread(part: BlockWork) -> BlockWork:
+            return replace(part, forward=part.forward * share, backward=part.backward * share)
+
+        blocks = tuple(block.part(share) for block in self.blocks)
+        return replace(self, blocks=blocks, head=spread(self.head), tail=spread(self.tail))
 
     def each(self, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
         """Return the model with every block and segment changed."""

@@ -95,12 +95,18 @@ class StepWork:
         knows_activations: Whether its bytes are among that.
         writes_buffers: Whether the forward pass writes into buffers.
         may_write_buffers: Whether it does, or is not known not to.
+        is_joined: Whether it is that of a piece: all go forward before the loss is computed.
     """
 
     work: WorkProfile
     knows_activations: bool
     writes_buffers: bool
     may_write_buffers: bool
+    is_joined: bool = False
+
+    def pieces(self, count: int) -> StepWork:
+        """Return the work of a step whose microbatches are pieces, inside the calls of blocks."""
+        return replace(self, work=self.work.pieces(count), is_joined=True)
 
 
 class PlanConstraints:
@@ -151,6 +157,8 @@ class PlanConstraints:
         Raises:
             PlanError: A hint contradicts that.
         """
+        if step.is_joined and count > 1:
+            hints = _joined(hints, count)
         shares_memory = self._machine.shares_host_memory
         if self._options.compile and hints.recompute is None:  # it has no operations to keep
             hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
@@ -182,3 +190,18 @@ class PlanConstraints:
             most_backward=hints.most_backward or most,
             most_fused=most if hints.most_fused is None else hints.most_fused,
         )
+
+
+def _joined(hints: PartitionHints, count: int) -> PartitionHints:
+    """Return hints for a step whose pieces all go forward before the loss is computed.
+
+    Raises:
+        PlanError: A hint contradicts that.
+    """
+    policies = tuple(p for p in hints.recompute or RecomputePolicy if p is not RecomputePolicy.NONE)
+    if not policies or (hints.backward is not None and hints.backward[0]):
+        raise PlanError(
+            "partition.recompute=none and blocks in the fused stage (partition.backward) need the "
+            "loss of one microbatch at a time: set microbatching='step', or drop the hint."
+        )
+    return replace(hints, recompute=policies, most_fused=0, round_size=count)

@@ -195,27 +195,33 @@ class StepPlanner:
 
     # --- a batch ---------------------------------------------------------------------------------
 
-    def planned(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Planned:
+    def planned(
+        self, given: Any, arguments: Sequence[Any], *, count: int, joined: bool = False
+    ) -> Planned:
         """Return the plan for a batch, made once for batches of about its shape.
 
         Args:
-            microbatches: Its parts, the largest first.
+            given: What `training_step` is called with: its largest microbatch or, if `joined`, all.
             arguments: The other arguments of `training_step`.
+            count: Microbatches of the batch.
+            joined: Whether the microbatches are pieces, inside the calls of blocks.
 
         Raises:
             FitError: It does not fit.
         """
-        count, size = len(microbatches), num_values(microbatches[0])
+        size = num_values(given)
         known = self._known(count, size)
         if known is not None:
             return known
         began = time.perf_counter()
         found = self._plan_job(
-            self._step_work(microbatches[0], arguments),
+            self._step_work(given, arguments, count=count, joined=joined),
             count,
             what="training step",
-            alternatives=lambda: self._alternatives(microbatches, arguments),
-            longest=lambda shortage: self._longest(microbatches, arguments, shortage),
+            alternatives=lambda: self._alternatives(given, arguments, count, joined=joined),
+            longest=lambda shortage: self._longest(
+                given, arguments, shortage, count=count, joined=joined
+            ),
         )
         found.size = size
         found.planning_seconds = time.perf_counter() - began
@@ -241,23 +247,26 @@ class StepPlanner:
         ]
         return min(near, key=lambda planned: planned.size, default=None)
 
-    def _step_work(self, microbatch: Any, arguments: Sequence[Any]) -> StepWork:
+    def _step_work(
+        self, given: Any, arguments: Sequence[Any], *, count: int, joined: bool
+    ) -> StepWork:
         """Run the step without values; where that fails, once, use the parameters from then on.
 
         Only calls of one stack, once, are measured so.
         """
         plain = self.chain is self._first_chain and not self.chain.cuts
         if self._is_blind or not plain:
-            return self._from_parameters()
+            return replace(self._from_parameters(), is_joined=joined)
         try:
-            return self._dry_run(microbatch, arguments)
+            step = self._dry_run(given, arguments)
+            return step.pieces(count) if joined else step
         except DryRunError as error:
             self._is_blind = True
             rank_zero_info(
                 "roundpipe: plans follow from the parameters alone, because training_step cannot "
                 f"be run without values ({error})"
             )
-            return self._from_parameters()
+            return replace(self._from_parameters(), is_joined=joined)
 
     def _dry_run(self, microbatch: Any, arguments: Sequence[Any]) -> StepWork:
         """Run the step without values.
@@ -458,16 +467,22 @@ class StepPlanner:
         )
 
     def _longest(
-        self, microbatches: Sequence[Any], arguments: Sequence[Any], shortage: Shortage
+        self,
+        given: Any,
+        arguments: Sequence[Any],
+        shortage: Shortage,
+        *,
+        count: int,
+        joined: bool,
     ) -> str:
         """Return the longest sequences of such a batch as text; empty where they are not known."""
-        length = length_of(microbatches[0])
+        length = length_of(given)
         if length is None:
             return ""
 
-        def lacks(count: int) -> float:
-            step = self._dry_run(shortened(microbatches[0], count), arguments)
-            return shortage(self._job(step, len(microbatches)))
+        def lacks(seq_len: int) -> float:
+            step = self._dry_run(shortened(given, seq_len), arguments)
+            return shortage(self._job(step.pieces(count) if joined else step, count))
 
         try:
             most = longest_that_fits(lacks, too_long=length)
@@ -477,18 +492,19 @@ class StepPlanner:
             return ""
         return f"Sequences of {length:,} are too long: those of up to {most:,} fit. "
 
-    def _alternatives(self, microbatches: Sequence[Any], arguments: Sequence[Any]) -> Alternatives:
-        count = len(microbatches)
-
+    def _alternatives(
+        self, given: Any, arguments: Sequence[Any], count: int, *, joined: bool
+    ) -> Alternatives:
         def smaller(num_microbatches: int) -> TrainingJob | None:
             try:
-                part = split_batch(microbatches[0], -(-num_microbatches // count))[0]
+                part = given if joined else split_batch(given, -(-num_microbatches // count))[0]
             except BatchError:
                 return None
-            return self._job(self._step_work(part, arguments), num_microbatches)
+            step = self._step_work(part, arguments, count=num_microbatches, joined=joined)
+            return self._job(step, num_microbatches)
 
         try:
-            most = count * batch_size_of(microbatches[0])
+            most = batch_size_of(given) * (1 if joined else count)
         except BatchError:
             most = 1
         wide = widest_dtype(self._module) is torch.float32 and self._precision == "32-true"
