@@ -174,7 +174,7 @@ class PipelineRuntime:
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
         self._metrics = MetricStandIns(module, in_place=self._on_host)
         self._own_log = OwnLog(module)
-        self._is_joined = options.microbatching != "step"
+        self._is_joined = options.microbatching == "blocks"
 
     # The engine ----------------------------------------------------------------------------------
 

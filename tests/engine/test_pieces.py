@@ -1,0 +1,191 @@
+"""User code that runs once on the whole batch, its blocks on pieces of it: as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
+from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.steps import StepResult
+from roundpipe_lightning.planning.schedule.stages import Partition
+from tests.kit.engine import (
+    WIDTH,
+    Block,
+    Regressor,
+    cpu_workers,
+    emulated_workers,
+    engine_for,
+    training_step,
+)
+
+ROWS = 7
+
+
+def batch_of(num_rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_rows, WIDTH, generator=generator)
+    return x, torch.randn(num_rows, generator=generator)
+
+
+def check(
+    module: Any,
+    *,
+    devices: Sequence[Device] | None = None,
+    num_rows: int = ROWS,
+    steps: int = 1,
+    **plan: Any,
+) -> StepResult:
+    """Compare a step with one on a single device; return its result."""
+    batch = batch_of(num_rows)
+    torch.manual_seed(3)
+    loss = module.training_step(batch, 0)
+    loss.backward()
+    wanted = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    plan = {"num_workers": 2, "num_microbatches": 3, **plan}
+    with engine_for(module, devices=devices, **plan) as engine:
+        for _ in range(steps):
+            torch.manual_seed(3)
+            step = engine.begin_step(
+                [batch], training_step, loss_scales=[1.0], joined=True, step_seed=0
+            )
+            result = step.result()
+    assert result.losses[0] is not None
+    torch.testing.assert_close(result.losses[0], loss.detach())
+    for name, parameter in module.named_parameters():
+        got = result.gradients.get(parameter)
+        assert (got is None) == (wanted[name] is None), name
+        if got is not None:
+            torch.testing.assert_close(got, wanted[name], atol=2e-5, rtol=1e-5, msg=name)
+    return result
+
+
+class Contrastive(Regressor):
+    """Every row is compared with every other one, and the blocks run twice."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        return functional.normalize(self.run_blocks(self.head(x)), dim=-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one, other = self.embed(batch[0]), self.embed(-batch[0])
+        logits = 3 * one @ other.T
+        return functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
+
+
+class Between(Regressor):
+    """Code between the blocks mixes rows, and outputs of blocks are kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, kept = self.head(batch[0]), []
+        for layer in self.layers:
+            hidden = layer(hidden)
+            kept.append(hidden)
+            hidden = hidden - hidden.mean(0)
+        loss = functional.mse_loss(self.tail(hidden).squeeze(-1), batch[1])
+        return loss + sum((some**2).sum() for some in kept)
+
+
+class Summed(Regressor):
+    """A summed loss, with noise from the default generator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self(x + torch.randn(len(x), WIDTH).to(x.device)) - y).square().sum()
+
+
+class Shared(Regressor):
+    """Blocks get a tensor that all rows share, and that needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(make_block=WithBias)
+        self.bias = nn.Linear(1, WIDTH)
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        bias = self.bias(hidden.new_ones(1, 1))
+        for layer in self.layers:
+            hidden = layer(hidden, bias)
+        return hidden
+
+
+class WithBias(Block):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return super().forward(x) * bias
+
+
+class TimeMajor(Regressor):
+    """(time, rows, width): rows are the second dimension, and time steps depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__(make_block=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = torch.stack([batch[0], -batch[0], batch[0] ** 2])
+        return self(x).square().mean()
+
+
+@pytest.mark.parametrize("make_devices", [cpu_workers, emulated_workers])
+@pytest.mark.parametrize("make", [Regressor, Contrastive, Between, Summed, Shared, TimeMajor])
+def test_step_equals_one_device(
+    make: Callable[[], Any], make_devices: Callable[[int], list[Device]]
+) -> None:
+    check(make(), devices=make_devices(2), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("num_pieces", "num_workers", "team_size"), [(1, 1, 1), (2, 1, 1), (4, 3, 1), (8, 2, 2)]
+)
+@pytest.mark.parametrize("num_rows", [1, 2, ROWS])
+def test_any_number_of_rows_pieces_and_workers(
+    num_pieces: int, num_workers: int, team_size: int, num_rows: int
+) -> None:
+    check(
+        Between(),
+        num_rows=num_rows,
+        num_microbatches=num_pieces,
+        num_workers=num_workers,
+        team_size=team_size,
+    )
+
+
+def test_stages_that_user_code_interrupts() -> None:
+    result = check(Between(), partition=Partition(forward=(2, 2), backward=(0, 3, 1)))
+    assert result.num_streamed  # until a plan knows where
+
+
+class KeepsScale(Block):
+    """Updates a buffer with the mean of what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(0.1 * x.abs().mean())  # type: ignore[operator]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make_block", "reason"),
+    [
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "buffers"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()), "other rows"),
+        (KeepsScale, "buffers"),
+    ],
+)
+def test_blocks_that_mix_rows_run_on_the_whole_batch(
+    make_block: Callable[[], nn.Module], reason: str
+) -> None:
+    with pytest.warns(WholeBatchWarning, match=f"'layers.0' runs on the whole batch.*{reason}"):
+        check(Regressor(make_block=make_block))
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
