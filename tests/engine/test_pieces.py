@@ -72,7 +72,7 @@ class Contrastive(Regressor):
     def embed(self, x: Tensor) -> Tensor:
         return functional.normalize(self.run_blocks(self.head(x)), dim=-1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         one, other = self.embed(batch[0]), self.embed(-batch[0])
         logits = 3 * one @ other.T
         return functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
@@ -81,7 +81,7 @@ class Contrastive(Regressor):
 class Between(Regressor):
     """Code between the blocks mixes rows, and outputs of blocks are kept."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         hidden, kept = self.head(batch[0]), []
         for layer in self.layers:
             hidden = layer(hidden)
@@ -94,7 +94,7 @@ class Between(Regressor):
 class Summed(Regressor):
     """A summed loss, with noise from the default generator."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return (self(x + torch.randn(len(x), WIDTH).to(x.device)) - y).square().sum()
 
@@ -114,7 +114,7 @@ class Shared(Regressor):
 
 
 class WithBias(Block):
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * bias
 
 
@@ -124,7 +124,7 @@ class TimeMajor(Regressor):
     def __init__(self) -> None:
         super().__init__(make_block=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = torch.stack([batch[0], -batch[0], batch[0] ** 2])
         return self(x).square().mean()
 
