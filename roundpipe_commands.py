@@ -64,6 +64,7 @@ def _launch(name: str) -> None:
         statuses.append(result)
         return None
 
+    name_machines(_config_folder())
     try:
         hydra.main(version_base="1.3", config_path=str(_config_folder()), config_name=name)(job)()
     except KeyboardInterrupt:
@@ -76,6 +77,17 @@ def _launch(name: str) -> None:
     status = EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0)
     if status:
         sys.exit(status)
+
+
+def name_machines(folder: Path) -> None:
+    """Let Hydra know machines by device and number: `hardware=rtx4090x8`."""
+    from hydra.core.config_store import ConfigStore
+
+    others = {"auto", "cpu", "gpu", "mixed"}
+    for device in {path.stem for path in (folder / "hardware").glob("*.yaml")} - others:
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 16):
+            node = {"defaults": [device, "_self_"], "devices": count}
+            ConfigStore.instance().store(group="hardware", name=f"{device}x{count}", node=node)
 
 
 def _config_folder() -> Path:

@@ -1,6 +1,6 @@
 """Predicts published throughputs and longest sequences, and prints them beside what was measured.
 
-Inputs are the machine's file (conf/hardware/rtx4090x8.yaml) and the models' configurations
+Inputs are the device's file (conf/hardware/rtx4090.yaml, eight times) and models
 (conf/model); no weights and no GPU are needed, and nothing is specific to a model.
 
     python benchmarks/published_throughput.py [--models NAME ...] [--hardware NAME] [--output json]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 from tqdm import tqdm
+
+from roundpipe_commands import name_machines
 
 LEAK_GRACE_SECONDS = 60.0
 """Seconds that a thread may take to end, or a file to close, after the test that owned it."""
@@ -25,6 +28,8 @@ settings.load_profile("repository")
 # A shell starts what it runs in the background with Ctrl-C ignored; tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+name_machines(Path(__file__).parents[1] / "conf")
 
 tqdm.monitor_interval = 0  # else the first progress bar starts a thread that never ends
 

@@ -30,6 +30,7 @@ PUBLIC_NAMES = [
     "linear_cross_entropy",
     "optim",
     "plan_training",
+    "replace_pytorch_lightning",
     "simulate",
 ]
 

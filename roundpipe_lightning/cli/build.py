@@ -171,6 +171,8 @@ def choose_devices(config: DictConfig) -> int | str | list[int]:
     device would be a process, `auto` is left to Lightning.
     """
     devices: int | str | list[int] = config.trainer.devices
+    if isinstance(devices, DictConfig):  # the number of each device by name
+        devices = sum(devices.values())
     strategy = config.trainer.get("strategy", "auto")
     name = strategy.get("_target_", "") if isinstance(strategy, DictConfig) else str(strategy)
     accelerator = config.trainer.accelerator

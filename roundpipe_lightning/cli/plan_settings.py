@@ -321,7 +321,7 @@ def _hardware(config: DictConfig) -> HardwareSpec:
         name = str(HydraConfig.get().runtime.choices.get("hardware", name))
     figures = OmegaConf.to_container(config.hardware, resolve=True)
     assert isinstance(figures, dict)
-    if "num_devices" not in figures:
+    if "device_name" not in figures and not isinstance(figures.get("devices"), dict):
         return _probed(config.hardware, name=name)
     try:
         return hardware_from_mapping({"name": name, **{str(k): v for k, v in figures.items()}})

@@ -81,6 +81,20 @@ def check_trainer_flags(strategy: ParallelStrategy) -> None:
         )
 
 
+def check_trainer_is_alone(*, is_alone: bool) -> None:
+    """Refuse a strategy object for two Trainers at a time.
+
+    Raises:
+        ConfigurationError: Another Trainer was made with the object, or still runs with it.
+    """
+    if not is_alone:
+        raise ConfigurationError(
+            "Two Trainers have the same RoundPipeStrategy object. It serves several one after the "
+            "other: make the next Trainer when the one before has ended, or give each Trainer a "
+            "RoundPipeStrategy(...) of its own."
+        )
+
+
 def check_module(module: LightningModule, *, num_microbatches: int | str, update: str) -> None:
     """Refuse ways of training that cannot be cut into microbatches, or stepped later.
 

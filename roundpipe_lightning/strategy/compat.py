@@ -58,6 +58,11 @@ def syncs_batchnorm(strategy: Strategy) -> bool:
     return getattr(strategy, "_layer_sync", None) is not None
 
 
+def parallel_devices(trainer: Trainer) -> object:
+    """Return the devices that the Trainer has given to its strategy, the list itself."""
+    return trainer._accelerator_connector._parallel_devices
+
+
 def current_hook(trainer: Trainer) -> str | None:
     """Return the name of the hook that runs."""
     return trainer.lightning_module._current_fx_name

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRICS_REGISTRY
@@ -12,16 +11,15 @@ from lightning.fabric.strategies.strategy import Strategy as FabricsStrategy
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.checks import refuse_fabric
+from roundpipe_lightning.strategy.pytorch_lightning import register_refusal
 
 
 def register(strategy: type[Strategy], *, name: str) -> None:
     """Register the strategy's name; doing so twice changes nothing.
 
-    `pytorch_lightning` is a class tree of its own, which cannot use a strategy of `lightning`.
-    Where it has been imported, the name is registered there too, with an error that says so. Fabric
-    gets the name and the class for the same reason: an instance that it accepts raises the error.
+    `pytorch_lightning` gets the name, too, with an error that says what to do. Fabric gets the name
+    and the class for the same reason: an instance that it accepts raises the error.
 
     Args:
         strategy: The class.
@@ -36,17 +34,7 @@ def register(strategy: type[Strategy], *, name: str) -> None:
     if name not in FABRICS_REGISTRY:
         FABRICS_REGISTRY.register(name, refuse_fabric)
     FabricsStrategy.register(strategy)
-    foreign = getattr(sys.modules.get("pytorch_lightning.strategies"), "StrategyRegistry", None)
-    if foreign is not None and name not in foreign:
-        foreign.register(name, _refuse_pytorch_lightning)
-
-
-def _refuse_pytorch_lightning(**_: Any) -> NoReturn:
-    raise ConfigurationError(
-        "strategy='roundpipe' works with lightning.pytorch, but this Trainer is "
-        "pytorch_lightning's; the two do not mix. Write `import lightning.pytorch as pl` in place "
-        "of `import pytorch_lightning as pl`, everywhere."
-    )
+    register_refusal(name)
 
 
 class WorkersOnCuda(CUDAAccelerator):

@@ -6,7 +6,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, NoReturn, TypeVar
+from functools import wraps
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -34,6 +35,7 @@ from roundpipe_lightning.checkpoint.compatibility import (
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.models.weights import MicrobatchWeight
@@ -69,7 +71,24 @@ CHECKPOINT_VERSION = 2
 PREVIOUS_KEY = "previous_parameters"
 """Key of the parameters that the next step computes with, where the module has newer ones."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _without_stop_iteration(method: Callable[P, T]) -> Callable[P, T]:
+    """Turn a `StopIteration` into an error: Lightning takes it for the end of the loader."""
+
+    @wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except StopIteration as error:
+            refused = RuntimeError("StopIteration was raised, by code that is no iterator.")
+            for note in getattr(error, "__notes__", ()):
+                add_note(refused, note)
+            raise refused from error
+
+    return wrapped
 
 
 class RoundPipeStrategy(ParallelStrategy):
@@ -177,24 +196,16 @@ class RoundPipeStrategy(ParallelStrategy):
         given = locals()
         self._options = Options(**{field.name: given[field.name] for field in fields(Options)})
         self._stochastic_rounding = stochastic_rounding
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        self._runtime: PipelineRuntime | None = None
-        self._fit_runtime: PipelineRuntime | None = None
-        self._optimizer_sync: OptimizerSync | None = None
-        self._gradient_format: GradientFormat | None = None
-        self._resume = ResumePoint()
-        self._has_failed = False
-        self._is_set_up = False  # the end of background work is certain to be waited for
+        self._given: dict[str, Any] = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }
+        self._begin()
         self.exclude_frozen_parameters = exclude_frozen_parameters
         """Whether checkpoints leave out what is not trained."""
-        self.num_nodes = 1
-        """Set by the Trainer to its flag; anything but 1 is refused."""
         self.plan_listeners: list[PlanListener] = []
         """Called in the Trainer's thread with each plan that is about to be run."""
         self.step_listeners: list[StepListener] = []
@@ -202,6 +213,30 @@ class RoundPipeStrategy(ParallelStrategy):
 
         Nothing waits for that: with batches in flight it is after the next one has begun.
         """
+
+    def _begin(self) -> None:
+        """Set what belongs to one Trainer as it is before there is one."""
+        super().__init__(**self._given)
+        self._set_down()
+        self.num_nodes = 1
+        """Set by the Trainer to its flag; anything but 1 is refused."""
+
+    def _set_down(self) -> None:
+        """Set what a set-up makes as it is before there is one."""
+        self._runtime: PipelineRuntime | None = None
+        self._fit_runtime: PipelineRuntime | None = None
+        self._optimizer_sync: OptimizerSync | None = None
+        self._gradient_format: GradientFormat | None = None
+        self._resume = ResumePoint()
+        self._has_failed = False
+        self._is_set_up = False  # the end of background work is certain to be waited for
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a set-up has made: threads and memory belong to this object alone."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(vars(self))
+        copied._set_down()
+        return vars(copied)
 
     def __repr__(self) -> str:
         """Say which Lightning it is for: another one shows this in its error."""
@@ -362,13 +397,29 @@ class RoundPipeStrategy(ParallelStrategy):
         )
 
     @property
+    def _accelerator(self) -> Accelerator | None:
+        """Accelerator that `__init__` was given; Lightning asks for it when a Trainer is made.
+
+        So a strategy object serves several Trainers, one after the other: nothing else says when
+        the next one begins, and what the last one has set would look like the user's own settings.
+        """
+        checks.check_trainer_is_alone(is_alone=not self._is_set_up)
+        self._begin()
+        given: Accelerator | None = self._given["accelerator"]
+        return given
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._trainers_accelerator = accelerator
+
+    @property
     def accelerator(self) -> Accelerator | None:
         """Lightning's accelerator; the one for CUDA also knows the workers' devices."""
-        return self._accelerator
+        return self._trainers_accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        self._accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
+        self._trainers_accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -392,6 +443,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Prepare the devices; nothing is to be done for CPU workers."""
+        connected = compat.parallel_devices(self._module.trainer)
+        checks.check_trainer_is_alone(is_alone=connected is self.parallel_devices)
         if self._computes_on_host:
             return
         assert self.accelerator is not None
@@ -520,22 +573,26 @@ class RoundPipeStrategy(ParallelStrategy):
             self._resume.batch_begins(self._module.trainer)
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    @_without_stop_iteration
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the microbatches of a batch through the engine."""
         with self.precision_plugin.train_step_context():
             assert self._runtime is not None
             return self._runtime.training_step(*args, *kwargs.values())
 
+    @_without_stop_iteration
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.val_step_context():
             output: STEP_OUTPUT = self._evaluate("validation_step", *args, **kwargs)
         return output
 
+    @_without_stop_iteration
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.test_step_context():
             output: STEP_OUTPUT = self._evaluate("test_step", *args, **kwargs)
         return output
 
+    @_without_stop_iteration
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self._evaluate("predict_step", *args, **kwargs)
@@ -557,6 +614,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     # Updates -------------------------------------------------------------------------------------
 
+    @_without_stop_iteration
     def optimizer_step(
         self,
         optimizer: Optimizer,

@@ -31,7 +31,7 @@ from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, compose_small, environment, files, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
-TIGHT = (*GPU, "hardware.device.device_bytes=430000000", "model.architecture.num_hidden_layers=4")
+TIGHT = (*GPU, "hardware.device_bytes=430000000", "model.architecture.num_hidden_layers=4")
 """Device memory for some of the tiny model's microbatches, beside what the runtime takes."""
 
 MIB = 2**20
@@ -232,7 +232,7 @@ def test_what_is_held_can_be_settled(ask: Ask) -> None:
 
 
 def test_what_cannot_be_held_is_refused_with_its_size(ask: Ask) -> None:
-    small = (*GPU, "hardware.device.device_bytes=450000000", "data.seq_len=1024")
+    small = (*GPU, "hardware.device_bytes=450000000", "data.seq_len=1024")
     found = ask.json(*small, "partition.recompute=none", status=EXIT_DOES_NOT_FIT)
     assert "recompute=none needs all 8 blocks on one device at once" in found["missing"]
     assert "partition.recompute=auto" in [c["overrides"][0] for c in found["changes"]]
@@ -284,7 +284,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
     ("overrides", "reason"),
     [
         (["hardware.host_bytes=-1"], "host_bytes=-1"),
-        (["~hardware.host_bytes"], "missing figures: host_bytes"),
+        (["~hardware.device_bytes"], "missing figures: device_bytes"),
         (["hardware_file=nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["hardware_file=rtx409x8"], "rtx4090x8"),
         (["output=jsn"], "output=jsn is not one of text, json"),
@@ -384,7 +384,7 @@ def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
         plan,
         tmp_path,
         "hardware=rtx4090x1",
-        "hardware.device.device_bytes=400000000",
+        "hardware.device_bytes=400000000",
         "model.architecture.num_hidden_layers=2",
         "hydra.run.dir=run",
     )

@@ -22,6 +22,7 @@ NEEDED = {
     "data/preference": ["data.files=[pairs.jsonl]"],
     "data/text": ["data.files=[texts]"],
     "data/text_stream": ["data.files=[texts]", "data.validation_files=[others]"],
+    "hardware/mixed": ["hardware.devices={rtx4090: 1, rtx3090: 2}"],
     "module/classification": ["+data.classes=[no,yes]"],
     "partition/saved": ["partition.plan=plan.json"],
 }

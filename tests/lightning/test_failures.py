@@ -164,6 +164,43 @@ def test_error_in_validation_and_training_again(tmp_path: Path) -> None:
     assert trainer.global_step == 4
 
 
+class _Stopping(Regressor):
+    """Raises `StopIteration` in one of its hooks, which Lightning takes for the end of the data."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        if place == "block":
+            self.layers[1].register_forward_hook(self._stop)
+
+    def _stop(self, *_: Any) -> None:
+        raise StopIteration
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return self._stop() if self.place == "training_step" else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self._stop()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.place == "optimizer":
+            optimizer.register_step_post_hook(self._stop)
+        return optimizer
+
+
+@pytest.mark.parametrize("place", ["block", "training_step", "optimizer", "validation_step"])
+def test_stop_iteration_is_an_error_with_its_place(tmp_path: Path, place: str) -> None:
+    module = _Stopping(place)
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    run = trainer.validate if place == "validation_step" else trainer.fit
+    with pytest.raises(RuntimeError, match="StopIteration was raised") as caught:
+        run(module, regression_data(8))
+    notes = getattr(caught.value, "__notes__", [])
+    assert place != "block" or any("happened in FORWARD stage" in note for note in notes), notes
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Put the handler of Ctrl-C back, which Lightning takes away for its shutdown."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +48,6 @@ def test_name_is_registered_once(tmp_path: Path) -> None:
     assert trainer.world_size == 1
     assert trainer.strategy.launcher is None
     assert not trainer._accelerator_connector.is_distributed
-
-
-def test_pytorch_lightning_is_told_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = type(StrategyRegistry)()
-    foreign = types.ModuleType("pytorch_lightning.strategies")
-    foreign.StrategyRegistry = registry  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pytorch_lightning.strategies", foreign)
-    register(RoundPipeStrategy, name="roundpipe")
-    register(RoundPipeStrategy, name="roundpipe")
-    with pytest.raises(ConfigurationError, match=r"import lightning\.pytorch as pl"):
-        registry.get("roundpipe")
 
 
 # Flags of the Trainer ----------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import copy
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ import yaml
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy.pytorch_lightning import replace_pytorch_lightning
 from roundpipe_lightning.strategy.registry import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import (
@@ -153,28 +157,98 @@ def test_fabric_is_refused_where_it_is_made(make: Callable[[], Any]) -> None:
 # pytorch_lightning -------------------------------------------------------------------------------
 
 
+@contextmanager
+def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget that `pytorch_lightning` was imported, and what looks out for it."""
+    others = [
+        finder
+        for finder in sys.meta_path
+        if type(finder).__module__ != "roundpipe_lightning.strategy.pytorch_lightning"
+    ]
+    kept = {n: m for n, m in sys.modules.items() if n.startswith(_FOREIGN)}
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", others)
+        for name in kept:
+            patch.delitem(sys.modules, name)
+        try:
+            yield
+        finally:
+            for name in [n for n in sys.modules if n.startswith(_FOREIGN)]:
+                del sys.modules[name]
+
+
+_FOREIGN = ("pytorch_lightning", "lightning_fabric")
+
+
 @pytest.mark.filterwarnings("ignore")  # an import of another project
-def test_pytorch_lightnings_trainer_is_refused() -> None:
-    import pytorch_lightning  # `lightning` installs it
+@pytest.mark.parametrize("first", ["roundpipe_lightning", "pytorch_lightning"])
+def test_pytorch_lightnings_trainer_says_what_to_do(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _as_in_a_new_process(monkeypatch):
+        if first == "roundpipe_lightning":
+            register(RoundPipeStrategy, name="roundpipe")  # as its import does
+        import pytorch_lightning  # `lightning` installs it
 
-    register(
-        RoundPipeStrategy, name="roundpipe"
-    )  # as an import after that of pytorch_lightning does
-    with pytest.raises(ConfigurationError, match=r"Write `import lightning\.pytorch as pl`"):
-        pytorch_lightning.Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
-    with pytest.raises(ValueError, match=r"RoundPipeStrategy, a strategy for lightning\.pytorch"):
-        pytorch_lightning.Trainer(
-            strategy=RoundPipeStrategy(),  # type: ignore[arg-type]
-            accelerator="cpu",
-            logger=False,
+        register(RoundPipeStrategy, name="roundpipe")
+        with pytest.raises(
+            ConfigurationError, match=r"`import lightning\.pytorch as pl`.*replace_"
+        ):
+            pytorch_lightning.Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
+        with pytest.raises(ValueError, match=r"RoundPipeStrategy, a strategy for lightning\.pyt"):
+            pytorch_lightning.Trainer(
+                strategy=RoundPipeStrategy(),  # type: ignore[arg-type]
+                accelerator="cpu",
+                logger=False,
+            )
+
+        class Foreign(pytorch_lightning.LightningModule):
+            pass
+
+        trainer = Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
+        with pytest.raises(TypeError, match="must be a `LightningModule`"):
+            trainer.fit(Foreign())  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="at the top of the program"):
+            replace_pytorch_lightning()
+
+
+def test_programs_that_import_pytorch_lightning_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _as_in_a_new_process(monkeypatch):
+        replace_pytorch_lightning()
+        replace_pytorch_lightning()
+        pl = import_module("pytorch_lightning")
+        assert import_module("lightning_fabric").Fabric is Fabric
+        assert import_module("pytorch_lightning.loggers.csv_logs").CSVLogger is CSVLogger
+        with pytest.raises(ModuleNotFoundError, match=r"pytorch_lightning\.nothing"):
+            import_module("pytorch_lightning.nothing")
+        trainer = pl.Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
+        assert isinstance(trainer.strategy, RoundPipeStrategy)
+
+
+# One strategy object, several Trainers -----------------------------------------------------------
+
+
+def test_strategy_object_serves_trainers_one_after_the_other(tmp_path: Path) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=2)
+    for flags in ({"devices": 2}, {"devices": 3, "precision": "bf16-true"}):
+        torch.manual_seed(3)
+        module = Regressor()
+        own, shared = copy.deepcopy(module), copy.deepcopy(module)
+        make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), **flags).fit(
+            own, regression_data()
         )
-
-    class Foreign(pytorch_lightning.LightningModule):
-        pass
-
-    trainer = Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
-    with pytest.raises(TypeError, match="must be a `LightningModule`"):
-        trainer.fit(Foreign())  # type: ignore[arg-type]
+        trainer = make_trainer(tmp_path, strategy=strategy, **flags)
+        trainer.fit(shared, regression_data())
+        assert same_bits(shared, own)
+        assert strategy.num_workers == flags["devices"]
+        assert strategy.last_plan is not None
+        strategy = copy.deepcopy(strategy)  # as libraries do with the flags that they keep
+    first, second = (make_trainer(tmp_path, strategy=strategy) for _ in range(2))
+    with pytest.raises(ConfigurationError, match="one after the other"):
+        first.fit(module, regression_data())
+    module.on_step = lambda *_: make_trainer(tmp_path, strategy=strategy)
+    with pytest.raises(ConfigurationError, match="Two Trainers"):
+        second.fit(module, regression_data())
 
 
 # A notebook --------------------------------------------------------------------------------------

@@ -15,60 +15,75 @@ from roundpipe_lightning.planning.model.hardware import (
     HardwareSpec,
     MatrixRates,
     config_folder,
+    device_names,
     hardware_from_mapping,
-    hardware_names,
     hardware_to_mapping,
     load_hardware,
 )
-
-DEVICES = ("rtx3090", "rtx4090", "rtx5090", "a100", "a800", "h100", "h200", "w7800")
 
 
 def figures(**changes: Any) -> dict[str, Any]:
     return {**hardware_to_mapping(load_hardware("rtx4090x8")), **changes}
 
 
-def test_every_device_is_there_once_twice_four_and_eight_times() -> None:
-    expected = {f"{device}x{count}" for device in DEVICES for count in (1, 2, 4, 8)}
-    assert set(hardware_names()) == expected | {"cpu"}
+def test_the_cards_that_people_own_are_there() -> None:
+    wanted = {
+        *("rtx3080", "rtx3090", "rtx4080", "rtx4090", "rtx5080", "rtx5090", "t4", "v100", "a10"),
+        *("rtxa6000", "rtx6000ada", "rtxpro6000", "l4", "l40s", "a100", "a800", "h100", "h200"),
+        *("w7800", "mi300x"),
+    }
+    assert set(device_names()) == wanted
 
 
-@pytest.mark.parametrize("name", hardware_names())
-def test_every_name_is_a_valid_machine(name: str) -> None:
+@pytest.mark.parametrize("device", device_names())
+def test_every_device_says_where_its_figures_are_from(device: str) -> None:
+    text = (config_folder() / "hardware" / f"{device}.yaml").read_text("utf-8")
+    header = text[: text.index("defaults:")]
+    sources = header.split("# Sources:")[1]
+    assert re.search(r"https?://\S+\.\S+/\S+|data sheet|whitepaper", sources)
+    nominal = {"3.0": 15.75e9, "4.0": 31.5e9, "5.0": 63e9}
+    generation = re.search(r"# Link: 80 % of the .* PCIe (\d\.0) x16", header)
+    assert generation
+    spec = load_hardware(f"{device}x1")
+    assert spec.upload_bytes_per_second == pytest.approx(0.8 * nominal[generation[1]])
+
+
+@pytest.mark.parametrize("name", ["cpu", "rtx4090x1", "t4x3", "mi300xx8", "a100x16"])
+def test_a_machine_is_a_number_of_devices(name: str) -> None:
     spec = load_hardware(name)
     assert spec.name == name
+    assert spec.num_devices == (4 if name == "cpu" else int(name.rpartition("x")[2]))
     assert spec.shares_host_memory == (name == "cpu")
-    if name != "cpu":
-        assert name.endswith(f"x{spec.num_devices}")
+    assert len(spec.workers) == spec.num_devices
     assert hardware_from_mapping(hardware_to_mapping(spec)) == spec
     assert hash(spec) == hash(load_hardware(name))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_every_device_says_where_its_figures_are_from(device: str) -> None:
-    text = (config_folder() / "hardware" / "device" / f"{device}.yaml").read_text("utf-8")
-    header = text[: text.index("device_name:")].splitlines()
-    said = header.index("# Sources:") + 1
-    sources = [line for line in header[said:] if line.startswith("#   ")]
-    assert len(re.findall(r"https?://\S+\.\S+/\S+", " ".join(sources))) >= 2
-    assert any(line.startswith("# Link: 80 % of the") for line in header)
-    assert any(line.startswith("# Efficiency: fitted") for line in header)
+def test_the_host_of_eight_cards_is_what_predictions_were_fitted_with() -> None:
+    spec = load_hardware("rtx4090x8")
+    assert spec.host_bytes == 2**40
+    assert spec.host_bytes_per_second == 200e9
+    assert (spec.devices_per_root, spec.root_upload_bytes_per_second) == (4, 100.8e9)
+    assert spec.efficiency == Efficiency(matrix=0.9, attention=0.7, memory=0.85, host=0.55)
 
 
-@pytest.mark.parametrize("name", hardware_names())
-def test_every_machine_says_what_is_assumed(name: str) -> None:
-    text = (config_folder() / "hardware" / f"{name}.yaml").read_text("utf-8")
-    assert "assumed" in text[: text.index("accelerator:")].lower()
-
-
-def test_the_nominal_links_are_those_of_their_generation() -> None:
-    lanes = {4: 16e9 * 16 / 8 * 128 / 130, 5: 32e9 * 16 / 8 * 128 / 130}
-    generation = dict.fromkeys(DEVICES, 4) | dict.fromkeys(("rtx5090", "h100", "h200"), 5)
-    for device in DEVICES:
-        spec = load_hardware(f"{device}x1")
-        assert spec.upload_bytes_per_second == pytest.approx(
-            0.8 * lanes[generation[device]], rel=0.01
-        )
+def test_a_machine_may_have_unequal_devices(tmp_path: Path) -> None:
+    spec = load_hardware("rtx4090x1+rtx3090x2")
+    fast, slow = load_hardware("rtx4090x1"), load_hardware("rtx3090x1")
+    assert [one.device_name for one in spec.workers] == [
+        fast.device_name,
+        slow.device_name,
+        slow.device_name,
+    ]
+    assert spec.workers[1].matrix_rates == slow.matrix_rates
+    assert (spec.num_devices, spec.devices_per_root) == (3, 3)
+    assert spec.device_bytes == min(fast.device_bytes, slow.device_bytes)
+    assert hardware_from_mapping(hardware_to_mapping(spec)) == spec
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("devices: {rtx4090: 1, rtx3090: 2}\nhost_bytes: 68719476736\n")
+    assert load_hardware(mine) == replace(spec, name="mine", host_bytes=2**36)
+    with pytest.raises(HardwareError, match="there are figures of 3"):
+        replace(spec, num_devices=4)
 
 
 def test_a_geforce_doubles_its_rate_with_float16_sums() -> None:
@@ -78,21 +93,28 @@ def test_a_geforce_doubles_its_rate_with_float16_sums() -> None:
     )
 
 
-def test_a_file_of_ones_own_may_name_a_device_or_have_its_figures(tmp_path: Path) -> None:
+def test_a_file_of_ones_own_may_name_a_device(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    text = (config_folder() / "hardware" / "rtx4090x2.yaml").read_text()
-    device = (config_folder() / "hardware" / "device" / "rtx4090.yaml").read_text()
-    (tmp_path / "device").mkdir()
-    (tmp_path / "device" / "rtx4090.yaml").write_text(device)
-    mine.write_text(text.replace("num_devices: 2", "num_devices: 3"))
-    assert load_hardware(mine) == replace(load_hardware("rtx4090x2"), name="mine", num_devices=3)
+    mine.write_text("defaults: [rtx4090]\ndevices: 3\nefficiency: {host: 0.3}\n")
+    spec = load_hardware("rtx4090x3")
+    assert load_hardware(mine) == replace(
+        spec, name="mine", efficiency=replace(spec.efficiency, host=0.3)
+    )
 
 
-def test_an_unknown_name_says_which_are_near() -> None:
-    with pytest.raises(HardwareError, match=r"'rtx4090x9' is not known.*rtx4090x8"):
-        load_hardware("rtx4090x9")
-    with pytest.raises(HardwareError, match="not known"):
-        load_hardware("auto")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rtx409x8", "'rtx409x8' is not known. The nearest are .*rtx4090.*rtx4090x8"),
+        ("rtx4090x0", "not known"),
+        ("rtx4090x1+rtx309x2", "not known. The nearest are .*rtx3090"),
+        ("auto", "not known"),
+        ("mixed", "not known"),
+    ],
+)
+def test_an_unknown_name_says_which_are_near(name: str, message: str) -> None:
+    with pytest.raises(HardwareError, match=message):
+        load_hardware(name)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +134,10 @@ def test_an_unknown_name_says_which_are_near() -> None:
         ({"divice_bytes": 1}, "divice_bytes is no figure.*device_bytes"),
         ({"shares_host_memory": 1}, "shares_host_memory=1"),
         ({"defaults": ["other"]}, "defaults has 'other'"),
+        ({"devices": 3}, "devices=3 and num_devices=8: drop one"),
+        ({"devices": {"rtx409": 1}}, "'rtx409' is not known. The nearest are .*rtx4090"),
+        ({"devices": {"rtx4090": 0}}, "devices.rtx4090=0"),
+        ({"devices": {}}, "devices names none"),
     ],
 )
 def test_figures_that_cannot_be_are_named(change: dict[str, Any], message: str) -> None:

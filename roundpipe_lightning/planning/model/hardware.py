@@ -3,10 +3,14 @@
 All figures are in operations, bytes and seconds. Rates of a data sheet are peaks; `Efficiency` says
 what share of them each kind of work reaches.
 
-A file has the fields of `HardwareSpec`; those of the device may stand in a file of their own,
-which `defaults: [device@device: NAME]` takes from the folder `device` beside it, as Hydra does.
-Settings of a run in the same file (`accelerator`, `devices`, `cpu_workers`, `workers_per_device`)
-are no figures of the machine and are passed over.
+`conf/hardware` has a file for each kind of device. A machine is a number of them (`rtx4090x8`), of
+several kinds (`rtx4090x1+rtx3090x2`), or a file of the same form with other figures:
+
+    defaults: [rtx4090]                 or      devices: {rtx4090: 1, rtx3090: 2}
+    devices: 3                                  host_bytes: 137438953472
+
+Settings of a run in the same file (`accelerator`, `cpu_workers`, `workers_per_device`) are no
+figures of the machine and are passed over.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,7 +114,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareSpec:
-    """A machine with one or several equal devices.
+    """A machine with one or several devices.
 
     Attributes:
         name: What it is called, e.g. `rtx4090x8`.
@@ -131,6 +135,8 @@ class HardwareSpec:
         devices_reach_each_other: Whether each device's driver copies from every other one's memory
             without the host, as `torch.cuda.can_device_access_peer` says.
         efficiency: What share of the rates is reached.
+        unequal: Every device as a machine of its own, where they are not equal; the rates above
+            are those of the first one then, `device_bytes` are the smallest.
 
     Raises:
         HardwareError: A figure is negative, zero or not a number, or two do not fit together.
@@ -152,6 +158,7 @@ class HardwareSpec:
     shares_host_memory: bool = False
     devices_reach_each_other: bool = False
     efficiency: Efficiency = Efficiency()
+    unequal: tuple[HardwareSpec, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -163,6 +170,15 @@ class HardwareSpec:
         for name in ("shares_host_memory", "devices_reach_each_other"):
             if not isinstance(getattr(self, name), bool):
                 raise HardwareError(f"{name}={getattr(self, name)!r}: give true or false.")
+        if self.unequal and len(self.unequal) != self.num_devices:
+            raise HardwareError(
+                f"num_devices={self.num_devices}, but there are figures of {len(self.unequal)}."
+            )
+
+    @property
+    def workers(self) -> tuple[HardwareSpec, ...]:
+        """Every device's own figures."""
+        return self.unequal or (self,) * self.num_devices
 
     @property
     def num_roots(self) -> int:
@@ -201,41 +217,70 @@ class HardwareSpec:
         return num_bytes / min(own, root / per_root, self.host_bytes_per_second / num_devices)
 
 
-_RUN_SETTINGS = frozenset({"accelerator", "devices", "cpu_workers", "workers_per_device"})
-_DEVICE_ENTRY = "device@device"
+_RUN_SETTINGS = frozenset({"accelerator", "cpu_workers", "workers_per_device"})
+_MACHINE = re.compile(r"(?P<device>.+)x(?P<count>[1-9]\d*)")
+_GIB = 2**30
+_FITTED = {"matrix": 0.9, "attention": 0.7, "memory": 0.85, "host": 0.55}
+"""Shares fitted to published numbers of RTX 4090 (docs/planning.md), taken over for all GPUs."""
+
+_AROUND = (
+    "name",
+    "num_devices",
+    "devices_per_root",
+    "root_upload_bytes_per_second",
+    "root_download_bytes_per_second",
+    "host_bytes_per_second",
+)
+"""Figures of a machine around its devices."""
 
 T = TypeVar("T")
 
 
-def hardware_names() -> tuple[str, ...]:
+def device_names() -> tuple[str, ...]:
+    """Names of the GPUs with a file in `conf/hardware`."""
     paths = sorted(_folder().glob("*.yaml"))
-    return tuple(path.stem for path in paths if "num_devices" in _read(path))
+    return tuple(path.stem for path in paths if {"defaults", "device_name"} <= _read(path).keys())
 
 
 def load_hardware(source: str | os.PathLike[str]) -> HardwareSpec:
     """Return a machine by name, or from a YAML file.
 
     Args:
-        source: A name (`rtx4090x8`, see `hardware_names`), or the path of a file of the same form.
+        source: Devices and their number (`rtx4090x8`, `rtx4090x1+rtx3090x2`, see `device_names`),
+            `cpu`, or the path of a file with the fields of `HardwareSpec`.
 
     Raises:
         HardwareError: There is no such name (it says which are near) or file, or a figure in it is
             missing, negative or unknown.
     """
     path = Path(source)
-    is_named = path.suffix not in (".yaml", ".yml")
-    if is_named:
-        named = _folder() / f"{path.name}.yaml"
-        if str(source) != path.name or not named.is_file():
-            raise HardwareError(_unknown_name(str(source)))
-        path = named
-    figures = _read(path)
-    if is_named and "num_devices" not in figures:
-        raise HardwareError(_unknown_name(str(source)))
+    if path.suffix not in (".yaml", ".yml"):
+        return hardware_from_mapping(_named(str(source)))
     try:
-        return hardware_from_mapping({"name": path.stem, **figures}, folder=path.parent)
+        return hardware_from_mapping({"name": path.stem, **_read(path)}, folder=path.parent)
     except HardwareError as error:
         raise HardwareError(f"{path}: {error}") from error
+
+
+def _named(name: str) -> dict[str, Any]:
+    if name == "cpu":
+        return {"name": name, **_read(_folder() / "cpu.yaml")}
+    known = device_names()
+    counts: dict[str, int] = {}
+    for part in name.split("+"):
+        match = None if part in known else _MACHINE.fullmatch(part)
+        device, count = (match["device"], int(match["count"])) if match else (part, 1)
+        if device not in known:
+            near = difflib.get_close_matches(part, [*known, "cpu"], n=3, cutoff=0.4)
+            hint = (
+                f"The nearest are {', '.join(near)}." if near else f"There are {', '.join(known)}."
+            )
+            raise HardwareError(
+                f"hardware={name!r} is not known. {hint} Write the number of devices behind it, as "
+                "in rtx4090x8, or give a file of your own: hardware=path/to/mine.yaml."
+            )
+        counts[device] = counts.get(device, 0) + count
+    return {"name": name, "devices": counts}
 
 
 def hardware_from_mapping(
@@ -243,35 +288,116 @@ def hardware_from_mapping(
 ) -> HardwareSpec:
     """Return a machine from plain values, as a YAML file has them.
 
+    What is missing of the machine around the devices is assumed: a link of sixteen lanes each, at
+    most four on a root; 128 GiB of host memory for each device (256 for one of 64 or more), which
+    is the faster the more devices and the faster their links are. A figure that is None is missing.
+
     Args:
-        figures: The fields of `HardwareSpec`, those of the device perhaps in a mapping `device`.
-        folder: Where a file of a device that `defaults` names is, in its folder `device`.
+        figures: The fields of `HardwareSpec`. `devices` is the number of devices, or the number by
+            name; `defaults` names files whose figures are taken over.
+        folder: Where these files are; else `conf/hardware`.
 
     Raises:
-        HardwareError: A figure is missing, negative or unknown.
+        HardwareError: A figure is missing, negative or unknown, or two contradict each other.
     """
-    figures = {str(key): value for key, value in figures.items() if key not in _RUN_SETTINGS}
-    device: dict[str, Any] = {}
-    for entry in figures.pop("defaults", ()):
-        if isinstance(entry, Mapping) and _DEVICE_ENTRY in entry:
-            device.update(_read((folder or _folder()) / "device" / f"{entry[_DEVICE_ENTRY]}.yaml"))
-        elif entry != "_self_":
+    figures = _with_defaults(figures, folder)
+    devices = figures.pop("devices", None)
+    if devices == "auto":
+        devices = figures.get("cpu_workers")
+    figures = {
+        key: value
+        for key, value in figures.items()
+        if key not in _RUN_SETTINGS and value is not None
+    }
+    if isinstance(devices, Mapping):
+        return _of_names(devices, figures, folder)
+    if devices is not None:
+        if figures.setdefault("num_devices", devices) != devices:
             raise HardwareError(
-                f"defaults has {entry!r}: only '{_DEVICE_ENTRY}: NAME' and '_self_' are understood."
+                f"devices={devices} and num_devices={figures['num_devices']}: drop one of the two."
             )
-    device.update(_mapping("device", figures.pop("device", {})))
-    both = {**device, **figures}
+        figures = _completed(figures)
     for key, kind in (("matrix_rates", MatrixRates), ("efficiency", Efficiency)):
-        if key in both:
-            both[key] = _make(kind, _mapping(key, both[key]), prefix=f"{key}.")
-    return _make(HardwareSpec, both, prefix="")
+        if key in figures:
+            figures[key] = _make(kind, _mapping(key, figures[key]), prefix=f"{key}.")
+    if "unequal" in figures:
+        figures["unequal"] = tuple(map(hardware_from_mapping, figures["unequal"]))
+    return _make(HardwareSpec, figures, prefix="")
+
+
+def _with_defaults(figures: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in figures.get("defaults", ()):
+        if entry == "_self_":
+            continue
+        path = (folder or _folder()) / f"{entry}.yaml"
+        if not path.is_file():
+            path = _folder() / path.name
+        if not path.is_file():
+            raise HardwareError(f"defaults has {entry!r}, which is no file of conf/hardware.")
+        found |= _with_defaults(_read(path), path.parent)
+    return found | {str(key): value for key, value in figures.items() if key != "defaults"}
+
+
+def _completed(figures: dict[str, Any]) -> dict[str, Any]:
+    """Add what is assumed of a machine with GPUs of these figures."""
+    count, size = figures["num_devices"], figures.get("device_bytes", 0)
+    up, down = (figures.get(f"{way}_bytes_per_second", 0) for way in ("upload", "download"))
+    for number in (count, size, up, down):
+        if not isinstance(number, (int, float)) or not number > 0:
+            return figures  # which is said where the figures are checked
+    per_root = min(count, 4)
+    generation = 2 if up > 40e9 else 1  # of the bus, and so of the host's memory
+    return {
+        "devices_per_root": per_root,
+        "root_upload_bytes_per_second": per_root * up,
+        "root_download_bytes_per_second": per_root * down,
+        "host_bytes": count * (256 if size >= 64 * _GIB else 128) * _GIB,
+        "host_bytes_per_second": generation * max(60e9, 50e9 * (1 + math.log2(count))),
+        **figures,
+        "efficiency": _FITTED | _mapping("efficiency", figures.get("efficiency", {})),
+    }
+
+
+def _of_names(
+    devices: Mapping[str, Any], figures: dict[str, Any], folder: Path | None
+) -> HardwareSpec:
+    """Return a machine with a number of each named device; `figures` stand above theirs."""
+    for name, count in devices.items():
+        if type(count) is not int or count < 1:
+            raise HardwareError(f"devices.{name}={count!r}: give a whole number of 1 or more.")
+        _named(str(name))
+    if not devices:
+        raise HardwareError("devices names none: give the number of each, as {rtx4090: 2}.")
+
+    def machine(device: str, count: int, around: Mapping[str, Any]) -> HardwareSpec:
+        wanted = {"name": device, "defaults": [device], "devices": count, **around}
+        return hardware_from_mapping(wanted, folder=folder)
+
+    kinds = {name: machine(name, 1, {}) for name in devices}
+    total = sum(devices.values())
+    quickest = max(kinds, key=lambda name: kinds[name].upload_bytes_per_second)
+    around = machine(quickest, total, figures)
+    if len(kinds) == 1:
+        return around
+    workers = [kind for name, kind in kinds.items() for _ in range(devices[name])]
+    return replace(
+        workers[0],
+        **{name: getattr(around, name) for name in _AROUND},
+        device_name=" and ".join(dict.fromkeys(each.device_name for each in workers)),
+        device_bytes=min(each.device_bytes for each in workers),
+        host_bytes=figures.get("host_bytes", sum(each.host_bytes for each in workers)),
+        devices_reach_each_other=all(each.devices_reach_each_other for each in workers),
+        unequal=tuple(workers),
+    )
 
 
 def hardware_to_mapping(spec: HardwareSpec) -> dict[str, Any]:
     """Return plain values that `hardware_from_mapping` reads back."""
-    figures = dataclasses.asdict(spec)
-    rates = figures["matrix_rates"]
+    figures = dict(vars(spec), efficiency=dict(vars(spec.efficiency)))
+    rates = vars(spec.matrix_rates)
     figures["matrix_rates"] = {key: value for key, value in rates.items() if value is not None}
+    figures["unequal"] = list(map(hardware_to_mapping, spec.unequal))
     return figures
 
 
@@ -327,13 +453,6 @@ def _make(kind: type[T], figures: Mapping[str, Any], *, prefix: str) -> T:
     if missing:
         raise HardwareError(f"missing figures: {', '.join(missing)}.")
     return kind(**figures)
-
-
-def _unknown_name(name: str) -> str:
-    names = hardware_names()
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    hint = f"The nearest are {', '.join(near)}." if near else f"There are {', '.join(names)}."
-    return f"hardware={name!r} is not known. {hint} A file of your own: hardware=path/to/mine.yaml."
 
 
 class _Loader(yaml.SafeLoader):

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.planning.model.hardware import (
     HardwareSpec,
-    hardware_names,
+    device_names,
     load_hardware,
 )
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak
@@ -101,14 +101,9 @@ def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
         yield Price.HOST_MEMORY, replace(machine, host_bytes=size, device_bytes=device)
     if machine.shares_host_memory:
         return
-    named = sorted(map(load_hardware, hardware_names()), key=lambda spec: spec.device_bytes)
-    for spec in named:
-        if (
-            spec.num_devices == machine.num_devices
-            and spec.device_bytes > machine.device_bytes
-            and not spec.shares_host_memory
-            and fits_memory(replace(job, hardware=spec))
-        ):
+    named = (load_hardware(f"{name}x{machine.num_devices}") for name in device_names())
+    for spec in sorted(named, key=lambda spec: spec.device_bytes):
+        if spec.device_bytes > machine.device_bytes and fits_memory(replace(job, hardware=spec)):
             yield Price.MACHINE, spec
             return
 

@@ -411,7 +411,9 @@ def _settings(module: LightningModule) -> Mapping[str, Any]:
 def _replaced(module: LightningModule) -> Iterator[tuple[object, object]]:
     yield module.trainer, _ReadOnlyTrainer(module.trainer)
     for child in module.modules():
-        if isinstance(child, (Metric, MetricCollection)):
+        if isinstance(child, MetricCollection):
+            yield child, MetricCollection([])
+        elif isinstance(child, Metric):
             yield child, _SilentMetric()
 
 
