@@ -111,6 +111,10 @@ class RoundPipePrecision(Precision):
         self.compute_device_type = "cpu"
         """Device type the workers compute on; the strategy sets it, autocast needs it."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the training that it is used in."""
+        return {**vars(self), "takes_clipping": None}
+
     @classmethod
     def from_lightning(
         cls, plugin: Precision, *, stochastic_rounding: bool = False

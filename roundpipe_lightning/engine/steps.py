@@ -25,10 +25,10 @@ see a difference, a step is waited for to its end, as if it were alone, when
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -206,11 +206,11 @@ class Step:
             WatchdogError: If it makes no progress.
         """
         turns = self.context.turns
-        num_events, since = -1, time.monotonic()
+        num_events, since = -1, monotonic()
         while not is_over(_POLL_SECONDS):
             if turns.num_events != num_events:
-                num_events, since = turns.num_events, time.monotonic()
-            elif time.monotonic() - since > timeout_seconds:
+                num_events, since = turns.num_events, monotonic()
+            elif monotonic() - since > timeout_seconds:
                 places = "\n".join(f"  {one.turns.place}" for one in self.microbatches)
                 raise WatchdogError(
                     f"No action began or ended for {timeout_seconds:g} s (timeout_seconds). "

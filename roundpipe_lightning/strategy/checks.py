@@ -184,10 +184,10 @@ def several_optimizers_explained(module: LightningModule) -> Iterator[None]:
 
 
 def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that cannot step here, and parameters that two of them step.
+    """Refuse optimizers that cannot step here.
 
     Raises:
-        ConfigurationError: Naming the optimizer, or the parameter.
+        ConfigurationError: Naming the optimizer.
     """
     for optimizer in optimizers:
         kind = type(optimizer)
@@ -207,24 +207,6 @@ def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -
                 "configure_optimizers, or set automatic_optimization=False and call its "
                 "step(closure) in training_step."
             )
-    _check_owners(module, optimizers)
-
-
-def _check_owners(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    owner: dict[Any, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            first = owner.setdefault(parameter, index)
-            if first != index:
-                kinds = [type(optimizers[i]).__name__ for i in (first, index)]
-                name = names.get(parameter, "(not the module's)")
-                raise ConfigurationError(
-                    f"Parameter {name!r} is in two "
-                    f"optimizers: number {first} ({kinds[0]}) and number {index} ({kinds[1]}) of "
-                    "configure_optimizers. Each would undo what the other has estimated. Give "
-                    "every parameter to one optimizer."
-                )
 
 
 def refuse_fabric(**_: Any) -> NoReturn:

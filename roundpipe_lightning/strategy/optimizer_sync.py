@@ -286,6 +286,10 @@ class SyncBeforeHooks(Callback):
     def __init__(self, sync: OptimizerSync) -> None:
         self._sync = sync
 
+    def __reduce__(self) -> Any:
+        """Copy as a callback that does nothing: there is one training to wait for."""
+        return Callback, ()
+
     def _join_before(self, trainer: Trainer, hook: str) -> None:
         if any(sync_hooks.hooks_that_sync(trainer, [hook])):
             self._sync.join()

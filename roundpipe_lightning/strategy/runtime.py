@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from roundpipe_lightning.strategy.planning.planned import PlanEvent, Planned
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.step import (
     InFlightBatch,
+    check_output,
     device_generators_seeded,
     host_generator_seeded,
     loss_of_batch,
@@ -307,11 +307,7 @@ class PipelineRuntime:
                 logged.look_at(microbatch)
             if self._fusion is not None:
                 output = self._fusion.materialized(output)
-            if isinstance(output, Mapping) and output.get("loss") is None:
-                raise MisconfigurationException(
-                    "In automatic_optimization, when `training_step` returns a dict, the 'loss' "
-                    "key needs to be present"
-                )
+            check_output(output)
             return output
 
         with host_generator_seeded(self._batch_number):

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -374,6 +375,25 @@ def device_generators_seeded(device: Device, batch_number: int) -> Iterator[None
 
 
 # What comes out ----------------------------------------------------------------------------------
+
+
+def check_output(output: object) -> None:
+    """Refuse what Lightning's automatic optimization refuses, in its words.
+
+    Raises:
+        MisconfigurationException: A training step has returned something else than a loss.
+    """
+    if isinstance(output, Mapping):
+        if output.get("loss") is None:
+            raise MisconfigurationException(
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key "
+                "needs to be present"
+            )
+    elif not (output is None or isinstance(output, Tensor)):
+        raise MisconfigurationException(
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None "
+            "(where the step will be skipped)."
+        )
 
 
 def loss_of_batch(losses: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor | None:

@@ -158,6 +158,9 @@ class RoundPipeStrategy(ParallelStrategy):
 
     strategy_name = "roundpipe"
 
+    world_size = 1
+    """Number of processes, whatever the number of workers."""
+
     _overlaps_on_host = False
     """Whether `update="exact"` overlaps on CPU workers, too, which have no cores left for it."""
 
@@ -228,6 +231,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._optimizer_sync: OptimizerSync | None = None
         self._gradient_format: GradientFormat | None = None
         self._resume = ResumePoint()
+        self._loaded: dict[str, Any] | None = None
         self._has_failed = False
         self._is_set_up = False  # the end of background work is certain to be waited for
 
@@ -236,7 +240,8 @@ class RoundPipeStrategy(ParallelStrategy):
         copied = object.__new__(type(self))
         copied.__dict__.update(vars(self))
         copied._set_down()
-        return vars(copied)
+        state: dict[str, Any] = super(RoundPipeStrategy, copied).__getstate__()
+        return state
 
     def __repr__(self) -> str:
         """Say which Lightning it is for: another one shows this in its error."""
@@ -333,10 +338,6 @@ class RoundPipeStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """The host: that is where the masters, the batches and the optimizer are."""
         return torch.device("cpu")
-
-    @property
-    def world_size(self) -> int:
-        return 1
 
     @property
     def global_rank(self) -> int:
@@ -530,6 +531,7 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._runtime is not None:
             self._runtime.close()
         self._resume.end()
+        self._loaded = None
         sync, self._optimizer_sync = self._optimizer_sync, None
         if sync is not None:
             sync.close()
@@ -676,14 +678,14 @@ class RoundPipeStrategy(ParallelStrategy):
             _, frozen = split_frozen(module, module.state_dict())
             if frozen:
                 checkpoint = {**checkpoint, FROZEN_KEY: describe_frozen(module, frozen)}
-        if "optimizer_states" in checkpoint:
+        if runtime is not None and "optimizer_states" in checkpoint:
             checkpoint = {
                 **checkpoint,
                 CHECKPOINT_KEY: {
                     "format_version": CHECKPOINT_VERSION,
                     **self._resume.state(module.trainer),
-                    "planning": runtime.state_dict() if runtime else None,
-                    PREVIOUS_KEY: runtime.previous_parameters() if runtime else {},
+                    "planning": runtime.state_dict(),
+                    PREVIOUS_KEY: runtime.previous_parameters(),
                 },
             }
         io = self.checkpoint_io
@@ -726,6 +728,9 @@ class RoundPipeStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         """Read a checkpoint; what is trained is about to be replaced.
 
+        Returns:
+            Lightning's entries, which hooks are given. Our own waits for the optimizers.
+
         Raises:
             CheckpointError: It cannot be read, or a newer version wrote it.
         """
@@ -733,6 +738,7 @@ class RoundPipeStrategy(ParallelStrategy):
             self._runtime.updater.forget()
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         check_versions(checkpoint, path=checkpoint_path, newest=CHECKPOINT_VERSION)
+        self._loaded = checkpoint.pop(CHECKPOINT_KEY, None)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
@@ -753,7 +759,7 @@ class RoundPipeStrategy(ParallelStrategy):
         with reading("optimizer_states"):
             super().load_optimizer_state_dict(checkpoint)
         check_optimizer_options(self.optimizers)
-        ours = checkpoint.get(CHECKPOINT_KEY)
+        ours, self._loaded = self._loaded, None
         if ours is None:
             return
         with reading(f"entry '{CHECKPOINT_KEY}'"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
+import time
 import types
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, Timer
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
@@ -47,6 +49,74 @@ class _Counted(Regressor):
 
     def configure_optimizers(self) -> Any:
         return _CountedAdamW(self.parameters(), "mine")
+
+
+def test_clocks_that_tests_replace_are_read_as_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(strategy: Any) -> int:
+        num_reads = 0
+
+        def counted(clock: Any) -> Any:
+            def read() -> Any:
+                nonlocal num_reads
+                num_reads += 1
+                return clock()
+
+            return read
+
+        with monkeypatch.context() as patch:
+            for name in ("monotonic", "perf_counter"):
+                patch.setattr(time, name, counted(getattr(time, name)))
+            trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[Timer()])
+            trainer.fit(Regressor(), regression_data(), regression_data())
+        return num_reads
+
+    assert reads("roundpipe") == reads("auto") > 0
+
+
+class _Copies(Callback):
+    """Copies the Trainer's callbacks and thereby all that they know of."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        copied = copy.deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
+        for callback in copied:
+            callback.on_train_batch_start(trainer, trainer.lightning_module, None, 0)
+
+
+def test_a_trainer_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    strategy = EmulatedStrategy(num_microbatches=2)
+    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[_Copies()])
+    trainer.fit(Regressor(), regression_data())
+    for copied in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+        copied.fit_loop.max_epochs = 2
+        copied.fit(copied.lightning_module, regression_data())
+        assert copied.global_step == 2 * trainer.global_step
+
+
+class _Entries(Callback):
+    """Notes the entries of checkpoints that hooks are given."""
+
+    def __init__(self) -> None:
+        self.found: list[set[str]] = []
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.found.append(set(checkpoint) - {"callbacks"})
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.on_save_checkpoint(trainer, module, checkpoint)
+
+
+def test_hooks_are_given_lightnings_entries_of_a_checkpoint(tmp_path: Path) -> None:
+    entries, path = _Entries(), tmp_path / "saved.ckpt"
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1, callbacks=[entries])
+    trainer.fit(Regressor(), regression_data())
+    trainer.save_checkpoint(path)
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=2, callbacks=[entries])
+    trainer.fit(Regressor(), regression_data(), ckpt_path=path)
+    saved, loaded = entries.found
+    assert saved == loaded
+    assert "roundpipe" in torch.load(path, weights_only=True)
 
 
 def test_a_users_optimizer_makes_no_step_but_the_trainings(

@@ -178,6 +178,31 @@ class Closures(Manual):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Sharing(Manual):
+    """Both optimizers train the layers, in turn and each with its own states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer, head in zip(optimizers, self.heads, strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(functional.mse_loss(head(self.layers(batch[0])), batch[1]))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        layers, (one, other) = [*self.layers.parameters()], self.heads
+        return (
+            torch.optim.SGD([*layers, *one.parameters()], lr=0.05),
+            torch.optim.AdamW([*layers, *other.parameters()], lr=0.01),
+        )
+
+
 class Accumulating(Manual):
     """Steps every second batch, with the gradients of both; a LSTM keeps its weights in a list."""
 
@@ -210,6 +235,7 @@ MODULES: dict[str, Any] = {
     "lbfgs": lambda: Closures("lbfgs"),
     "adamw with a closure": lambda: Closures("adamw"),
     "accumulation": Accumulating,
+    "parameters in two optimizers": Sharing,
 }
 
 
@@ -238,6 +264,7 @@ def _run(
         ("lbfgs", "32-true", 0.0),
         ("adamw with a closure", "bf16-mixed", 0.0),
         ("accumulation", "32-true", 0.0),
+        ("parameters in two optimizers", "32-true", 0.0),
         ("accumulation", "bf16-mixed", 0.0),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -210,13 +211,22 @@ def test_batches_that_return_none_are_skipped(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter, expected)
 
 
-def test_dictionary_without_loss_is_lightnings_own_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ({"prediction": 1.0}, "the 'loss' key needs to be present"),
+        (1.0, "must return a Tensor, a dict, or None"),
+    ],
+)
+def test_output_without_loss_is_lightnings_own_error(
+    tmp_path: Path, output: Any, message: str
+) -> None:
     class Forgetful(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"prediction": self(batch[0])}
+            return output
 
     for strategy in ("auto", RoundPipeStrategy()):
-        with pytest.raises(Exception, match="the 'loss' key needs to be present"):
+        with pytest.raises(MisconfigurationException, match=message):
             make_trainer(tmp_path, strategy=strategy).fit(Forgetful(), regression_data())
 
 

@@ -765,17 +765,6 @@ def test_async_is_refused_where_the_module_steps_itself(tmp_path: Path) -> None:
         fit(tmp_path, RoundPipeStrategy(num_microbatches=1, update="async"), _Manual())
 
 
-def test_a_parameter_in_two_optimizers(tmp_path: Path) -> None:
-    class Twice(_Manual):
-        def configure_optimizers(self) -> Any:
-            one = torch.optim.SGD(self.parameters(), lr=0.1)
-            return one, torch.optim.AdamW(self.head.parameters())
-
-    message = r"'head\.weight' is in two optimizers: number 0 \(SGD\) and number 1 \(AdamW\)"
-    with pytest.raises(ConfigurationError, match=message):
-        fit(tmp_path, RoundPipeStrategy(num_microbatches=1), Twice())
-
-
 class _Unfreezes(Callback):
     """Hands the optimizer a parameter that it has not."""
 

@@ -23,10 +23,10 @@ A worker owns one device; several workers may share the hardware behind it.
 from __future__ import annotations
 
 import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -167,11 +167,11 @@ class Device(ABC):
 
     def start_clock(self) -> None:
         """Begin the time scale of `mark` and `seconds`."""
-        self._clock_start = time.perf_counter()
+        self._clock_start = perf_counter()
 
     def mark(self) -> Any:
         """Note the moment at which all work launched so far is done."""
-        return time.perf_counter()
+        return perf_counter()
 
     def await_mark(self, mark: Any) -> None:
         """Wait until a mark's moment has come."""

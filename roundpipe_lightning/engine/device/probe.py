@@ -17,10 +17,10 @@ import json
 import os
 import platform
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -190,11 +190,11 @@ def _seconds(work: Callable[[], object], devices: Sequence[torch.device]) -> flo
     _wait(devices)
     repeats = 1
     while True:
-        start = time.perf_counter()
+        start = perf_counter()
         for _ in range(repeats):
             work()
         _wait(devices)
-        seconds = time.perf_counter() - start
+        seconds = perf_counter() - start
         if seconds >= _SHORTEST_SECONDS or repeats >= _MOST_REPEATS:
             return max(seconds, 1e-9) / repeats
         repeats = min(_MOST_REPEATS, 2 * repeats)

@@ -12,11 +12,11 @@ compute in host memory move nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from time import monotonic
 from typing import Any
 
 import torch
@@ -243,9 +243,9 @@ class WorkerTransfers:
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait for everything that is in flight; return whether that was done in time."""
-        end = time.monotonic() + timeout_seconds
+        end = monotonic() + timeout_seconds
         return all(
-            queue.drain(timeout_seconds=max(0.0, end - time.monotonic()))
+            queue.drain(timeout_seconds=max(0.0, end - monotonic()))
             for queue in (self.downloads, self.uploads)
         )
 
@@ -428,11 +428,11 @@ class Transfers:
         Raises:
             WatchdogError: If it takes longer than this.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = monotonic() + timeout_seconds
         waits = [one.drain for one in self._moving] if landed is None else [landed]
         for is_over in waits:
             while not is_over(_POLL_SECONDS):
-                if time.monotonic() > deadline:
+                if monotonic() > deadline:
                     left = ", ".join(q.name for t in self._moving for q in t.busy_queues())
                     raise WatchdogError(
                         f"Copies have not ended within {timeout_seconds:g} s (timeout_seconds) "

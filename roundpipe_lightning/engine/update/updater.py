@@ -40,12 +40,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import TypeAlias
 
 import torch
@@ -456,14 +456,14 @@ class Updater:
         self._end_part(unit)
 
     def _updated(self, unit: UpdateUnit, step: CapturedStep) -> UpdateSpan:
-        start = time.perf_counter()
+        start = perf_counter()
         try:
             self._run_unit(unit, step)
         except BaseException as error:
             kind = type(step.optimizer).__name__
             add_note(error, f"This happened while {kind} updated {unit.name!r}.")
             raise
-        end = time.perf_counter()
+        end = perf_counter()
         self._store.updated(unit.parameters, by=step.optimizer)
         return UpdateSpan(name=unit.name, start_seconds=start, end_seconds=end)
 

@@ -20,11 +20,11 @@ end of its last action there, too.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from graphlib import TopologicalSorter
+from time import monotonic
 from typing import Any
 
 from roundpipe_lightning.engine.device.events import StepAborted
@@ -150,7 +150,7 @@ class Turns:
                 gate.acquire()
         self._mutex = threading.Lock()
         self._aborted = False
-        self._begun: dict[ActionKey, float] = {}  # by time.monotonic()
+        self._begun: dict[ActionKey, float] = {}  # by `monotonic`
         self._ended: set[ActionKey] = set()
         self._callbacks: dict[ActionKey, list[Callable[[], None]]] = {}
         for (turns, last), key in waits:
@@ -186,7 +186,7 @@ class Turns:
         if self._aborted:
             raise StepAborted
         with self._mutex:
-            self._begun[action.key] = time.monotonic()
+            self._begun[action.key] = monotonic()
 
     def end(self, action: Action) -> None:
         """Give the worker to its next action, and open the gates of the dependents."""
@@ -223,7 +223,7 @@ class Turns:
 
     def report(self) -> str:
         """Return the schedule as a grid, and what every worker runs or waits for."""
-        now = time.monotonic()
+        now = monotonic()
         with self._mutex:
             progress = StepProgress(
                 plan=self.graph.plan,

@@ -9,9 +9,9 @@ later         another shape, or measured times that pay                    anoth
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -213,7 +213,7 @@ class StepPlanner:
         known = self._known(count, size)
         if known is not None:
             return known
-        began = time.perf_counter()
+        began = perf_counter()
         found = self._plan_job(
             self._step_work(given, arguments, count=count, joined=joined),
             count,
@@ -224,7 +224,7 @@ class StepPlanner:
             ),
         )
         found.size = size
-        found.planning_seconds = time.perf_counter() - began
+        found.planning_seconds = perf_counter() - began
         self._take_over(found)
         self._planned.append(found)
         self._constraints.keep_rounds(found.plan)
@@ -331,7 +331,7 @@ class StepPlanner:
         if not self._is_due(planned):
             return
         planned.next_look = 2 * planned.measured.num_steps
-        began = time.perf_counter()
+        began = perf_counter()
         better = improved_plan(
             planned.plan,
             profile=planned.measured.profile(),
@@ -346,7 +346,7 @@ class StepPlanner:
             f"roundpipe: other stages after {planned.measured.num_steps} measured steps: "
             f"{better.plan.partition}. Predicted step {better.after_seconds:.3g} s instead of "
             f"{better.before_seconds:.3g} s ({better.gain:.0%} less); planned in "
-            f"{time.perf_counter() - began:.2f} s."
+            f"{perf_counter() - began:.2f} s."
         )
 
     def _is_due(self, planned: Planned) -> bool:

@@ -70,7 +70,9 @@ class RecordedSampler:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_sampler"], name)
+        if "_sampler" not in vars(self):  # being copied
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_empty:

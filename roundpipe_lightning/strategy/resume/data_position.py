@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -52,8 +53,6 @@ class PositionedLoader:
         vars(self)["loader"] = loader
 
     def __getattr__(self, name: str) -> Any:
-        if "loader" not in vars(self):  # being copied
-            raise AttributeError(name)
         return getattr(vars(self)["loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -62,6 +61,10 @@ class PositionedLoader:
     @property  # type: ignore[misc]  # isinstance() is to find the user's class
     def __class__(self) -> type:
         return type(vars(self)["loader"])
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Copy and pickle the user's loader: a position belongs to one training."""
+        return copy, (vars(self)["loader"],)
 
     def __len__(self) -> int:
         return len(vars(self)["loader"])
