@@ -153,6 +153,14 @@ class _Counts(Lion):
         return super().step(closure)
 
 
+class _CountsInClass(Lion):
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        _CountsInClass.count += 1
+        return super().step(closure)
+
+
 class _CountsInGroup(Lion):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -198,6 +206,7 @@ class _Fails(Lion):
     ("kind", "reason"),
     [
         (_Counts, "attributes of the optimizer"),
+        (_CountsInClass, "attributes of its class"),
         (_CountsInGroup, "options of its groups"),
         (_ScalesByAllNorms, "depends on other parameters"),
         (_Noise, "draws random numbers"),
@@ -221,6 +230,7 @@ def test_optimizers_that_cannot_be_divided(kind: Any, reason: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, b) for p, b in zip(members, before, strict=True))
     assert kind is torch.optim.LBFGS or not optimizer.state
+    assert _CountsInClass.count == 0
 
 
 def test_a_replaced_step_is_not_divided_and_a_scheduler_replaces_nothing() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import os
 import re
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -162,6 +164,31 @@ def test_error_in_validation_and_training_again(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
     trainer.fit(module, regression_data(), regression_data(8))
     assert trainer.global_step == 4
+
+
+class _Forking(Regressor):
+    """Forks once in a microbatch; the child ends with `sys.exit(7)`, by SIGALRM if that hangs."""
+
+    status: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and _Forking.status is None:
+            _Forking.status = -1
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                sys.exit(7)
+            _Forking.status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return loss
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_that_is_forked_in_a_step_ends(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer.fit(_Forking(), regression_data(16))
+    assert _Forking.status == 7
 
 
 class _Stopping(Regressor):

@@ -760,6 +760,30 @@ class _Manual(Regressor):
         pass
 
 
+_CALLS: list[int] = []
+
+
+class _CountsCalls(torch.optim.SGD):
+    """A step of one's own, which does what no trial can see."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        _CALLS.append(len(self.param_groups[0]["params"]))
+        return result
+
+
+def test_async_calls_the_step_of_an_optimizer_of_ones_own_once(tmp_path: Path) -> None:
+    class Own(Sum):
+        kind = _CountsCalls
+
+        def on_train_start(self) -> None:
+            _CALLS.clear()
+
+    strategy = RoundPipeStrategy(num_microbatches=2, update="async")
+    make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(Own(RATES), vectors())
+    assert _CALLS == [2] * 4
+
+
 def test_async_is_refused_where_the_module_steps_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="update='async': _Manual sets automatic_opt"):
         fit(tmp_path, RoundPipeStrategy(num_microbatches=1, update="async"), _Manual())

@@ -6,8 +6,11 @@ intra-op threads, which is expensive to make.
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,16 +75,34 @@ class TeamTasks(Countdown):
     def __init__(self, num_tasks: int, on_failure: Callable[[Failure], None]) -> None:
         super().__init__(num_tasks)
         self._on_failure: Callable[[Failure], None] | None = on_failure
+        self._process = os.getpid()
 
     def execute(self, index: int, task: Task) -> None:
         try:
             task()
         except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
+            if os.getpid() != self._process:
+                _leave_child(error)
             assert self._on_failure is not None, "not all tasks have ended"
             self._on_failure(Failure(index, error))
 
     def _at_end(self) -> None:
         self._on_failure = None  # a thread may hold this object for a moment longer
+
+
+def _leave_child(error: BaseException) -> NoReturn:
+    """End a process that a task has forked: it has no other thread, and nobody else would end it.
+
+    The status is the one of `sys.exit`, 1 after an error.
+    """
+    code = error.code if isinstance(error, SystemExit) else 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    elif isinstance(code, str):
+        sys.stderr.write(f"{code}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if isinstance(code, str) else code or 0)
 
 
 class ThreadTeam:

@@ -109,6 +109,11 @@ def shallow_copy(optimizer: Optimizer) -> Optimizer:
     return twin
 
 
+def is_foreign(code: Any) -> bool:
+    """Return whether a class or a function is neither torch's, nor this package's, nor built in."""
+    return code.__module__.partition(".")[0] not in ("torch", "roundpipe_lightning", "builtins")
+
+
 def plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """Return a class's `step` without the hooks that torch runs around it."""
     step: Any = kind.step

@@ -21,7 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
-from roundpipe_lightning.engine.update.partial_step import CapturedStep, plain_step, shallow_copy
+from roundpipe_lightning.engine.update.partial_step import (
+    CapturedStep,
+    is_foreign,
+    plain_step,
+    shallow_copy,
+)
 
 _NUM_STEPS = 3
 _NUM_PER_KIND = 2  # parameters of the same group, dtype and number of dimensions
@@ -55,15 +60,20 @@ def reason_not_separable(optimizer: Optimizer) -> str | None:
     if any(isinstance(leaf, (Tensor, nn.Module, Optimizer)) for leaf in own):
         return "it keeps tensors beside the state of its parameters"
     generator = torch.default_generator
-    before = generator.get_state()
+    before, of_class = generator.get_state(), _class_attributes(optimizer)
     try:
         with warnings.catch_warnings():  # said when it is stepped in earnest
             warnings.simplefilter("ignore")
-            return _try(optimizer, drew=lambda: not torch.equal(generator.get_state(), before))
+            reason = _try(optimizer, drew=lambda: not torch.equal(generator.get_state(), before))
+        changes = not _same(_class_attributes(optimizer), of_class)
+        return "its step changes attributes of its class" if changes else reason
     except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
         return f"a trial on small tensors failed ({type(error).__name__}: {error})"
     finally:
         generator.set_state(before)
+        for (kind, name), value in of_class.items():
+            if not _same(vars(kind).get(name), value):
+                setattr(kind, name, value)
 
 
 def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
@@ -194,6 +204,17 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
         name: value
         for name, value in vars(optimizer).items()
         if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_")  # its hooks
+    }
+
+
+def _class_attributes(optimizer: Optimizer) -> dict[tuple[type, str], Any]:
+    """Return copies of the values that classes of others than torch keep."""
+    return {
+        (kind, name): copy.deepcopy(value)
+        for kind in type(optimizer).__mro__
+        if is_foreign(kind)
+        for name, value in vars(kind).items()
+        if isinstance(value, (int, float, list, dict, set, Tensor)) and not name.startswith("__")
     }
 
 

@@ -56,7 +56,7 @@ from roundpipe_lightning.engine.device.events import HostEvent, UpdateAborted
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.partial_step import CapturedStep, is_foreign, plain_step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -439,6 +439,10 @@ class Updater:
         self, units: Sequence[UpdateUnit], step: CapturedStep, *, begun: BegunStep | None
     ) -> None:
         spans = [] if begun is None else begun.spans
+        if self._stale and is_foreign(plain_step(type(step.optimizer))):
+            # Nobody waits for a unit, and the step may count its calls where no trial can see it.
+            every = tuple(p for unit in units for p in unit.parameters)
+            units = [UpdateUnit(name="all parameters", parameters=every)]
         left = dict.fromkeys(units)
         while left:
             events = self._events
