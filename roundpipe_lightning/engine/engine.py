@@ -369,6 +369,7 @@ class Engine:
             compiler=self._compiler,
             returned=Countdown(1 if joined else plan.num_microbatches),
             forms=self.forms if joined else None,
+            is_first=not self._num_steps,
             **given,
         )
 

@@ -79,6 +79,7 @@ class StepContext:
         returned: Counts down the microbatches whose user code has not returned.
         forms: What is known of calls, where the user's code runs once on the whole batch and the
             microbatches are pieces of it; None: it runs for every microbatch.
+        is_first: Whether no step of the engine has ended before it began.
     """
 
     module: nn.Module
@@ -98,6 +99,7 @@ class StepContext:
     overrides: Callable[[int], Mapping[str, Any]]
     stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
     returned: Countdown
+    is_first: bool
     outside: Outside | None = None
     outside_blocks: frozenset[nn.Parameter] = frozenset()
     compiler: BlockCompiler | None = None
@@ -216,6 +218,7 @@ class Microbatch:
             "chain": context.chain,
             "backward": context.backward,
             "compiler": context.compiler,
+            "checks": context.is_first,
         }
 
     def _make_forward(self) -> ForwardPass:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarning
 from tests.kit.engine import (
     WIDTH,
     Block,
@@ -19,6 +21,9 @@ from tests.kit.engine import (
     check_parity,
     cpu_workers,
     emulated_workers,
+    engine_for,
+    mean_step,
+    regression_batches,
 )
 
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
@@ -113,3 +118,23 @@ def test_a_block_is_recomputed_with_the_buffers_that_its_forward_saw(
     devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
     twin = copy.deepcopy(module)
     check_parity(module, num_microbatches=num_microbatches, devices=devices, twin=twin)
+
+
+class Drawing(Block):
+    """Draws from a generator that is not torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recompute_that_gives_other_values_is_warned_of(dtype: torch.dtype, kind: str) -> None:
+    module = Regressor(make_block=Drawing).to(dtype)
+    batches = [(x.to(dtype), y.to(dtype)) for x, y in regression_batches(2)]
+    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
+    with (
+        engine_for(module, devices=devices, num_microbatches=2) as engine,
+        pytest.warns(ChangedRecomputeWarning, match=r"Block 'layers\.\d' gave other values"),
+    ):
+        mean_step(engine, batches)

@@ -50,6 +50,8 @@ class ForwardPass:
         chain: The calls that are planned.
         backward: Whether a backward pass will follow.
         compiler: Compiles blocks; None: they run as they are.
+        checks: Whether recomputes are compared with their forward pass on devices, too, which
+            then wait; where workers compute in host memory they always are.
 
     Attributes:
         calls: The calls so far.
@@ -66,7 +68,9 @@ class ForwardPass:
         chain: Chain,
         backward: bool,
         compiler: BlockCompiler | None,
+        checks: bool = False,
     ) -> None:
+        self._checks = checks
         self.turns = turns
         self.user = user
         self.calls: list[BlockCall] = []
@@ -411,6 +415,9 @@ class ForwardPass:
                 compiler.add_drawing(call.name)
             if compiler is not None and resident.assigns_buffers(call.block):
                 compiler.exclude(call.name, "it assigns a buffer anew")
+        device = self.turns.worker.device
+        if self._checks or device.shares_host_memory:
+            call.check(outcome, device)
         for module, attribute, value in resident.take_writes():
             # This microbatch's user code reads the attributes that its block has written.
             put(user.maker.view_of(module), attribute, value)

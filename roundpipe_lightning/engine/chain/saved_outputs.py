@@ -17,18 +17,23 @@ stages, on two workers perhaps, so the same idea, dispatch modes around the bloc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
+
+_NUM_SAMPLED = 64
+"""At least so many elements of each tensor are compared, or all there are."""
 
 _NEEDED_FOR_BACKWARD = "compute_log_sumexp"
 """An argument of attention operations that is False where PyTorch keeps no graph."""
@@ -92,6 +97,45 @@ class KeptOutputs:
         for boundary in boundaries:
             boundary.release()
         self._entries.clear()
+
+
+class ChangedRecomputeWarning(UserWarning):
+    """A block gave other values in its recompute than in its forward pass."""
+
+
+class Sample:
+    """Some elements of what one call of a block gave, on the host.
+
+    Args:
+        tensors: What it gave.
+        device: Where.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: Device) -> None:
+        self._elements = [
+            device.download(tensor.reshape(-1)[:: max(1, tensor.numel() // _NUM_SAMPLED)].clone())
+            for tensor in map(Tensor.detach, tensors)
+            if tensor.layout is torch.strided and tensor.numel()
+        ]
+
+    def is_close(self, other: Sample, *, dtypes: Iterable[torch.dtype]) -> bool:
+        """Return whether rounding explains how this differs from the sample of another run.
+
+        Args:
+            other: That sample.
+            dtypes: What the block may have computed in, beside the types of what it gave.
+        """
+        return all(
+            torch.equal(mine, theirs) or _is_rounded(mine, theirs, (mine.dtype, *dtypes))
+            for mine, theirs in zip(self._elements, other._elements, strict=True)
+        )
+
+
+def _is_rounded(mine: Tensor, theirs: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    rounding = max((torch.finfo(dtype).eps for dtype in floating), default=0.0) ** 0.5
+    limit = rounding * float(theirs.abs().nan_to_num().max())
+    return torch.allclose(mine, theirs, rtol=0, atol=limit, equal_nan=True)
 
 
 class KeptState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,13 @@ from roundpipe_lightning.engine.chain.block_outcome import (
     run_block,
     works_in_place,
 )
-from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs, KeptState
+from roundpipe_lightning.engine.chain.saved_outputs import (
+    ChangedRecomputeWarning,
+    KeptOutputs,
+    KeptState,
+    Sample,
+)
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
@@ -193,6 +200,7 @@ class BlockCall:
         self._given: Given | None = None
         self._state = KeptState()
         self._source_of = source_of
+        self._sample: Sample | None = None
         self._autocast: list[Autocast] = []
         self._versions: list[int] = []
         if gradient:
@@ -245,6 +253,25 @@ class BlockCall:
             yield
         if self._state.attributes and not again:
             self.writes = [*self._state.attributes, *self.writes]
+
+    def check(self, outcome: Outcome, device: Device) -> None:
+        """Keep a sample of what the forward pass gave, then compare that of the recompute."""
+        if not self.is_recomputed:
+            return
+        sample = Sample((tensor for tensor, _ in outcome.tensors), device)
+        if self._sample is None:
+            self._sample = sample
+            return
+        dtypes = [state.dtype for state in self._autocast if state.enabled]
+        if not sample.is_close(self._sample, dtypes=dtypes):
+            warnings.warn(
+                f"Block {self.name!r} gave other values in its recompute than in its forward pass: "
+                "what it reads has changed since, so gradients are wrong. Draw random numbers with "
+                "torch, not with `random` or numpy; keep what a block changes in buffers; give it "
+                "what others change as an argument; or set RoundPipeStrategy(recompute='none').",
+                ChangedRecomputeWarning,
+                stacklevel=2,
+            )
 
     def run_forward(
         self, block: nn.Module, take: Swap, *, given: Given, watched: Watched
