@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarning
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import (
     BatchError,
@@ -273,6 +274,7 @@ class Smuggling(Block):
         return hidden
 
 
+@pytest.mark.filterwarnings("ignore:Block .* gave other values in its recompute")
 def test_a_tensor_that_goes_from_block_to_block_past_the_arguments() -> None:
     kept: dict[str, Tensor] = {}
 
@@ -346,7 +348,8 @@ def test_a_constant_that_blocks_share_past_their_arguments() -> None:
     with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         assert not differences(module, mean_step(engine, batches), plain)
         kept.clear()
-        mean_step(engine, batches)
+        with pytest.warns(ChangedRecomputeWarning, match=r"'layers\.0' gave other values"):
+            mean_step(engine, batches)
         assert not differences(module, mean_step(engine, batches), plain)
 
 
@@ -375,7 +378,7 @@ def test_a_gradient_that_user_code_asks_for_across_the_blocks() -> None:
         )
         return output.mean() + gradient.square().mean()
 
-    with pytest.raises(CaptureError, match=r"torch\.autograd\.grad.*through the blocks"):
+    with pytest.raises(CaptureError, match=r"torch\.autograd\.grad.*through blocks"):
         _outputs(call)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarning
+from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     WIDTH,
     Block,
@@ -138,3 +140,60 @@ def test_a_recompute_that_gives_other_values_is_warned_of(dtype: torch.dtype, ki
         pytest.warns(ChangedRecomputeWarning, match=r"Block 'layers\.\d' gave other values"),
     ):
         mean_step(engine, batches)
+
+
+def test_forward_hooks_of_blocks_run_once_per_call_unless_they_change_the_output() -> None:
+    module: Any = Regressor()
+    calls: list[str] = []
+    hooks: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+        "looks": lambda module, args, output: calls.append("looks"),
+        "returns": lambda module, args, output: output * 1.5,
+        "writes": lambda module, args, output: output.mul_(0.5) is None or None,
+    }
+    for block, hook in zip(module.layers, hooks.values(), strict=False):
+        block.register_forward_hook(hook)
+    check_parity(module, num_microbatches=1)
+    assert len(calls) == 2  # the plain loop's and the engine's
+
+
+@pytest.mark.parametrize("watch", ["retain_grad", "register_hook"])
+def test_a_gradient_of_a_block_s_output_is_found_at_a_copy_of_it(watch: str) -> None:
+    found: list[Tensor] = []
+
+    def call(view: Any, batch: Any, index: int, *, copies: bool = True) -> Any:
+        x, y = batch
+        hidden = view.layers[0](view.head(x))
+        hidden = hidden.clone() if copies else hidden
+        if watch == "retain_grad":
+            hidden.retain_grad()
+            found.append(hidden)
+        else:
+            hidden.register_hook(found.append)
+        for layer in view.layers[1:]:
+            hidden = layer(hidden)
+        return functional.mse_loss(view.tail(hidden).squeeze(-1), y)
+
+    module = Regressor()
+    check_parity(module, num_microbatches=1, call=call)
+    expected, got = (t.grad if watch == "retain_grad" else t for t in found)
+    assert got is not None
+    assert expected is not None
+    assert torch.equal(got, expected)
+    with pytest.raises(CaptureError, match=rf"`{watch}` on an output of block 'layers\.0'.*clone"):
+        check_parity(module, num_microbatches=1, call=partial(call, copies=False))
+
+
+def test_double_backward_works_where_blocks_are_not_recomputed() -> None:
+    def call(view: Any, batch: Any, index: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        output = view(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return functional.mse_loss(output, y) + slope.square().mean()
+
+    module = Regressor()
+    whole = Partition(forward=(), backward=(4,))
+    for num_microbatches in (1, 3):
+        check_parity(module, call=call, partition=whole, num_microbatches=num_microbatches)
+    with pytest.raises(CaptureError, match=r"recomputed: .*recompute='none'"):
+        check_parity(module, call=call)

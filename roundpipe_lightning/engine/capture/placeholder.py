@@ -34,6 +34,11 @@ _WRITTEN = (
     "`x += ...`), move the operation into a block, or name other blocks with "
     "RoundPipeStrategy(blocks=[...])."
 )
+_GRADIENT_HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
+_HOOKED = (
+    "`{}` on an output of block {!r}, which is recomputed: no tensor of the step's own has its "
+    "whole gradient. Make one and go on with it: `h = h.clone()`, then `h.{}(...)`."
+)
 _PAST_FUNCTIONS = (
     "{} received an output of a block past PyTorch's functions (a custom autograd.Function, "
     "probably), where the engine cannot put in its values. Give it a tensor made by an operation, "
@@ -102,6 +107,8 @@ class LazyTensor(Tensor):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if name in _GRADIENT_HOOKS and isinstance(args[0], LazyTensor):
+            raise CaptureError(_HOOKED.format(name, args[0].value.block_name, name))
         written = args[0] if args and writes_first(name) else (kwargs or {}).get("out")
         found: dict[LazyTensor, Tensor] = {}
         for lazy in tensors_in((args, kwargs)):

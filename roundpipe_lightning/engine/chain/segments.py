@@ -78,7 +78,7 @@ class Segments:
         backward: bool,
     ) -> None:
         self.code_ran = False
-        self._all = [Segment(start=0, first_node=0)]
+        self._all = [Segment(start=0, first_node=0, is_fused=not turns.in_forward_stage)]
         self._calls = calls
         self._user = user
         self._turns = turns
@@ -218,9 +218,10 @@ class Segments:
         inside = all(t.grad_fn is not None and not self.is_earlier(t) for t in inputs)
         if reached and not inside:
             raise CaptureError(
-                "torch.autograd.grad(...) asks for a gradient through the blocks, which run "
-                "backward only after the user's code: its graph ends at the last block. Ask for "
-                "gradients of what was made after the blocks, or make the term part of the loss."
+                "torch.autograd.grad(...) asks for a gradient through blocks that are recomputed: "
+                "they run backward only after the user's code, whose graph ends at the last block. "
+                "Set RoundPipeStrategy(recompute='none'), ask for gradients of what was made "
+                "after the blocks, or make the term part of the loss."
             )
 
     def clear(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from roundpipe_lightning.engine.capture.arguments import Copies, Reference, Swap
 from roundpipe_lightning.engine.capture.autocast import Autocast, autocast_as, autocast_now
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
+from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.block_outcome import (
     Given,
     Outcome,
@@ -201,6 +203,7 @@ class BlockCall:
         self._state = KeptState()
         self._source_of = source_of
         self._sample: Sample | None = None
+        self._idle_hooks: set[int] = set()
         self._autocast: list[Autocast] = []
         self._versions: list[int] = []
         if gradient:
@@ -274,19 +277,51 @@ class BlockCall:
             )
 
     def run_forward(
-        self, block: nn.Module, take: Swap, *, given: Given, watched: Watched
+        self, block: nn.Module, take: Swap, *, given: Given, watched: Watched, again: bool = False
     ) -> Outcome:
         """Run the block; arguments and errors as of `run_block`."""
-        return run_block(
-            block,
-            take,
-            given=given,
-            watched=watched,
-            name=self.name,
-            repeats=self.gradient,
-            # The user's module answers sooner than its view, unless that has attributes of its own.
-            writes=works_in_place(block if self.writes else self.block),
+        with self._hooks_once(block, again=again):
+            return run_block(
+                block,
+                take,
+                given=given,
+                watched=watched,
+                name=self.name,
+                repeats=self.gradient,
+                # The user's module answers sooner than its view, unless that has attributes of its
+                # own.
+                writes=works_in_place(block if self.writes else self.block),
+            )
+
+    @contextmanager
+    def _hooks_once(self, block: nn.Module, *, again: bool) -> Iterator[None]:
+        """Leave out of the recompute the block's forward hooks that have changed nothing."""
+        own = block.__dict__  # past a view's `__setattr__`, which writes into the module
+        hooks = own["_forward_hooks"]
+        if not (hooks and self.is_recomputed):
+            yield
+            return
+        own["_forward_hooks"] = OrderedDict(
+            (key, hook if again else self._noting(key, hook))
+            for key, hook in hooks.items()
+            if not (again and key in self._idle_hooks)
         )
+        try:
+            yield
+        finally:
+            own["_forward_hooks"] = hooks
+
+    def _noting(self, key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward hook that notes whether it has changed the output."""
+
+        def noting(*args: Any) -> Any:
+            versions = [tensor._version for tensor in tensors_in(args[-1])]
+            result = hook(*args)
+            if result is None and versions == [t._version for t in tensors_in(args[-1])]:
+                self._idle_hooks.add(key)
+            return result
+
+        return noting
 
     def run_again(self, block: nn.Module, take: Swap, *, watched: Watched) -> Outcome:
         """Run the block on the same arguments, under the same autocast.
@@ -302,7 +337,7 @@ class BlockCall:
             )
         with autocast_as(self._autocast):
             assert self._given is not None, "kept where a gradient is wanted"
-            outcome = self.run_forward(block, take, given=self._given, watched=watched)
+            outcome = self.run_forward(block, take, given=self._given, watched=watched, again=True)
         forms = [(tensor.shape, tensor.dtype) for tensor, _ in outcome.tensors]
         if forms != [(value.form.shape, value.form.dtype) for value in self.values]:
             raise CaptureError(
