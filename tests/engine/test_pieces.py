@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,10 +46,10 @@ def check(
     """Compare a step with one on a single device; return its result."""
     batch = batch_of(num_rows)
     torch.manual_seed(3)
-    loss = module.training_step(batch, 0)
+    twin = copy.deepcopy(module)  # blocks may write into buffers
+    loss = twin.training_step(batch, 0)
     loss.backward()
-    wanted = {name: p.grad for name, p in module.named_parameters()}
-    module.zero_grad()
+    wanted = {name: p.grad for name, p in twin.named_parameters()}
     plan = {"num_workers": 2, "num_microbatches": 3, **plan}
     with engine_for(module, devices=devices, **plan) as engine:
         for _ in range(steps):
@@ -63,6 +65,7 @@ def check(
         assert (got is None) == (wanted[name] is None), name
         if got is not None:
             torch.testing.assert_close(got, wanted[name], atol=2e-5, rtol=1e-5, msg=name)
+    torch.testing.assert_close(dict(module.named_buffers()), dict(twin.named_buffers()))
     return result
 
 
@@ -159,16 +162,23 @@ def test_stages_that_user_code_interrupts() -> None:
 
 
 class KeepsScale(Block):
-    """Updates a buffer with the mean of what it gets."""
+    """Updates a buffer with the mean of what it gets, and divides by it."""
 
-    def __init__(self) -> None:
+    scale: Tensor
+
+    def __init__(self, *, assigns: bool = False) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
+        self.assigns, self.calls = assigns, 0
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         with torch.no_grad():
-            self.scale.mul_(0.9).add_(0.1 * x.abs().mean())  # type: ignore[operator]
-        return super().forward(x)
+            if self.assigns:
+                self.scale = 0.9 * self.scale + 0.1 * x.abs().mean()
+            else:
+                self.scale.mul_(0.9).add_(0.1 * x.abs().mean())
+        return super().forward(self.calls * x / self.scale.clone())
 
 
 @pytest.mark.parametrize(
@@ -177,6 +187,7 @@ class KeepsScale(Block):
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "buffers"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()), "other rows"),
         (KeepsScale, "buffers"),
+        (partial(KeepsScale, assigns=True), "buffers"),
     ],
 )
 def test_blocks_that_mix_rows_run_on_the_whole_batch(

@@ -371,8 +371,7 @@ class DriverForward(ForwardPass):
         ]
         number = {id(a.tensor): i for i, a in enumerate(arguments)}
         results: list[Sequence[Tensor]] = []
-        with self._resident(block, position) as resident:
-            buffers = {b: (here := resident.buffer_of(b), here.clone()) for b in block.buffers()}
+        with self._resident(block, position) as resident, resident.undone(block) as buffers:
             written: list[Any] = []
             for part in range(3):
 
@@ -387,16 +386,9 @@ class DriverForward(ForwardPass):
                 except (StepAborted, torch.OutOfMemoryError):
                     raise
                 except Exception as error:  # noqa: BLE001 - any: the form does not fit
-                    resident.take_writes()
                     return f"it raises {type(error).__name__} on a part of the batch"
                 written.append(resident.take_writes())
-            wrote = False
-            for here, before in buffers.values():
-                if not torch.equal(here, before):
-                    wrote = True
-                    with torch.no_grad():
-                        here.copy_(before)
-        if wrote:
+        if buffers:
             return "it writes into buffers (running statistics, say)"
         if _written_shapes(written[0]) != _written_shapes(written[2]):
             return "it keeps values of the batch in attributes"

@@ -320,6 +320,32 @@ class ResidentBlocks:
             if sum(tensor.nbytes for tensor in tensors_in(value)) <= _MOST_KEPT_BYTES:
                 attributes.append((module, {name: value}))
 
+    @contextmanager
+    def undone(self, block: nn.Module) -> Iterator[list[str]]:
+        """Undo at the end of the context what the block has written; names the buffers then."""
+        self._overwritten.clear()
+        before = [
+            (table, name, here, None if here is None else here.clone())
+            for table in (_buffers(self._maker.view_of(m)) for m in self._buffered[block])
+            for name, here in table.items()
+        ]
+        written: list[str] = []
+        try:
+            yield written
+        finally:
+            for table, name, here, values in before:
+                if table[name] is not here:
+                    table[name] = here
+                    written.append(name)
+                if values is not None and not torch.equal(here, values):
+                    written.append(name)
+                    with torch.no_grad():
+                        here.copy_(values)
+            for module, name, value in reversed(self._overwritten):
+                write_through(module, name, value)
+                put(self._maker.view_of(module), name, value)
+            self._writes.clear()
+
     def assigns_buffers(self, block: nn.Module) -> bool:
         """Return whether a block has assigned buffers anew since they were written back."""
         return any(
