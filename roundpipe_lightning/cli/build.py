@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roundpipe_commands import EXIT_ERROR
-from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics
+from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
+from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics, useful_callbacks
 from roundpipe_lightning.errors import (
     BatchError,
     CheckpointError,
@@ -78,7 +80,7 @@ class Run:
     callbacks: tuple[Callback, ...]
     statistics: RunStatistics
     interrupt: GracefulInterrupt
-    checkpoint: Path | None
+    checkpoint: str | None
 
 
 def build_run(config: DictConfig) -> Run:
@@ -104,11 +106,7 @@ def build_run(config: DictConfig) -> Run:
     )
     statistics, interrupt = RunStatistics(), GracefulInterrupt()
     loggers: list[Logger] = build_each(config.logger)
-    callbacks: list[Callback] = [
-        callback
-        for callback in build_each(config.callbacks)
-        if loggers or not isinstance(callback, LearningRateMonitor)  # it refuses to be without
-    ]
+    callbacks = useful_callbacks(build_each(config.callbacks), config.trainer, logs=bool(loggers))
     trainer: Trainer = build(
         config.trainer, callbacks=[statistics, *callbacks, interrupt], logger=loggers or False
     )
@@ -136,6 +134,11 @@ def build(config: Any, **extra: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, SETTING_ERRORS):
             raise error.__cause__ from None
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            missing = str(error.__cause__).splitlines()[0]
+            raise ConfigurationError(
+                f"{config['_target_']} needs a library that is not installed: {missing}"
+            ) from None
         raise
 
 
@@ -184,25 +187,44 @@ def choose_devices(config: DictConfig) -> int | str | list[int]:
     return devices
 
 
-def find_checkpoint(config: DictConfig) -> Path | None:
-    """The checkpoint of `ckpt_path`; for `last` the newest `last.ckpt` of all runs.
+def find_checkpoint(config: DictConfig) -> str | None:
+    """The checkpoint of `ckpt_path`: a path or an address.
+
+    `last` and `best` are the newest of all runs; of a run's folder it is the last.
 
     Raises:
-        CheckpointError: There is none at that path.
+        CheckpointError: There is none.
     """
-    path: str | None = config.ckpt_path
-    if path is None:
+    given: str | None = config.ckpt_path
+    if given is None:
         return None
-    if path == "last":
-        runs = Path(config.paths.log_dir).glob("*/runs/*/checkpoints/last.ckpt")
-        path = str(max(runs, key=lambda file: file.stat().st_mtime, default=path))
-    checkpoint = Path(path).expanduser()
+    if given in ("last", "best"):
+        logs = Path(config.paths.log_dir)
+        folders = (*logs.glob("*/runs/*"), *logs.glob("*/multiruns/*/*"))
+        files = [folder / "checkpoints" / f"{given}.ckpt" for folder in folders]
+        found = [file for file in files if file.exists()]
+        if found:
+            return str(max(found, key=lambda file: file.stat().st_mtime))
+    if "://" in given:
+        try:
+            files_there, path = url_to_fs(given)
+            exists = files_there.exists(path)
+        except Exception as error:
+            raise CheckpointError(f"ckpt_path={given} cannot be reached: {error}") from error
+        if exists:
+            return str(path) if isinstance(files_there, LocalFileSystem) else given
+    checkpoint = Path(given).expanduser()
+    if checkpoint.is_dir() and not is_checkpoint_folder(checkpoint):
+        last = checkpoint / "checkpoints" / "last.ckpt"
+        checkpoint = last if last.exists() else checkpoint
     if not checkpoint.exists():
+        wanted = " (callbacks=best keeps it)" if given == "best" else ""
         raise CheckpointError(
-            f"ckpt_path={path!r} does not exist (looked in {Path.cwd()}). Runs keep theirs in "
-            "logs/<task_name>/runs/<date>_<time>/checkpoints/last.ckpt."
+            f"ckpt_path={given!r} does not exist{wanted} (looked in {Path.cwd()}). Runs keep "
+            "theirs in logs/<task_name>/runs/<date>_<time>/checkpoints/last.ckpt; ckpt_path=last "
+            "is the newest of them."
         )
-    return checkpoint
+    return str(checkpoint)
 
 
 def check_fit(config: DictConfig, source: ModelSource, data: LightningDataModule) -> None:

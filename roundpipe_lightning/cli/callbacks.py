@@ -6,16 +6,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from typing_extensions import Self, override
 
+from roundpipe_lightning.callbacks.plan_report import PlanReport
+from roundpipe_lightning.callbacks.timeline import PipelineTimeline
 from roundpipe_lightning.strategy.compat import stop_after_batch
 
 _SIGNALS = [
@@ -49,6 +53,7 @@ class RunStatistics(Callback):
     def tokens_per_second(self) -> float | None:
         """Tokens trained on per second of training step, the first step left out if it can be.
 
+        None where batches have no `input_ids`.
         Validation, checkpoints and loading data between the steps are not counted.
         """
         batches = self._batches[1:] if len(self._batches) > 1 else self._batches
@@ -73,16 +78,45 @@ class RunStatistics(Callback):
         batch_idx: int,
     ) -> None:
         seconds = time.perf_counter() - self._started_seconds
-        self._batches.append((int(batch["input_ids"].numel()), seconds))
-        loss = float(trainer.callback_metrics["train_loss"])
-        self.loss_first = loss if self.loss_first is None else self.loss_first
-        self.loss_last = loss
+        tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(tokens, Tensor):
+            self._batches.append((tokens.numel(), seconds))
+        loss = trainer.callback_metrics.get("train_loss")
+        if loss is None and isinstance(outputs, Mapping) and "loss" in outputs:
+            loss = outputs["loss"] * trainer.accumulate_grad_batches
+        if loss is not None:
+            self.loss_last = float(loss)
+            self.loss_first = self.loss_last if self.loss_first is None else self.loss_first
         self.num_steps = trainer.global_step - self._first_step
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self.validated_step = trainer.global_step
+
+
+def useful_callbacks(
+    callbacks: Iterable[Callback], trainer: Mapping[str, Any], *, logs: bool
+) -> list[Callback]:
+    """Leave out the callbacks that refuse what else is configured, and have nothing to do then.
+
+    Args:
+        callbacks: Those of the configuration.
+        trainer: The Trainer's settings.
+        logs: Whether there is a logger.
+    """
+    strategy = trainer.get("strategy", "auto")
+    name = strategy.get("_target_", "") if isinstance(strategy, Mapping) else str(strategy)
+    idle: list[type[Callback]] = []
+    if not logs:
+        idle.append(LearningRateMonitor)
+    if trainer.get("enable_progress_bar") is False:
+        idle.append(ProgressBar)
+    if trainer.get("enable_checkpointing") is False:
+        idle.append(Checkpoint)
+    if "roundpipe" not in name.lower():
+        idle += [PlanReport, PipelineTimeline]
+    return [callback for callback in callbacks if not isinstance(callback, tuple(idle))]
 
 
 class GracefulInterrupt(Callback):

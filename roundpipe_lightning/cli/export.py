@@ -47,7 +47,10 @@ def export(config: DictConfig) -> Path:
         RoundPipeError: The configuration cannot work, the checkpoint is of another model, or the
             folder cannot be written. What was there before is untouched.
     """
-    checkpoint = find_checkpoint(config)
+    found = find_checkpoint(config)
+    if found is not None and "://" in found:
+        raise ConfigurationError(f"ckpt_path={found}: copy it to this machine first.")
+    checkpoint = None if found is None else Path(found)
     options = ExportOptions(
         dtype=config.dtype,
         merge=config.merge,

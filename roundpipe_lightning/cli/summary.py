@@ -1,7 +1,7 @@
 """The figures of a run: `summary.json` for programs, a table to read."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ class RunSummary:
         tokens_per_second: Tokens trained on per second of training step.
         loss_first: Loss of the first training step, nats per token.
         loss_last: Loss of the last training step, nats per token.
-        val_loss: Loss on the validation text after the last step, nats per token.
+        val_loss: Loss on the validation data after the last step; of text nats per token.
+        test_loss: Loss on the test data after the last step; of text nats per token.
+        metrics: What else validation and test have measured, by name.
         bubble_predicted: Share of the workers' time that the plan expects to be idle, 0 to 1.
         bubble_measured: Share of the workers' time that was idle, 0 to 1.
         peak_device_bytes: Most memory in use on one device.
@@ -45,6 +47,8 @@ class RunSummary:
     loss_first: float | None
     loss_last: float | None
     val_loss: float | None
+    test_loss: float | None
+    metrics: dict[str, float]
     bubble_predicted: float | None
     bubble_measured: float | None
     peak_device_bytes: int | None
@@ -87,11 +91,16 @@ class RunSummary:
         steps, workers = count_text(self.num_steps, "step"), count_text(self.num_workers, "worker")
         size = f"{steps} of {count_text(self.num_microbatches, 'microbatch')}"
         rows = [("Training", f"{size} on {workers}")]
+        unit = "" if self.tokens_per_second is None else " nats per token"
         if self.loss_first is not None and self.loss_last is not None:
-            fall = f"from {self.loss_first:.2f} to {self.loss_last:.2f} nats per token"
-            rows.append(("Training loss", fall))
+            rows.append(
+                ("Training loss", f"from {self.loss_first:.2f} to {self.loss_last:.2f}{unit}")
+            )
         if self.val_loss is not None:
-            rows.append(("Validation loss", f"{self.val_loss:.2f} nats per token"))
+            rows.append(("Validation loss", f"{self.val_loss:.2f}{unit}"))
+        if self.test_loss is not None:
+            rows.append(("Test loss", f"{self.test_loss:.2f}{unit}"))
+        rows += [(name, f"{value:.4g}") for name, value in self.metrics.items()]
         if self.tokens_per_second is not None:
             rows.append(("Speed", f"{self.tokens_per_second:,.0f} tokens a second"))
         if self.bubble_measured is not None and self.bubble_predicted is not None:
@@ -104,8 +113,8 @@ class RunSummary:
         return rows
 
 
-def summarize(run: Run, *, val_loss: float | None) -> RunSummary:
-    """The figures of a run that has ended, whatever its strategy.
+def summarize(run: Run, metrics: Mapping[str, float]) -> RunSummary:
+    """The figures of a run that has ended, whatever its strategy, and what it has measured.
 
     The idle shares are those of a `PipelineTimeline` among the callbacks.
     """
@@ -128,7 +137,13 @@ def summarize(run: Run, *, val_loss: float | None) -> RunSummary:
         tokens_per_second=statistics.tokens_per_second,
         loss_first=statistics.loss_first,
         loss_last=statistics.loss_last,
-        val_loss=val_loss,
+        val_loss=metrics.get("val_loss"),
+        test_loss=metrics.get("test_loss"),
+        metrics={
+            name: value
+            for name, value in metrics.items()
+            if name.startswith(("val_", "test_")) and not name.endswith("_loss")
+        },
         peak_host_bytes=peak_host_bytes(),
         num_steps=statistics.num_steps,
         **figures,

@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from roundpipe_lightning.cli.build import Run, build_run, run_explained
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.summary import monitored_rows, summarize, trained_row
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
@@ -50,9 +49,12 @@ def train(config: DictConfig) -> float | None:
         SystemExit: Another signal asked the run to stop, likewise; 128 plus its number.
     """
     lightning.seed_everything(config.seed, workers=True, verbose=False)
-    run = build_run(config)
+    run = build_run(_with_interval(config))
     folder = Path(run.config.paths.output_dir)
     write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
+    _save_first_plan(run)
+    for logger in run.trainer.loggers:
+        logger.log_hyperparams(OmegaConf.to_container(run.config, resolve=True))  # type: ignore[arg-type]
     log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
     with run.interrupt, uncrowded_threads(run.trainer):
@@ -65,7 +67,7 @@ def train(config: DictConfig) -> float | None:
                 raise
         if run.interrupt.signal_number is not None:
             _end_interrupted(run, run.interrupt.signal_number)
-    summary = summarize(run, val_loss=metrics.get("val_loss"))
+    summary = summarize(run, metrics)
     log.info("Finished: %s", summary)
     summary.save(folder / "summary.json")
     summary.print(
@@ -79,7 +81,7 @@ def train(config: DictConfig) -> float | None:
 def _run_stages(run: Run, metrics: dict[str, float]) -> None:
     """Fit, validate and test as configured; `metrics` receives what they measured."""
     config, trainer = run.config, run.trainer
-    checkpoint = None if run.checkpoint is None else str(run.checkpoint)
+    checkpoint = run.checkpoint
     if config.train:
         trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
         checkpoint = None  # from here on the weights are those that were trained
@@ -101,15 +103,21 @@ def _keep_metrics(run: Run, metrics: dict[str, float]) -> None:
         metrics.pop("val_loss", None)  # measured before the last step
 
 
+def _with_interval(config: DictConfig) -> DictConfig:
+    """The configuration, in which a share of an epoch as `val_check_interval` may stand alone."""
+    interval = config.trainer.get("val_check_interval")
+    if isinstance(interval, float) and config.trainer.get("check_val_every_n_epoch") is None:
+        config = config.copy()
+        config.trainer.check_val_every_n_epoch = 1
+    return config
+
+
 def _choose_metric(name: str | None, metrics: dict[str, float]) -> float | None:
-    if name is None:
-        return None
-    if name not in metrics:
-        raise ConfigurationError(
-            f"optimized_metric={name!r} was not measured by this run, which has "
-            f"{', '.join(sorted(metrics)) or 'no metric'}. Name one of these, or null."
-        )
-    return metrics[name]
+    if name is not None and name not in metrics:
+        there = ", ".join(sorted(n for n in metrics if "/" not in n)) or "none"
+        log.warning("optimized_metric=%s was not measured; there are: %s", name, there)
+        sys.stderr.write(f"Warning: optimized_metric={name} was not measured; there are: {there}\n")
+    return None if name is None else metrics.get(name)
 
 
 def _end_interrupted(run: Run, signal_number: int) -> NoReturn:
@@ -156,6 +164,15 @@ def uncrowded_threads(trainer: Trainer) -> Iterator[None]:
     finally:
         if crowded:
             torch.set_num_threads(total)
+
+
+def _save_first_plan(run: Run) -> None:
+    """Have the plan written before the first step runs by it."""
+    strategy, path = run.trainer.strategy, Path(run.config.paths.output_dir) / "plan.json"
+    if isinstance(strategy, RoundPipeStrategy):
+        strategy.plan_listeners.append(
+            lambda event: None if path.exists() else event.description.plan.save(path)
+        )
 
 
 def _save_plan(run: Run) -> None:

@@ -83,14 +83,13 @@ class RecordFiles:
             unknown.
     """
 
-    paths: Sequence[str] = field(default_factory=tuple)
+    paths: Sequence[str] | str = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        if isinstance(self.paths, str) or not self.paths:
-            raise ConfigurationError(
-                f"data files: {self.paths!r} is not a list of paths. Give at least one, such as "
-                "[chat.jsonl]."
-            )
+        if not self.paths:
+            raise ConfigurationError("data files: there are none. Name one, such as chat.jsonl.")
+        if isinstance(self.paths, str):
+            object.__setattr__(self, "paths", (self.paths,))
 
     def parts(self) -> tuple[str, ...]:
         """Paths of all files, those of a folder or a pattern sorted by name."""

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_lightning.cli.callbacks import GracefulInterrupt
+from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics
 from roundpipe_lightning.modules import CausalLanguageModule
 from tests.kit.runs import run_here
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,24 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     assert len(losses) == num_steps, "no row is lost"
     assert f"trainer.max_steps=9 ckpt_path={last}" in done.stderr
     assert (tmp_path / "run" / "plan.json").is_file()
+
+
+def test_figures_of_a_module_that_logs_nothing_and_has_no_tokens(tmp_path: Path) -> None:
+    statistics = RunStatistics()
+    trainer = make_trainer(
+        tmp_path, strategy="roundpipe", max_steps=3, callbacks=[statistics, GracefulInterrupt()]
+    )
+    trainer.fit(Silent(), regression_data(), regression_data(8))
+    assert statistics.num_steps == 3
+    assert statistics.loss_first is not None
+    assert statistics.loss_last is not None
+    assert 0 < statistics.loss_last < statistics.loss_first
+    assert statistics.tokens_per_second is None
+
+
+class Silent(Regressor):
+    def log(self, *_: Any, **__: Any) -> None:
+        """Log nothing."""
 
 
 def test_a_second_ctrl_c_interrupts_within_the_step() -> None:

@@ -17,6 +17,8 @@ WHOLE = RunSummary(
     loss_first=5.5512,
     loss_last=2.0049,
     val_loss=2.1,
+    test_loss=2.2,
+    metrics={"test_accuracy": 0.51239},
     bubble_predicted=0.1,
     bubble_measured=0.156,
     peak_device_bytes=3 * 2**20,
@@ -39,6 +41,8 @@ def test_the_table_reads_well() -> None:
         ("Training", "1 step of 8 microbatches on 4 workers"),
         ("Training loss", "from 5.55 to 2.00 nats per token"),
         ("Validation loss", "2.10 nats per token"),
+        ("Test loss", "2.20 nats per token"),
+        ("test_accuracy", "0.5124"),
         ("Speed", "12,346 tokens a second"),
         ("Workers waited", "16% of the time (10% expected)"),
         ("Most memory on a device", "3.0 MiB"),
@@ -46,6 +50,7 @@ def test_the_table_reads_well() -> None:
     ]
     names = [f for f in asdict(WHOLE) if f not in ("peak_host_bytes", "num_workers")]
     empty = {**asdict(WHOLE), **dict.fromkeys(names), "num_steps": 0, "num_microbatches": 1}
+    empty["metrics"] = {}
     assert RunSummary(**empty).lines() == [  # without what the run did not have
         ("Training", "0 steps of 1 microbatch on 4 workers"),
         ("Most memory of the process", "2.50 GiB"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hydra.errors import InstantiationException, MissingConfigException
 
+from roundpipe_lightning.cli.build import find_checkpoint
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import (
     BatchError,
@@ -12,7 +13,8 @@ from roundpipe_lightning.errors import (
     ConfigurationError,
     ModelSourceError,
 )
-from tests.kit.runs import SUMMARY_KEYS, compose_small, files, train_small
+from roundpipe_lightning.modules import CausalLanguageModule
+from tests.kit.runs import SUMMARY_KEYS, compose_small, files, summary, train_small
 
 
 def test_the_same_seed_gives_the_same_run_on_any_number_of_workers(tmp_path: Path) -> None:
@@ -45,7 +47,7 @@ def test_evaluates_a_checkpoint_without_training(tmp_path: Path) -> None:
 
 def test_trains_on_an_ordinary_device_to_compare_with(tmp_path: Path) -> None:
     pipeline = train_small(tmp_path / "pipeline")
-    single = train_small(tmp_path / "single", "experiment=single_device")
+    single = train_small(tmp_path / "single", "trainer=single_device")
     assert single["bubble_measured"] is None
     assert single["loss_last"] == pytest.approx(pipeline["loss_last"], rel=1e-3)
     assert "plan.json" not in files(tmp_path / "single")
@@ -123,6 +125,46 @@ def test_an_unknown_experiment_lists_those_there_are(tmp_path: Path) -> None:
         compose_small(tmp_path, "experiment=nonesuch")
 
 
-def test_a_metric_that_was_not_measured_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"optimized_metric='test_loss'.*val_loss"):
-        train(compose_small(tmp_path, "optimized_metric=test_loss"))
+def test_settings_of_lightning_do_what_they_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose_small(
+        tmp_path / "logs" / "train" / "runs" / "mine",
+        f"paths.log_dir={tmp_path}/logs",
+        "trainer.enable_progress_bar=false",
+        "trainer.val_check_interval=1.0",
+        "data.text.train_bytes=200",
+        "callbacks=best",
+        "test=true",
+        "optimized_metric=nonesuch",
+    )
+    assert train(config) is None
+    shown = capsys.readouterr()
+    assert "optimized_metric=nonesuch was not measured; there are: idle" in shown.err
+    assert "Epoch" not in shown.err
+    assert "Test loss" in shown.out
+    folder = Path(config.paths.output_dir)
+    assert summary(folder)["test_loss"] > 0
+    assert "checkpoints/best.ckpt" in files(folder), "an epoch has ended"
+    for given, name in (
+        ("last", "last"),
+        ("best", "best"),
+        (str(folder), "last"),
+        (f"file://{folder}/checkpoints/best.ckpt", "best"),
+    ):
+        config.ckpt_path = given
+        assert find_checkpoint(config) == str(folder / "checkpoints" / f"{name}.ckpt")
+    config.ckpt_path = "nonesuch://bucket/last.ckpt"
+    with pytest.raises(CheckpointError, match=r"nonesuch://bucket/last.ckpt cannot be reached"):
+        find_checkpoint(config)
+
+
+def test_the_plan_is_there_when_the_first_step_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_step(*_: object) -> None:
+        raise InterruptedError(", ".join(sorted(files(tmp_path))))
+
+    monkeypatch.setattr(CausalLanguageModule, "on_train_batch_end", first_step, raising=False)
+    with pytest.raises(InterruptedError, match=r"config\.yaml, plan\.json"):
+        train(compose_small(tmp_path))

@@ -111,6 +111,7 @@ def test_paths_are_checked(tmp_path: Path) -> None:
     (tmp_path / "a.xml").touch()
     with pytest.raises(ConfigurationError, match=r"suffix that is not known\. Known are \.jsonl"):
         read(tmp_path / "a.xml")
-    for wrong in ("a.jsonl", ()):
-        with pytest.raises(ConfigurationError, match="not a list of paths"):
-            RecordFiles(paths=wrong)
+    with pytest.raises(ConfigurationError, match="there are none"):
+        RecordFiles(paths=())
+    (tmp_path / "a.txt").touch()
+    assert RecordFiles(paths=f"{tmp_path}/a.txt").parts() == (f"{tmp_path}/a.txt",)

@@ -37,6 +37,8 @@ SUMMARY_KEYS = {
     "loss_first",
     "loss_last",
     "val_loss",
+    "test_loss",
+    "metrics",
     "bubble_predicted",
     "bubble_measured",
     "peak_device_bytes",
