@@ -38,20 +38,16 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import program_libraries  # noqa: F401 - names its programs
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from program_kinds import Program
 from torch import Tensor
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import RoundPipeError, WatchdogError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import program_libraries  # noqa: F401 - names its programs
-from program_kinds import Program
 
 PROGRAMS: Mapping[str, type[Program]] = Program.named
 TOLERANCE = 1e-4
@@ -60,10 +56,11 @@ LIMIT_SECONDS = 120.0
 NOISE = re.compile(
     r"does not have many workers|GPU available|TPU available|TPU:|💡|max_epochs|\.isinstance\.|"
     r"roundpipe: \d+ workers|fewer workers|Seed set|LightningDeprecation|litlogger|"
-    r"for every batch of .* rows|plan"
+    r"for every batch of .* rows|runs on the whole batch|plan"
 )
 """Messages that say nothing about results."""
 
+_KINDS_OF_STAGES = ("forward", "fused", "backward")
 ORDER = ("same", "said", "silent", "broken", "left out")
 
 
@@ -310,11 +307,13 @@ def judge(name: str, options: Mapping[str, Any], counts: Sequence[int]) -> list[
         reason = f"{type(wanted.error).__name__}: {wanted.error}" if wanted.error else "no update"
         return [Run(num_microbatches=0, verdict="left out", message=" ".join(reason.split()))]
     runs = []
+    # With recompute="none" one stage has all blocks, by definition.
+    limits = None if options["recompute"] == "none" else dict.fromkeys(_KINDS_OF_STAGES, 1)
     for count in counts:
         begun = time.perf_counter()
         strategy = RoundPipeStrategy(
             num_microbatches=count,
-            hints={"limits": {"forward": 1, "fused": 1, "backward": 1}},
+            hints=limits and {"limits": limits},
             timeout_seconds=30.0,
             **{**options, **program.options},
         )

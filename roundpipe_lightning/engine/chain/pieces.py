@@ -50,6 +50,10 @@ from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 
 Key: TypeAlias = tuple[Any, ...]
 
+BlockWrites: TypeAlias = Sequence[tuple[nn.Module, str, Any]]
+"""Attributes that a block has written: module, name and value."""
+
+_PLAIN = (bool, int, float, str, type(None))
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE = 5e-2  # of narrower types, relative to the largest value
 
@@ -249,15 +253,16 @@ class DriverForward(ForwardPass):
             return None
         name, forms = self._names[block], self._forms
         key = (name, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
+        reason = _reason_against_pieces(block, self.user.writes.within(block))
+        if reason:
+            if key not in forms or forms.get(key) is not None:  # the hook can be a later one
+                forms.put(key, None, name=name, reason=reason)
+            return None
         if key in forms:
             form = forms.get(key)
             sizes = None if form is None else self._sizes(arguments, form.arguments)
             if form is None or sizes is not None:
                 return None if form is None or sizes is None else (form, sizes)
-        reason = _reason_against_pieces(block)
-        if reason:
-            forms.put(key, None, name=name, reason=reason)
-            return None
         few = False
         for dims in _candidates(arguments):
             sizes = self._sizes(arguments, dims)
@@ -390,7 +395,7 @@ class DriverForward(ForwardPass):
                 written.append(resident.take_writes())
         if buffers:
             return "it writes into buffers (running statistics, say)"
-        if _written_shapes(written[0]) != _written_shapes(written[2]):
+        if _keeps_values(written[0], written[2]):
             return "it keeps values of the batch in attributes"
         if len({len(result) for result in results}) != 1:
             return "it gives other outputs for another number of rows"
@@ -508,18 +513,28 @@ def _dim_of(argument: _Argument, num_rows: int, lead: int) -> int | None:
     return next((d for d in (lead, 0) if d < len(shape) and shape[d] == num_rows), None)
 
 
-def _reason_against_pieces(block: nn.Module) -> str:
+def _reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
+    tables = ("_forward_hooks", "_forward_pre_hooks")
+    hooked = {module for module, written in writes if any(map(written.get, tables))}
     for name, module in block.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001 - no public way
+        if module in hooked or any(module.__dict__[table] for table in tables):
             return f"a hook looks at {name or 'it'}, once per batch"
     return ""
 
 
-def _written_shapes(writes: Sequence[tuple[nn.Module, str, Any]]) -> list[Any]:
-    return [
-        (id(module), name, [tensor.shape for tensor in tensors_in(value)])
-        for module, name, value in writes
+def _keeps_values(first: BlockWrites, later: BlockWrites) -> bool:
+    """Return whether attributes that a block writes in every call are the batch's.
+
+    Tensors always are, whatever their values: routers can begin all alike. A table that is made
+    once is not written again.
+    """
+    if any(True for _ in tensors_in([value for _, _, value in later])):
+        return True
+    plain = [
+        {(id(m), name): value for m, name, value in writes if isinstance(value, _PLAIN)}
+        for writes in (first, later)
     ]
+    return plain[0] != plain[1]
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
