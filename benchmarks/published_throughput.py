@@ -26,8 +26,9 @@ from torch import nn
 from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
+from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel
-from roundpipe_lightning.planning.cost.predict import UpdateTiming, predict_step
+from roundpipe_lightning.planning.cost.predict import StepModel
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
@@ -121,25 +122,27 @@ class Model:
         small = PipelineLayout(
             partition=layout.partition, num_microbatches=num_microbatches, round_size=ROUND_SIZE
         )
-        return predict_step(
-            self.profile,
-            hardware=self.hardware,
-            layout=small,
-            num_trainable=0,
-            storage=ParameterStorage(),
-            timing=UpdateTiming.BEHIND_NEXT_STEP,
-        ).pipeline_seconds
+        return (
+            StepModel(
+                profile=self.profile,
+                hardware=self.hardware,
+                num_trainable=0,
+                storage=ParameterStorage(),
+                timing=UpdateTiming.BEHIND_NEXT_STEP,
+            )
+            .predict(small)
+            .pipeline_seconds
+        )
 
     def tokens_per_second(self, timing: UpdateTiming, storage: ParameterStorage) -> float:
         """Predicted throughput."""
-        prediction = predict_step(
-            self.profile,
+        prediction = StepModel(
+            profile=self.profile,
             hardware=self.hardware,
-            layout=self.layout,
             num_trainable=self.work.num_trainable,
             storage=storage,
             timing=timing,
-        )
+        ).predict(self.layout)
         return TOKENS_PER_STEP[self.name] / prediction.step_seconds
 
     def longest_sequence(self) -> float:
@@ -168,22 +171,24 @@ def even_partitions(profile: ModelProfile) -> Iterator[Partition]:
             )
 
 
-def measure(name: str, *, experts: bool = False) -> WorkProfile:
+def measure(name: str, *, rank: int | None = None, experts: bool = False) -> WorkProfile:
     """Measure a model of conf/model on the meta device.
 
     Args:
         name: Its file.
+        rank: Of its LoRA adapters, 0: none; None: as it was published.
         experts: Whether a mixture's experts get adapters, too, where there are any.
     """
     config = yaml.safe_load((MODELS / f"{name}.yaml").read_text(encoding="utf-8"))
     source = ModelSource(architecture=config["architecture"])
+    rank = LORA_RANKS.get(name, 0) if rank is None else rank
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             model: nn.Module = source.build()
-            if name in LORA_RANKS:
-                model = adapted(model, rank=LORA_RANKS[name], experts=experts)
+            if rank:
+                model = adapted(model, rank=rank, experts=experts)
     finally:
         torch.set_default_dtype(before)
     return work_profile(model, find_blocks(model, None), seq_len=SHAPE.seq_len)

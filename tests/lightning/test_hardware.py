@@ -45,7 +45,7 @@ def plan_of(trainer: Trainer) -> Plan:
 
 def test_the_plan_is_for_the_machine_that_is_named(tmp_path: Path) -> None:
     roomy = plan_of(fit(tmp_path, hardware="rtx4090x2"))
-    tight = machine(device_bytes=RESERVED_BYTES + 10 * BLOCK_BYTES)
+    tight = machine(device_bytes=RESERVED_BYTES + 8 * BLOCK_BYTES)
     small = plan_of(fit(tmp_path, hardware=tight))
     assert max(small.partition.backward) < max(roomy.partition.backward)
 

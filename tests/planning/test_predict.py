@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.cost.predict import UpdateTiming, predict_step
+from roundpipe_lightning.planning.cost.costs import UpdateTiming
+from roundpipe_lightning.planning.cost.predict import StepModel
 from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
@@ -51,14 +52,13 @@ def test_the_optimizer_comes_after_the_step_or_hides_behind_the_next() -> None:
     work = 8 * (4 * 4.0 + 1.5) / 2
     for num_trainable, optimizer in ((0, 0.0), (10**10, 0.6), (10**12 * 5, 300.0)):
         after, behind = (
-            predict_step(
-                model(),
+            StepModel(
+                profile=model(),
                 hardware=machine(),
-                layout=LAYOUT,
                 num_trainable=num_trainable,
                 storage=STORAGE,
                 timing=timing,
-            )
+            ).predict(LAYOUT)
             for timing in (UpdateTiming.AFTER_STEP, UpdateTiming.BEHIND_NEXT_STEP)
         )
         assert after.optimizer_seconds == pytest.approx(optimizer)
@@ -71,14 +71,13 @@ def test_the_optimizer_comes_after_the_step_or_hides_behind_the_next() -> None:
 
 
 def test_bytes_moved_are_counted() -> None:
-    prediction = predict_step(
-        model(),
+    prediction = StepModel(
+        profile=model(),
         hardware=machine(),
-        layout=LAYOUT,
         num_trainable=5000,
         storage=STORAGE,
         timing=UpdateTiming.AFTER_STEP,
-    )
+    ).predict(LAYOUT)
     assert prediction.uploaded_bytes == 2 * (4 + 4 + 1) * 1000  # two rounds, forward and backward
     assert prediction.downloaded_bytes == 2 * (4 + 1) * 1000
 
@@ -93,14 +92,9 @@ def test_the_host_adds_up_what_comes_down() -> None:
         host_bytes_per_second=5e12,
     )
     after, behind = (
-        predict_step(
-            big,
-            hardware=fast,
-            layout=LAYOUT,
-            num_trainable=5 * 10**12,
-            storage=STORAGE,
-            timing=timing,
-        )
+        StepModel(
+            profile=big, hardware=fast, num_trainable=5 * 10**12, storage=STORAGE, timing=timing
+        ).predict(LAYOUT)
         for timing in (UpdateTiming.AFTER_STEP, UpdateTiming.BEHIND_NEXT_STEP)
     )
     moved = 2 * (9 + 5) * 2e12  # as above
@@ -130,14 +124,17 @@ def test_slow_links_make_a_step_longer_and_compressed_frozen_weights_shorter() -
     slow = machine(upload_bytes_per_second=0.5e8, root_upload_bytes_per_second=1e8)
 
     def seconds(storage: ParameterStorage, hardware: HardwareSpec = slow) -> float:
-        return predict_step(
-            frozen,
-            hardware=hardware,
-            layout=LAYOUT,
-            num_trainable=0,
-            storage=storage,
-            timing=UpdateTiming.BEHIND_NEXT_STEP,
-        ).step_seconds
+        return (
+            StepModel(
+                profile=frozen,
+                hardware=hardware,
+                num_trainable=0,
+                storage=storage,
+                timing=UpdateTiming.BEHIND_NEXT_STEP,
+            )
+            .predict(LAYOUT)
+            .step_seconds
+        )
 
     plain, byte, nibble = (seconds(ParameterStorage(frozen_bits=bits)) for bits in (16, 8, 4))
     assert plain > byte > nibble > seconds(STORAGE, machine())

@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import HardwareError, PlanError
-from roundpipe_lightning.planning.cost.costs import BoundaryRoute, RecomputeStart, stage_costs
+from roundpipe_lightning.planning.cost.costs import (
+    BoundaryRoute,
+    RecomputeStart,
+    UpdateTiming,
+    stage_costs,
+)
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.predict import UpdateTiming, predict_step
+from roundpipe_lightning.planning.cost.predict import StepModel
 from roundpipe_lightning.planning.cost.simulate import simulate, simulate_transfers
 from roundpipe_lightning.planning.cost.traffic import (
     StageRun,
@@ -300,14 +305,15 @@ def test_a_direct_hop_is_one_copy() -> None:
 def test_a_step_is_shorter_where_devices_reach_each_other() -> None:
     far = machine(2, link=100.0)
     apart, near = (
-        predict_step(
-            model(boundary_bytes=100),
+        StepModel(
+            profile=model(boundary_bytes=100),
             hardware=hardware,
-            layout=LAYOUT,
             num_trainable=0,
             storage=ParameterStorage(),
             timing=UpdateTiming.AFTER_STEP,
-        ).step_seconds
+        )
+        .predict(LAYOUT)
+        .step_seconds
         for hardware in (far, replace(far, devices_reach_each_other=True))
     )
     assert near < apart

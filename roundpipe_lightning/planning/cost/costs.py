@@ -1,9 +1,12 @@
-"""Costs of the actions of a partition, in seconds: the simulator's input."""
+"""Costs of the actions of a partition, the simulator's input, and of the host beside them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -13,6 +16,8 @@ from roundpipe_lightning.planning.schedule.stages import (
     Stage,
     StageKind,
 )
+
+Floats = npt.NDArray[np.float64]
 
 
 class RecomputeStart(Enum):
@@ -58,6 +63,57 @@ class ActionCost:
     @property
     def seconds(self) -> float:
         return self.recompute_seconds + self.compute_seconds
+
+
+class UpdateTiming(Enum):
+    """Time at which the optimizer runs."""
+
+    AFTER_STEP = "after_step"
+    """After all gradients have come down and before the next step begins (synchronous training)."""
+
+    BEHIND_NEXT_STEP = "behind_next_step"
+    """While the next step computes with weights that are one step old (asynchronous updates)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """What a step takes beside its pipeline; all durations in seconds.
+
+    Attributes:
+        per_uploaded_byte: For which an upload keeps the host's memory busy.
+        per_downloaded_byte: For which a gradient does, the sum that it is added to included.
+        first_upload: Of one byte of the first upload, which nothing hides.
+        last_download: Of one byte of the last download.
+        optimizer: Of the optimizer.
+        timing: When it runs.
+    """
+
+    per_uploaded_byte: float = 0.0
+    per_downloaded_byte: float = 0.0
+    first_upload: float = 0.0
+    last_download: float = 0.0
+    optimizer: float = 0.0
+    timing: UpdateTiming = UpdateTiming.AFTER_STEP
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step fills the pipeline while this one drains."""
+        return self.timing is UpdateTiming.BEHIND_NEXT_STEP
+
+    def step_seconds(
+        self,
+        pipeline: float | Floats,
+        *,
+        uploaded: float | Floats,
+        downloaded: float | Floats,
+        edges: float | Floats,
+    ) -> Floats:
+        """Return the whole step, given its pipeline, its bytes and what nothing hides."""
+        host = self.per_uploaded_byte * uploaded + self.per_downloaded_byte * downloaded
+        if self.goes_on:
+            return np.maximum(pipeline, host + self.optimizer)
+        step: Floats = np.maximum(pipeline, host) + edges + self.optimizer
+        return step
 
 
 @dataclass(frozen=True, kw_only=True)

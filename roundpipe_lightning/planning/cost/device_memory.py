@@ -25,14 +25,10 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_lightning.planning.cost.partition_table import (
-    Counts,
-    Floats,
-    PartitionTable,
-    prefix_sums,
-)
+from roundpipe_lightning.planning.cost.costs import Floats
+from roundpipe_lightning.planning.cost.partition_table import Counts, PartitionTable, prefix_sums
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage
 
@@ -110,9 +106,6 @@ class Footprint:
         self.hardware = hardware
         self.reserved_bytes = reserved_bytes
         blocks = profile.blocks
-        self._weights = prefix_sums([block.parameter_bytes for block in blocks])
-        self._gradients = prefix_sums([block.trainable_bytes for block in blocks])
-        self._kept = prefix_sums([block.activation_bytes for block in blocks])
         self._attention = prefix_sums([block.attention_bytes for block in blocks])
         self._working = _Ranges([block.working_bytes for block in blocks])
         self._forward = _Ranges([block.forward_bytes for block in blocks])
@@ -161,8 +154,8 @@ class Footprint:
         if self.hardware.shares_host_memory:
             return sizes
         teams, fused = self.num_teams(config), table.fused
-        weights = self._of_parts(table, self._weights, "parameter_bytes")
-        gradients = self._of_parts(table, self._gradients, "trainable_bytes")
+        weights = table.part_sums(self.profile, "parameter_bytes")
+        gradients = table.part_sums(self.profile, "trainable_bytes")
         gradients[:, :fused] = 0.0
         slots = weights
         if config.weight_slots > 1:
@@ -174,45 +167,32 @@ class Footprint:
         sizes[MemoryKind.RESERVED] = self.reserved_bytes * ones
         return sizes
 
-    def _of_parts(self, table: PartitionTable, sums: Floats, field: str) -> Floats:
-        """Add up a size over every stage's blocks and segments."""
-        sizes = table.block_sums(sums)
-        head: BlockProfile = self.profile.head
-        for columns in self._head_columns(table):
-            sizes[np.arange(len(sizes)), columns] += getattr(head, field)
-        sizes[:, table.fused] += getattr(self.profile.tail, field)
-        return sizes
-
-    def _head_columns(self, table: PartitionTable) -> list[Counts]:
-        """Columns of the stages that need the head: the first, and the last if it is trained."""
-        if not self.profile.head.trainable_bytes:
-            return [table.first]
-        if np.array_equal(table.first, table.last):
-            return [table.first]
-        return [table.first, table.last]
-
     def _expanded_bytes(self, table: PartitionTable) -> Floats:
         """One block's weights in 16 bits, where they are stored in fewer."""
         expanded = self._expanded.most(table.start, table.stop)
-        self._raise(expanded, table, "expanded_bytes", [table.first])
+        self._raise(expanded, table, "expanded_bytes", table.head_stages(self.profile)[:1])
         return expanded
 
     def _activations(self, table: PartitionTable) -> Floats:
         fused = table.fused
         forward = self._forward.most(table.start, table.stop)
-        self._raise(forward, table, "forward_bytes", [table.first])
+        head_stages = table.head_stages(self.profile)
+        self._raise(forward, table, "forward_bytes", head_stages[:1])
         working = self._working.most(table.start, table.stop)
-        self._raise(working, table, "working_bytes", self._head_columns(table))
-        result = self._of_parts(table, self._kept, "activation_bytes") + working
+        self._raise(working, table, "working_bytes", head_stages)
+        result = table.part_sums(self.profile, "activation_bytes") + working
         result[:, :fused] = forward[:, :fused]
         return result
 
     def _raise(
-        self, most: Floats, table: PartitionTable, field: str, head_columns: Sequence[Counts]
+        self,
+        most: Floats,
+        table: PartitionTable,
+        field: str,
+        head_stages: Sequence[tuple[Counts, Counts]],
     ) -> None:
         """Count the segments among the largest parts of a stage."""
-        rows = np.arange(len(most))
-        for columns in head_columns:
+        for rows, columns in head_stages:
             most[rows, columns] = np.maximum(most[rows, columns], getattr(self.profile.head, field))
         fused = most[:, table.fused]
         np.maximum(fused, getattr(self.profile.tail, field), out=fused)

@@ -19,17 +19,16 @@ partitions with `simulate`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_lightning.planning.cost.costs import RecomputeStart
+from roundpipe_lightning.planning.cost.costs import Floats, HostCosts, RecomputeStart
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 
-Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
@@ -112,6 +111,26 @@ class PartitionTable:
         found: Floats = sums[self.stop] - sums[self.start]
         return found
 
+    def head_stages(self, profile: ModelProfile) -> list[tuple[Counts, Counts]]:
+        """Rows and columns of the stages that need the head: the first; the last if it is trained.
+
+        A head that is not trained has no backward pass.
+        """
+        rows = np.arange(len(self))
+        found = [(rows, self.first)]
+        if profile.head.trainable_bytes:
+            others = rows[self.first != self.last]
+            found.append((others, self.last[others]))
+        return found
+
+    def part_sums(self, profile: ModelProfile, size: str) -> Floats:
+        """Add up a figure over every stage's blocks and segments."""
+        sizes = self.block_sums(prefix_sums([getattr(block, size) for block in profile.blocks]))
+        for rows, columns in self.head_stages(profile):
+            sizes[rows, columns] += getattr(profile.head, size)
+        sizes[:, self.fused] += getattr(profile.tail, size)
+        return sizes
+
     def neighbours(self, distance: int, *, goes_on: bool) -> Counts:
         """Return the column of the stage so many places on; -1 where none is.
 
@@ -140,7 +159,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Computes makespans for one model on one number of workers.
+    """Computes makespans, and whole steps, for one model on one number of workers.
 
     A plan with teams of T is T pipelines that do not meet, each with 1/T of the workers and of the
     microbatches: evaluate one of them.
@@ -156,6 +175,10 @@ class Evaluator:
             host's memory with gradients on their way back.
         weight_slots: Stages whose weights a worker holds at once.
         recompute: What BACKWARD stages start from.
+        team_size: Pipelines beside each other.
+        host: What a step takes beside its pipeline.
+        pipeline_share: Part of the pipeline that a step is longer by, because transfers and the
+            pipeline hinder each other; of steps that the host limits the quicker pipeline is best.
     """
 
     profile: ModelProfile
@@ -167,8 +190,47 @@ class Evaluator:
     backward_upload_seconds: float = 0.0
     weight_slots: int = 2
     recompute: RecomputePolicy = RecomputePolicy.FULL
+    team_size: int = 1
+    host: HostCosts = field(default_factory=HostCosts)
+    pipeline_share: float = 0.0
+
+    @property
+    def bound(self) -> Evaluator:
+        """The same with all weights there already: its steps are no longer."""
+        host = replace(self.host, per_uploaded_byte=0.0, first_upload=0.0)
+        return replace(
+            self,
+            forward_upload_seconds=0.0,
+            backward_upload_seconds=0.0,
+            host=host,
+            pipeline_share=0.0,
+        )
+
+    def seconds(self, table: PartitionTable) -> Floats:
+        """Return whole steps."""
+        host, rows = self.host, np.arange(len(table))
+        sizes = table.part_sums(self.profile, "parameter_bytes")
+        gradients = table.part_sums(self.profile, "trainable_bytes")[:, table.fused :]
+        # A stage that is the next one of its team, too, goes on as the same stage run.
+        count, rounds = table.last - table.first + 1, len(self.rounds)
+        same = self.num_workers % count == 0
+        runs = np.where(same, np.minimum(rounds, self.num_workers // count), rounds)
+        runs = self.team_size * runs
+        first = np.maximum((table.stop - table.start)[rows, table.first], 1)
+        edges = host.first_upload * sizes[rows, table.first] / first
+        edges += host.last_download * gradients[rows, table.last - table.fused]
+        pipeline = self.makespans(table)
+        step = host.step_seconds(
+            pipeline,
+            uploaded=runs * sizes.sum(axis=1),
+            downloaded=runs * gradients.sum(axis=1),
+            edges=edges,
+        )
+        result: Floats = step + self.pipeline_share * pipeline
+        return result
 
     def makespans(self, table: PartitionTable) -> Floats:
+        """Return the pipeline's part: of one step, or from one to the next where it goes on."""
         chunks = [
             self._makespans(table[slice(first, first + _CHUNK)])
             for first in range(0, len(table), _CHUNK)
@@ -188,7 +250,10 @@ class Evaluator:
         uploaded = free.copy()
         turns = np.zeros(len(table), dtype=np.int64)
         hop = self.hop_seconds if self.num_workers > 1 else 0.0
-        for round_size in self.rounds:
+        before = upload[table.first, rows]
+        for index, round_size in enumerate(self.rounds * (2 if self.host.goes_on else 1)):
+            if index == len(self.rounds):
+                before = free.max(axis=0)
             places = np.arange(round_size, dtype=np.float64)[:, None]
             ends = np.zeros((round_size, len(table)))
             started = np.zeros(len(table), dtype=bool)
@@ -212,17 +277,12 @@ class Evaluator:
                 uploaded[worker, rows] = weights
                 free_before[worker, rows] = free_now
                 free[worker, rows] = np.where(here, ends[-1], -np.inf)
-        result: Floats = free.max(axis=0) - upload[table.first, rows]
+        result: Floats = free.max(axis=0) - before
         return result
 
     def _upload_durations(self, table: PartitionTable) -> Floats:
         """Return the seconds to upload each stage's weights, of shape (stages, partitions)."""
-        profile, rows = self.profile, np.arange(len(table))
-        sizes = table.block_sums(prefix_sums([block.parameter_bytes for block in profile.blocks]))
-        sizes[rows, table.first] += np.where(
-            table.first < table.fused, profile.head.parameter_bytes, 0
-        )
-        sizes[:, table.fused] += profile.tail.parameter_bytes
+        sizes = table.part_sums(self.profile, "parameter_bytes")
         sizes[:, : table.fused] *= self.forward_upload_seconds
         sizes[:, table.fused :] *= self.backward_upload_seconds
         return np.ascontiguousarray(sizes.T)

@@ -8,22 +8,29 @@ is copied to and from the devices passes its memory, too:
     AFTER_STEP         step = max(pipeline, filled and drained, host)
                               + first upload + last download + optimizer
     BEHIND_NEXT_STEP   step = max(pipeline in a continuous stream, host + optimizer)
+
+The search minimises the same: `HostCosts` has the formula, for one step and for arrays of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from roundpipe_lightning.planning.cost.costs import ActionCost, StageCosts, stage_costs
+from roundpipe_lightning.planning.cost.costs import (
+    ActionCost,
+    HostCosts,
+    RecomputeStart,
+    StageCosts,
+    UpdateTiming,
+    stage_costs,
+)
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate, simulate_runs
 from roundpipe_lightning.planning.cost.traffic import (
     StageRun,
     boundary_route,
     hop_seconds,
-    stage_bytes,
     worker_stage_runs,
 )
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
@@ -31,19 +38,8 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.round_robin import schedule_of
-from roundpipe_lightning.planning.schedule.schedule import Schedule
 from roundpipe_lightning.planning.schedule.stages import Stage
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-
-
-class UpdateTiming(Enum):
-    """Time at which the optimizer runs."""
-
-    AFTER_STEP = "after_step"
-    """After all gradients have come down and before the next step begins (synchronous training)."""
-
-    BEHIND_NEXT_STEP = "behind_next_step"
-    """While the next step computes with weights that are one step old (asynchronous updates)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +47,8 @@ class StepPrediction:
     """Predicted time of an optimizer step, and its parts.
 
     Attributes:
+        layout: The stages and how microbatches travel.
+        timeline: When every action runs, transfers included.
         step_seconds: From one step to the next.
         pipeline_seconds: The pipeline's part, transfers included.
         optimizer_seconds: The optimizer on the host, behind the pipeline or after it.
@@ -61,6 +59,8 @@ class StepPrediction:
         downloaded_bytes: Gradients, devices to host, all together.
     """
 
+    layout: PipelineLayout
+    timeline: Timeline
     step_seconds: float
     pipeline_seconds: float
     optimizer_seconds: float
@@ -75,118 +75,138 @@ class StepPrediction:
         return 1.0 - self.compute_seconds / self.step_seconds
 
 
-def predict_step(
-    profile: ModelProfile,
-    *,
-    hardware: HardwareSpec,
-    layout: PipelineLayout,
-    num_trainable: int,
-    storage: ParameterStorage,
-    timing: UpdateTiming,
-) -> StepPrediction:
-    """Predict an optimizer step; the profile is that of one microbatch, parameters of 16 bits.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepModel:
+    """A model on a machine, of which layouts are asked how long a step takes.
 
-    Raises:
-        PlanError: The layout does not fit the model or the machine.
+    Attributes:
+        profile: The model for one microbatch, parameters of 16 bits.
+        hardware: The machine.
+        num_trainable: Parameters that the optimizer steps.
+        storage: What is kept for each parameter; None: the pipeline is all there is.
+        timing: When the optimizer runs.
+        recompute_start: When the workers begin a recompute.
+        hop: Seconds from one worker to another; None: as long as a boundary takes.
     """
-    step = _Step(profile=profile, hardware=hardware, layout=layout, storage=storage)
-    optimizer = hardware.host_seconds(num_trainable * storage.update_bytes)
-    uploaded, downloaded = step.moved_bytes
-    transfers = storage.transfer_seconds(
-        uploaded_bytes=uploaded, downloaded_bytes=downloaded, hardware=hardware
-    )
-    host = transfers + hardware.host_seconds(storage.sum_bytes(downloaded))
-    one = step.timeline(num_batches=1)
-    if timing is UpdateTiming.AFTER_STEP:
-        edges = step.edge_seconds
-        pipeline = one.makespan_seconds + edges
-        seconds = max(pipeline, host + edges) + optimizer
-    else:
-        pipeline = step.timeline(num_batches=2).makespan_seconds - one.makespan_seconds
-        seconds = max(pipeline, host + optimizer)
-    return StepPrediction(
-        step_seconds=seconds,
-        pipeline_seconds=pipeline,
-        optimizer_seconds=optimizer,
-        host_seconds=host,
-        compute_seconds=one.busy_seconds / one.num_workers,
-        uploaded_bytes=uploaded,
-        downloaded_bytes=downloaded,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """The simulations of one layout."""
 
     profile: ModelProfile
     hardware: HardwareSpec
-    layout: PipelineLayout
-    storage: ParameterStorage
+    num_trainable: int = 0
+    storage: ParameterStorage | None = field(default_factory=ParameterStorage)
+    timing: UpdateTiming = UpdateTiming.AFTER_STEP
+    recompute_start: RecomputeStart = RecomputeStart.EARLY
+    hop: float | None = None
 
     @cached_property
-    def stored(self) -> ModelProfile:
-        """The model as it is uploaded."""
-        return self.storage.stored(self.profile)
+    def footprint(self) -> Footprint:
+        """Memory of the model as it is uploaded."""
+        stored = self.profile if self.storage is None else self.storage.stored(self.profile)
+        return Footprint(stored, hardware=self.links)
 
     @cached_property
-    def _runs(self) -> list[list[StageRun]]:
-        return worker_stage_runs(
-            self._schedule(num_batches=1),
-            partition=self.layout.partition,
-            profile=self.stored,
-            resident=self.layout.resident,
+    def links(self) -> HardwareSpec:
+        """The machine with the uploads that the weights' place allows."""
+        return self.hardware if self.storage is None else self.storage.links(self.hardware)
+
+    @cached_property
+    def host(self) -> HostCosts:
+        storage, hardware = self.storage, self.hardware
+        if storage is None:
+            return HostCosts(timing=self.timing)
+
+        def transfer(up: float, down: float) -> float:
+            return storage.transfer_seconds(
+                uploaded_bytes=up, downloaded_bytes=down, hardware=hardware
+            )
+
+        return HostCosts(
+            per_uploaded_byte=transfer(1.0, 0.0),
+            per_downloaded_byte=transfer(0.0, 1.0) + hardware.host_seconds(storage.sum_bytes(1.0)),
+            first_upload=self.links.upload_seconds(1.0),
+            last_download=self.links.download_seconds(1.0),
+            optimizer=hardware.host_seconds(self.num_trainable * storage.update_bytes),
+            timing=self.timing,
         )
 
-    @property
-    def moved_bytes(self) -> tuple[float, float]:
-        """Weights that go up in a step, and gradients that come down."""
-        runs = [run for row in self._runs for run in row]
-        uploaded = sum(run.weight_bytes for run in runs)
-        return float(uploaded), float(sum(run.gradient_bytes for run in runs))
+    def predict(self, layout: PipelineLayout) -> StepPrediction:
+        """Predict an optimizer step.
 
-    @property
-    def edge_seconds(self) -> float:
+        Raises:
+            PlanError: The layout does not fit the model or the machine.
+        """
+        host, costs = self.host, self.costs(layout)
+        runs, timeline = self._simulated(layout, costs)
+        pipeline = timeline.makespan_seconds
+        uploaded = float(sum(run.weight_bytes for row in runs for run in row))
+        downloaded = float(sum(run.gradient_bytes for row in runs for run in row))
+        edges = 0.0
+        if host.goes_on:
+            twice = replace(layout, num_microbatches=2 * layout.num_microbatches)
+            pipeline = self._simulated(twice, costs)[1].makespan_seconds - pipeline
+        else:
+            edges = self._edge_seconds(runs)
+        seconds = host.step_seconds(pipeline, uploaded=uploaded, downloaded=downloaded, edges=edges)
+        return StepPrediction(
+            layout=layout,
+            timeline=timeline,
+            step_seconds=float(seconds),
+            pipeline_seconds=pipeline + edges,
+            optimizer_seconds=host.optimizer,
+            host_seconds=host.per_uploaded_byte * uploaded + host.per_downloaded_byte * downloaded,
+            compute_seconds=timeline.busy_seconds / timeline.num_workers,
+            uploaded_bytes=uploaded,
+            downloaded_bytes=downloaded,
+        )
+
+    def _edge_seconds(self, runs: list[list[StageRun]]) -> float:
         """The first block's upload and the last stage's download, which nothing hides."""
-        partition, first = self.layout.partition, self._runs[0][0]
-        last = stage_bytes(self.stored, stage=partition.stages()[-1], partition=partition)
-        links = self.storage.links(self.hardware)
-        first_block = first.weight_bytes / max(1, len(first.stage.blocks))
-        return links.upload_seconds(first_block) + links.download_seconds(last.gradient_bytes)
+        first = runs[0][0]
+        last = next(run for row in runs for run in row if run.stage.has_head_backward)
+        upload = self.host.first_upload * first.weight_bytes / max(1, len(first.stage.blocks))
+        return upload + self.host.last_download * last.gradient_bytes
 
-    def timeline(self, *, num_batches: int) -> Timeline:
-        layout = self.layout
-        return simulate_transfers(
-            self._schedule(num_batches=num_batches),
-            partition=layout.partition,
-            costs=self._costs(),
-            profile=self.stored,
-            hardware=self.storage.links(self.hardware),
-            weight_slots=layout.weight_slots,
-            resident=layout.resident,
+    def _simulated(
+        self, layout: PipelineLayout, costs: StageCosts
+    ) -> tuple[list[list[StageRun]], Timeline]:
+        """Return every worker's stage runs, and when their actions run."""
+        partition = layout.partition
+        schedule = schedule_of(layout, num_workers=self.hardware.num_devices)
+        runs = worker_stage_runs(
+            schedule,
+            partition=partition,
+            profile=self.footprint.profile,
             recompute=layout.recompute,
+            resident=layout.resident,
+            route=costs.route,
+        )
+        if self.hardware.shares_host_memory:
+            return runs, simulate(schedule, partition=partition, costs=costs)
+        slots = layout.weight_slots
+        return runs, simulate_runs(
+            runs, partition=partition, costs=costs, weight_slots=slots, hardware=self.links
         )
 
-    def _schedule(self, *, num_batches: int) -> Schedule:
-        count, workers = num_batches * self.layout.num_microbatches, self.hardware.num_devices
-        return schedule_of(self.layout, num_workers=workers, num_microbatches=count)
-
-    def _costs(self) -> StageCosts:
+    def costs(self, layout: PipelineLayout) -> StageCosts:
         """Costs of the stages, the expansion of compressed weights spread over a round."""
-        layout, partition = self.layout, self.layout.partition
-        footprint = Footprint(self.stored, hardware=self.hardware)
-        route = boundary_route(footprint, layout)
+        partition, route = layout.partition, boundary_route(self.footprint, layout)
+        hop = self.hop
+        if hop is None:
+            hop = hop_seconds(self.links, self.footprint.boundary_bytes, route=route)
         costs = stage_costs(
             self.profile,
             partition=partition,
-            hop_seconds=hop_seconds(self.hardware, footprint.boundary_bytes, route=route),
+            hop_seconds=hop,
+            recompute_start=self.recompute_start,
             recompute=layout.recompute,
             route=route,
         )
+        storage = self.storage
+        if storage is None or not any(b.expanded_bytes for b in self.footprint.profile.blocks):
+            return costs
 
         def expanded(cost: ActionCost, stage: Stage) -> ActionCost:
             blocks = [self.profile.blocks[index] for index in stage.blocks]
-            seconds = sum(self.storage.expanded_seconds(block, self.hardware) for block in blocks)
+            seconds = sum(storage.expanded_seconds(block, self.hardware) for block in blocks)
             seconds = seconds * layout.team_size / layout.round_size
             return replace(cost, compute_seconds=cost.compute_seconds + seconds)
 

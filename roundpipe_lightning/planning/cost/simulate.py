@@ -124,6 +124,20 @@ def simulate_transfers(
         resident=resident,
         route=costs.route,
     )
+    return simulate_runs(
+        runs, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
+    )
+
+
+def simulate_runs(
+    runs: Sequence[Sequence[StageRun]],
+    *,
+    partition: Partition,
+    costs: StageCosts,
+    weight_slots: int,
+    hardware: HardwareSpec,
+) -> Timeline:
+    """Run every worker's stage runs on paper."""
     return _Simulation(
         runs, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
     ).timeline()

@@ -10,18 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.errors import FitError, PlanError
-from roundpipe_lightning.planning.cost.costs import BoundaryRoute, StageCosts, stage_costs
+from roundpipe_lightning.planning.cost.costs import BoundaryRoute, Floats
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.partition_table import Evaluator, Floats, PartitionTable
-from roundpipe_lightning.planning.cost.simulate import simulate, simulate_transfers
-from roundpipe_lightning.planning.cost.traffic import boundary_route, hop_seconds
+from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
+from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
+from roundpipe_lightning.planning.cost.traffic import hop_seconds
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
-from roundpipe_lightning.planning.schedule.round_robin import schedule_of, split_rounds
-from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.round_robin import split_rounds
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.limits import (
     describe_lack,
     even_share,
@@ -35,32 +33,17 @@ from roundpipe_lightning.planning.search.request import PlanningRequest
 _FEW = 8
 """Even partitions that fit, fewer than which call for smaller ones."""
 
+_PIPELINE_SHARE = 0.05
+"""Part of a pipeline's estimate by which the estimate of its step is longer."""
+
 _EVEN_STAGES = 3000
 """Blocks of a model times numbers of stages to choose from, about: balancing takes time."""
 
-Profiles = Callable[[int], ModelProfile]
+Steps = Callable[[int], StepModel]
 """The model for one microbatch of a batch that is split into a number of them."""
 
 Admits = Callable[[PipelineLayout], bool]
 """Whether a layout keeps what the planner does not know, such as the host's memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """A layout and its step.
-
-    Attributes:
-        layout: The stages and how microbatches travel.
-        timeline: When every action runs.
-    """
-
-    layout: PipelineLayout
-    timeline: Timeline
-
-    @property
-    def seconds(self) -> float:
-        """Seconds by which layouts are ranked."""
-        return self.timeline.makespan_seconds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,21 +52,23 @@ class Case:
 
     Attributes:
         config: Microbatches, rounds, teams, slots, recompute.
-        footprint: The model on the machine.
+        step: The model on the machine.
         request: What is wanted.
         limits: Blocks per stage at most, other stages as small as they may be.
         joint_limits: Blocks per stage at most, all stages together.
-        hop_seconds: From one worker to another, at least.
         known_even: Even partitions by their limits, which cases of the same model share.
     """
 
     config: PipelineConfig
-    footprint: Footprint
+    step: StepModel
     request: PlanningRequest
     limits: StageLimits
     joint_limits: StageLimits
-    hop_seconds: float
     known_even: dict[StageLimits, tuple[Partition, ...]] = field(default_factory=dict)
+
+    @property
+    def footprint(self) -> Footprint:
+        return self.step.footprint
 
     @property
     def profile(self) -> ModelProfile:
@@ -129,12 +114,11 @@ class Case:
 
     def estimates(self, partitions: Sequence[Partition]) -> Floats:
         """Estimate steps with uploads on links that all devices share."""
-        return self.evaluator.makespans(PartitionTable.of(partitions))
+        return self.evaluator.seconds(PartitionTable.of(partitions))
 
     def bounds(self, partitions: Sequence[Partition]) -> Floats:
         """Return lower bounds of the steps' seconds: all weights are there."""
-        ideal = replace(self.evaluator, forward_upload_seconds=0.0, backward_upload_seconds=0.0)
-        return ideal.makespans(PartitionTable.of(partitions))
+        return self.evaluator.bound.seconds(PartitionTable.of(partitions))
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -144,19 +128,27 @@ class Case:
         forward = hardware.upload_seconds(1.0, num_devices=hardware.num_devices)
         trains = any(block.trainable_bytes for block in self.profile.blocks)
         shared = (2 if trains else 1) * hardware.num_devices / hardware.host_bytes_per_second
+        reach = hardware.devices_reach_each_other
+        quickest = BoundaryRoute.DIRECT if reach else BoundaryRoute.THROUGH_HOST
+        hop = self.step.hop
+        if hop is None:
+            hop = hop_seconds(hardware, self.footprint.boundary_bytes, route=quickest)
         return Evaluator(
             profile=self.profile,
             num_workers=hardware.num_devices // config.team_size,
             rounds=tuple(-(-size // config.team_size) for size in rounds),
-            hop_seconds=self.hop_seconds,
+            hop_seconds=hop,
             recompute_start=self.request.recompute_start,
             forward_upload_seconds=forward,
             backward_upload_seconds=max(forward, shared) if forward else 0.0,
             weight_slots=config.weight_slots,
             recompute=config.recompute,
+            team_size=config.team_size,
+            host=self.step.host,
+            pipeline_share=_PIPELINE_SHARE,
         )
 
-    def predict(self, partition: Partition, *, stays: bool = True) -> Prediction:
+    def predict(self, partition: Partition, *, stays: bool = True) -> StepPrediction:
         """Predict a step with all its transfers; `stays`: blocks may stay on their workers."""
         request, layout = self.request, self.config.with_stages(partition)
         resident = resident_blocks(
@@ -165,51 +157,14 @@ class Case:
             at_least=request.at_least_resident,
             at_most=request.at_most_resident if stays else request.at_least_resident,
         )
-        return self.simulate(replace(layout, resident=resident))
-
-    def simulate(self, layout: PipelineLayout, *, num_batches: int | None = None) -> Prediction:
-        """Simulate a layout, with all its transfers where there are any.
-
-        Without `num_batches` the stream has the batches that plans are compared by.
-        """
-        partition, costs = layout.partition, self.costs(layout)
-        schedule = self.schedule(layout, num_batches=num_batches or self.config.num_batches)
-        if self.hardware.shares_host_memory:
-            timeline = simulate(schedule, partition=partition, costs=costs)
-        else:
-            timeline = simulate_transfers(
-                schedule,
-                partition=partition,
-                costs=costs,
-                profile=self.profile,
-                hardware=self.hardware,
-                weight_slots=layout.weight_slots,
-                resident=layout.resident,
-                recompute=layout.recompute,
-            )
-        return Prediction(layout=layout, timeline=timeline)
+        return self.step.predict(replace(layout, resident=resident))
 
     def num_actions(self, partition: Partition) -> int:
         return partition.num_stages * self.config.num_microbatches
 
-    def costs(self, layout: PipelineLayout) -> StageCosts:
-        route = boundary_route(self.footprint, layout)
-        return stage_costs(
-            self.profile,
-            partition=layout.partition,
-            hop_seconds=_hop_seconds(self.footprint, self.request, route=route),
-            recompute_start=self.request.recompute_start,
-            recompute=self.config.recompute,
-            route=route,
-        )
-
-    def schedule(self, layout: PipelineLayout, *, num_batches: int) -> Schedule:
-        count = self.config.batch_microbatches * num_batches
-        return schedule_of(layout, num_workers=self.hardware.num_devices, num_microbatches=count)
-
 
 def find_cases(
-    profiles: Profiles, *, hardware: HardwareSpec, request: PlanningRequest, num_batches: int
+    steps: Steps, *, hardware: HardwareSpec, request: PlanningRequest, num_batches: int
 ) -> list[Case]:
     """Return every case in which devices can hold a stage of one block.
 
@@ -220,17 +175,13 @@ def find_cases(
         PlanError: If the request contradicts the machine.
     """
     configs = pipeline_configs(hardware, request, num_batches=num_batches)
-    footprints = {
-        count: Footprint(profiles(count), hardware=hardware) for count in request.microbatch_choices
-    }
-    known_even: dict[int, dict[StageLimits, tuple[Partition, ...]]] = {c: {} for c in footprints}
-    reach = hardware.devices_reach_each_other
-    quickest = BoundaryRoute.DIRECT if reach else BoundaryRoute.THROUGH_HOST
+    known_even: dict[int, dict[StageLimits, tuple[Partition, ...]]] = {}
     is_settled = bool(request.partitions) or request.recompute == (RecomputePolicy.NONE,)
     cases: list[Case] = []
     largest: dict[PipelineConfig, StageLimits] = {}
     for config in configs:
-        footprint = footprints[config.batch_microbatches]
+        step = steps(config.batch_microbatches)
+        footprint = step.footprint
         if is_settled:  # limits do not say what memory the stages need
             limits = joint = StageLimits.none(footprint.profile.num_blocks)
         else:
@@ -246,16 +197,15 @@ def find_cases(
         cases.append(
             Case(
                 config=config,
-                footprint=footprint,
+                step=step,
                 request=request,
                 limits=limits,
                 joint_limits=joint,
-                hop_seconds=_hop_seconds(footprint, request, route=quickest),
-                known_even=known_even[config.batch_microbatches],
+                known_even=known_even.setdefault(config.batch_microbatches, {}),
             )
         )
     if not cases:
-        lacks = [describe_lack(footprints[c.batch_microbatches], config=c) for c in configs]
+        lacks = [describe_lack(steps(c.batch_microbatches).footprint, config=c) for c in configs]
         raise FitError(min(lacks, key=len))
     return cases
 
@@ -265,12 +215,6 @@ def _wanted(limits: StageLimits, footprint: Footprint, request: PlanningRequest)
     if request.limits is not None:
         return limits.within(request.limits)
     return even_share(limits, profile=footprint.profile, hardware=footprint.hardware)
-
-
-def _hop_seconds(footprint: Footprint, request: PlanningRequest, *, route: BoundaryRoute) -> float:
-    if request.hop_seconds is not None:
-        return request.hop_seconds
-    return hop_seconds(footprint.hardware, footprint.boundary_bytes, route=route)
 
 
 def pipeline_configs(

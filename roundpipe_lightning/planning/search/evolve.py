@@ -35,6 +35,9 @@ Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
 _PATIENCE = 6
 """Generations without a better partition after which an island is left."""
 
+_NEIGHBOURS = 64
+"""Partitions near the best one that are estimated at a time."""
+
 _ISLANDS_FUSED = (1_000_000, 0, 4, 1)
 """Most blocks of the fused stage on each island in turn: plans with few need their own search."""
 
@@ -122,6 +125,23 @@ def search_partitions(
     return last.results(num_results)
 
 
+def neighbours(
+    partition: Partition,
+    evaluator: Evaluator,
+    *,
+    limits: StageLimits,
+    effort: Effort,
+    seed: int,
+    fits: Fits,
+) -> tuple[Partition, ...]:
+    """Return partitions that differ little from one, those with the shortest estimates first."""
+    calls = call_lengths(evaluator.profile.num_blocks, evaluator.profile.cuts)
+    random = Random(seed)
+    island = _Island(evaluator, limits, effort, random, calls=calls, in_order=False, fits=fits)
+    island.add([island.child([partition]) for _ in range(_NEIGHBOURS)])
+    return tuple(each for each in island.results(_NEIGHBOURS) if each != partition)
+
+
 class _Island:
     """Partitions with their makespans, of which the best have children."""
 
@@ -150,7 +170,7 @@ class _Island:
         if not new:
             return
         table = PartitionTable.of(new)
-        makespans = self._evaluator.makespans(table)
+        makespans = self._evaluator.seconds(table)
         if self._fits is not None:
             makespans = np.where(self._fits(table), makespans, np.inf)
         self._makespans.update(zip(new, makespans.tolist(), strict=True))
@@ -165,7 +185,7 @@ class _Island:
         for _ in range(num_generations):
             parents = self._parents()
             self._makespans = {parent: self._makespans[parent] for parent in parents}
-            self.add([self._child(parents) for _ in range(self._effort.num_children)])
+            self.add([self.child(parents) for _ in range(self._effort.num_children)])
             leader = min(self._makespans.values())
             best, stalled = (leader, 0) if leader < best else (best, stalled + 1)
             if stalled == _PATIENCE:
@@ -180,7 +200,7 @@ class _Island:
         ranked = sorted(self._makespans, key=self._makespans.__getitem__)
         return ranked[: self._effort.num_parents]
 
-    def _child(self, parents: list[Partition]) -> Partition:
+    def child(self, parents: list[Partition]) -> Partition:
         """Vary a parent, a good one more often than a bad one."""
         random, limits = self._random, self._limits
         parent = parents[int(len(parents) * random.random() ** 2)]

@@ -16,9 +16,9 @@ from enum import Enum
 from functools import cached_property
 
 from roundpipe_lightning.errors import FitError
-from roundpipe_lightning.planning.cost.costs import RecomputeStart
+from roundpipe_lightning.planning.cost.costs import RecomputeStart, UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel, MemoryReport
-from roundpipe_lightning.planning.cost.predict import StepPrediction, UpdateTiming, predict_step
+from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
@@ -109,14 +109,14 @@ class TrainingJob:
         self, layout: PipelineLayout, *, profile: ModelProfile | None = None
     ) -> StepPrediction:
         """Predict an optimizer step; `profile` is the model with measured durations."""
-        return predict_step(
-            self.profile if profile is None else profile,
+        return StepModel(
+            profile=self.profile if profile is None else profile,
             hardware=self.hardware,
-            layout=layout,
             num_trainable=self.work.num_trainable,
             storage=self.storage,
             timing=self.timing,
-        )
+            recompute_start=self.recompute_start,
+        ).predict(layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +128,19 @@ class FitAnswer:
         layout: The stages, teams and rounds; the smallest stages where none fit a device.
         memory: What they need.
         planned: The plan; None where a device cannot hold even the smallest stages.
-        prediction: How long an optimizer step takes; None without a plan.
         reason_no_plan: Why there is no plan; empty where there is one.
     """
 
     job: TrainingJob
     layout: PipelineLayout
     memory: MemoryReport
-    planned: PlannedTraining | None
-    prediction: StepPrediction | None
+    planned: PlannedTraining | None = None
     reason_no_plan: str = ""
+
+    @property
+    def prediction(self) -> StepPrediction | None:
+        """How long an optimizer step takes; None without a plan."""
+        return None if self.planned is None else self.planned.prediction
 
     @property
     def fits(self) -> bool:
@@ -194,7 +197,6 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
         layout=layout,
         memory=chosen.report(layout),
         planned=planned,
-        prediction=chosen.predict(layout),
     )
 
 
@@ -242,19 +244,18 @@ def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
     """Choose the plan within the memory of devices and, where that is possible, of the host."""
     job = next(iter(jobs.values()))
 
-    def profile(num_microbatches: int) -> ModelProfile:
-        each = jobs[num_microbatches]
-        return each.storage.stored(each.profile)
-
     def admits(layout: PipelineLayout) -> bool:
         each = jobs[layout.num_microbatches // layout.num_batches]
         return each.memory.host_fits(layout, shape=each.shape)
 
     return plan_training(
-        profile,
-        hardware=job.storage.links(job.hardware),
+        lambda count: jobs[count].profile,
+        hardware=job.hardware,
         request=_request(job, tuple(jobs)),
         admits=admits,
+        storage=job.storage,
+        num_trainable=job.work.num_trainable,
+        timing=job.timing,
     )
 
 
@@ -294,7 +295,7 @@ def _smallest(job: TrainingJob) -> FitAnswer:
     layouts = [t.with_stages(partition) for partition in partitions for t in _configs(job)]
     reports = [(job.report(layout), layout) for layout in layouts]
     memory, layout = min(reports, key=lambda pair: pair[0].device.total_bytes)
-    return FitAnswer(job=job, layout=layout, memory=memory, planned=None, prediction=None)
+    return FitAnswer(job=job, layout=layout, memory=memory)
 
 
 LEAST_GAIN = 0.03
@@ -341,7 +342,7 @@ def improved_plan(
         return None
     try:
         before = _planned(plan, profile, job, partitions=(plan.partition,))
-        seconds = before.timeline.makespan_seconds
+        seconds = before.seconds
         # a step in which no worker ever waits and no block runs forward twice
         least = profile.busy_seconds * plan.num_microbatches / plan.num_workers
         possible = seconds - least
@@ -355,7 +356,7 @@ def improved_plan(
     improvement = Improvement(
         plan=after.plan,
         before_seconds=seconds,
-        after_seconds=after.timeline.makespan_seconds,
+        after_seconds=after.seconds,
     )
     return improvement if improvement.gain >= LEAST_GAIN else None
 
@@ -366,8 +367,11 @@ def _planned(
     """Plan with the teams and rounds that there are."""
     limits = StageLimits.none(profile.num_blocks)
     return plan_training(
-        job.storage.stored(profile),
-        hardware=job.storage.links(job.hardware),
+        profile,
+        hardware=job.hardware,
+        storage=job.storage,
+        num_trainable=job.work.num_trainable,
+        timing=job.timing,
         request=PlanningRequest(
             num_microbatches=plan.num_microbatches,
             team_sizes=(plan.team_size,),

@@ -9,6 +9,7 @@ Comput. 64, 2004). Complexity: O(n + k log n log(1 / RESOLUTION)).
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,6 +95,13 @@ def balanced_cuts(
     """
     if num_parts < 1:
         raise PlanError(f"num_parts={num_parts} must be 1 or more.")
+    return _balanced_cuts(tuple(weights), num_parts, tuple(cuts))
+
+
+@functools.lru_cache(maxsize=8192)  # cases with other limits ask for the same cuts
+def _balanced_cuts(
+    weights: tuple[float, ...], num_parts: int, cuts: tuple[int, ...]
+) -> tuple[int, ...]:
     if not weights:
         return ()
     sums = [0.0, *accumulate(weights)]

@@ -10,25 +10,30 @@ uploads every stage's weights T times: `simulate_transfers` decides between them
    `search_partitions` looks for better ones, and the best of these are simulated.
 3. Every even partition of every case that might still be better, by a bound on its step, is
    simulated too. So the plan is no worse than any of them.
-4. Where attention takes enough of a step, all of this is done once more with its outputs kept.
+4. Partitions near the best one are simulated as long as they are better.
+5. Where attention takes enough of a step, all of this is done once more with its outputs kept.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_lightning.errors import FitError, PlanError
+from roundpipe_lightning.planning.cost.costs import UpdateTiming
+from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.schedule.cuts import check_partition
-from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.round_robin import schedule_of
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.planning.search.cases import Admits, Case, Prediction, Profiles, find_cases
-from roundpipe_lightning.planning.search.evolve import search_partitions
+from roundpipe_lightning.planning.search.cases import Admits, Case, Steps, find_cases
+from roundpipe_lightning.planning.search.evolve import neighbours, search_partitions
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
 _CONFIRMED = 3
@@ -49,6 +54,12 @@ _PROMISING = 1.04
 _CASES_SEARCHED = 3
 """Cases that are searched, at most."""
 
+_REFINED = 8
+"""Neighbours of the best partition that are simulated at a time."""
+
+_REFINED_IN_VAIN = 3
+"""Times that none of them is better, after which the search ends."""
+
 _LEAST_SAVED = 0.02
 """Share of a step that has to be saved for attention's outputs to be kept: that every operation of
 a block is looked at for it is not in the costs."""
@@ -63,19 +74,31 @@ class PlannedTraining:
 
     Attributes:
         plan: The plan; its microbatches are those of all accumulated batches.
-        timeline: When every action is predicted to run, transfers included.
+        prediction: How long an optimizer step takes.
     """
 
     plan: Plan
-    timeline: Timeline
+    prediction: StepPrediction
+
+    @property
+    def timeline(self) -> Timeline:
+        """When every action is predicted to run, transfers included."""
+        return self.prediction.timeline
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds
 
 
 def plan_training(
-    profile: ModelProfile | Profiles,
+    profile: ModelProfile | Callable[[int], ModelProfile],
     *,
     hardware: HardwareSpec,
     request: PlanningRequest,
     admits: Admits | None = None,
+    storage: ParameterStorage | None = None,
+    num_trainable: int = 0,
+    timing: UpdateTiming = UpdateTiming.AFTER_STEP,
 ) -> PlannedTraining:
     """Choose the plan with the shortest predicted step.
 
@@ -87,64 +110,72 @@ def plan_training(
         request: The plan that is wanted, and its constraints.
         admits: Whether a layout keeps what the planner does not know, such as the host's memory;
             where none does, it is not asked.
+        storage: What is kept for each parameter, parameters of the profile having 16 bits; None:
+            the host takes no time.
+        num_trainable: Parameters that the optimizer steps.
+        timing: When it does.
 
     Raises:
         FitError: If a device cannot hold a block, or what is asked for.
         PlanError: If the request contradicts the model or the machine.
     """
-    profiles = _profiles(profile, request)
-    for count in request.microbatch_choices:
-        _check_partitions(profiles(count), request)
-    simpler = request.without_selective()
-    best = _planned(profiles, hardware=hardware, request=simpler, admits=admits)
-    if simpler == request or not _may_save(profiles, request):
-        return best
-    try:
-        kept = _planned(
-            profiles,
+    counts = request.microbatch_choices
+    if isinstance(profile, ModelProfile):
+        if len(counts) > 1:
+            raise PlanError(
+                f"num_microbatches={request.num_microbatches} leaves a choice, but a microbatch of "
+                "each number has sizes of its own: give a function from the number to the profile."
+            )
+        profiles = {counts[0]: profile}
+    else:
+        profiles = {count: profile(count) for count in counts}
+    models = {
+        count: StepModel(
+            profile=each,
             hardware=hardware,
-            request=replace(request, recompute=(RecomputePolicy.SELECTIVE,)),
-            admits=admits,
+            num_trainable=num_trainable,
+            storage=storage,
+            timing=timing,
+            recompute_start=request.recompute_start,
+            hop=request.hop_seconds,
         )
+        for count, each in profiles.items()
+    }
+    for each in profiles.values():
+        _check_partitions(each, request)
+    steps = models.__getitem__
+    simpler = request.without_selective()
+    best = _planned(steps, request=simpler, admits=admits)
+    if simpler == request or not any(map(_may_save, profiles.values())):
+        return best
+    selective = replace(request, recompute=(RecomputePolicy.SELECTIVE,))
+    try:
+        kept = _planned(steps, request=selective, admits=admits)
     except FitError:
         return best
-    limit = (1 - _LEAST_SAVED) * best.timeline.makespan_seconds
     is_held = admits is None or admits(kept.plan)
-    return kept if kept.timeline.makespan_seconds <= limit and is_held else best
+    return kept if kept.seconds <= (1 - _LEAST_SAVED) * best.seconds and is_held else best
 
 
-def _may_save(profiles: Profiles, request: PlanningRequest) -> bool:
-    """Return whether attention takes a share of any step that is worth keeping its outputs."""
-
-    def pays(profile: ModelProfile) -> bool:
-        full = profile.seconds_to_recompute()
-        saved = full - profile.seconds_to_recompute(RecomputePolicy.SELECTIVE)
-        return saved > 0 and saved >= _LEAST_SAVED * (profile.busy_seconds + full)
-
-    return any(pays(profiles(count)) for count in request.microbatch_choices)
+def _may_save(profile: ModelProfile) -> bool:
+    """Return whether attention takes a share of a step that is worth keeping its outputs."""
+    full = profile.seconds_to_recompute()
+    saved = full - profile.seconds_to_recompute(RecomputePolicy.SELECTIVE)
+    return saved > 0 and saved >= _LEAST_SAVED * (profile.busy_seconds + full)
 
 
-def _planned(
-    profiles: Profiles, *, hardware: HardwareSpec, request: PlanningRequest, admits: Admits | None
-) -> PlannedTraining:
+def _planned(steps: Steps, *, request: PlanningRequest, admits: Admits | None) -> PlannedTraining:
     looked_at = min(request.num_batches, _BATCHES_SEARCHED)
-    cases = find_cases(profiles, hardware=hardware, request=request, num_batches=looked_at)
+    hardware = steps(request.microbatch_choices[0]).hardware
+    cases = find_cases(steps, hardware=hardware, request=request, num_batches=looked_at)
     case, found = _Choice(cases, request=request, admits=admits).best()
     if request.num_batches != looked_at:
-        found = case.simulate(found.layout, num_batches=request.num_batches)
-    return PlannedTraining(plan=_plan(case, found), timeline=found.timeline)
-
-
-def _profiles(profile: ModelProfile | Profiles, request: PlanningRequest) -> Profiles:
-    if not isinstance(profile, ModelProfile):
-        known = {count: profile(count) for count in request.microbatch_choices}
-        return known.__getitem__
-    if len(request.microbatch_choices) > 1:
-        raise PlanError(
-            f"num_microbatches={request.num_microbatches} leaves a choice, but a microbatch of "
-            "each number has sizes of its own: give a function from the number to the profile."
+        count, num_batches = case.config.batch_microbatches, request.num_batches
+        layout = replace(
+            found.layout, num_microbatches=count * num_batches, num_batches=num_batches
         )
-    return lambda _: profile
+        found = case.step.predict(layout)
+    return PlannedTraining(plan=_plan(case, found.layout), prediction=found)
 
 
 def _check_partitions(profile: ModelProfile, request: PlanningRequest) -> None:
@@ -159,23 +190,16 @@ def _check_partitions(profile: ModelProfile, request: PlanningRequest) -> None:
         )
 
 
-def _plan(case: Case, found: Prediction) -> Plan:
-    layout, num_batches = found.layout, case.request.num_batches
-    partition = layout.partition
-    has_backward = partition.num_backward or not partition.num_blocks
+def _plan(case: Case, layout: PipelineLayout) -> Plan:
+    partition, workers = layout.partition, case.hardware.num_devices
+    if not partition.num_backward and partition.num_blocks:
+        layout = replace(layout, recompute=RecomputePolicy.NONE)
     return Plan(
         model=case.profile.fingerprint,
-        partition=partition,
-        num_workers=case.hardware.num_devices,
-        num_microbatches=case.config.batch_microbatches * num_batches,
-        team_size=layout.team_size,
-        round_size=layout.round_size,
-        schedule=case.schedule(layout, num_batches=num_batches),
+        num_workers=workers,
+        schedule=schedule_of(layout, num_workers=workers),
         block_names=case.profile.block_names,
-        num_batches=num_batches,
-        weight_slots=layout.weight_slots,
-        recompute=layout.recompute if has_backward else RecomputePolicy.NONE,
-        resident=layout.resident,
+        **vars(layout),
     )
 
 
@@ -204,10 +228,10 @@ class _Choice:
         self._even = {case: partitions for case, partitions in even.items() if partitions}
         if not self._even:
             raise FitError(_describe_misfit(cases, request))
-        self._best: tuple[Case, Prediction] | None = None
+        self._best: tuple[Case, StepPrediction] | None = None
         self._lack: FitError | None = None
 
-    def best(self) -> tuple[Case, Prediction]:
+    def best(self) -> tuple[Case, StepPrediction]:
         """Return the best partition found and its case."""
         estimates = {case: case.estimates(even).tolist() for case, even in self._even.items()}
         ranked = sorted(self._even, key=lambda case: min(estimates[case]))
@@ -221,6 +245,7 @@ class _Choice:
             raise self._lack
         if self._best[0] not in chosen:
             self._search(self._best[0])
+        self._refine(*self._best)
         return self._without_needless_residents(*self._best)
 
     def _consider(self, case: Case, partition: Partition) -> float:
@@ -230,9 +255,9 @@ class _Choice:
         except FitError as error:  # no room for the blocks that must stay
             self._lack = error
             return math.inf
-        if self._best is None or found.seconds < self._best[1].seconds:
+        if self._best is None or found.step_seconds < self._best[1].step_seconds:
             self._best = case, found
-        return found.seconds
+        return found.step_seconds
 
     def _search(self, case: Case) -> None:
         """Simulate the best partitions that a search finds, or those that were asked for."""
@@ -242,7 +267,7 @@ class _Choice:
             return
         for partition in self._found(case):
             seconds = self._consider(case, partition)
-            if self._best is not None and seconds > _HOPELESS * self._best[1].seconds:
+            if self._best is not None and seconds > _HOPELESS * self._best[1].step_seconds:
                 break
 
     def _found(self, case: Case) -> list[Partition]:
@@ -279,14 +304,49 @@ class _Choice:
             if case not in bounds:
                 bounds[case] = case.bounds(self._even[case]).tolist()
             if self._best is not None:
-                if bounds[case][index] >= self._best[1].seconds:
+                if bounds[case][index] >= self._best[1].step_seconds:
                     continue
                 actions += case.num_actions(partition)
                 if actions > self._request.effort.num_verified_actions:
                     return
             self._consider(case, partition)
 
-    def _without_needless_residents(self, case: Case, best: Prediction) -> tuple[Case, Prediction]:
+    def _refine(self, case: Case, best: StepPrediction) -> None:
+        """Simulate partitions near the best one, as long as that helps: estimates err by percents.
+
+        Nothing is looked for where the partitions were asked for, or one worker never waits.
+        """
+        effort = self._request.effort
+        is_one = case.hardware.num_devices < 2 or not case.profile.num_blocks
+        if self._request.partitions or effort.num_generations == 0 or is_one:
+            return
+        seen, actions, idle = {best.layout.partition}, 0, 0
+        for seed in itertools.count():
+            assert self._best is not None
+            partition, seconds = self._best[1].layout.partition, self._best[1].step_seconds
+            near = neighbours(
+                partition,
+                case.evaluator,
+                limits=case.limits,
+                effort=effort,
+                seed=seed,
+                fits=case.fits,
+            )
+            new = [each for each in near if each not in seen][:_REFINED]
+            for each in new:
+                if self._admits is None or self._admits(case.config.with_stages(each)):
+                    actions += case.num_actions(each)
+                    self._consider(case, each)
+                if actions > effort.num_verified_actions:
+                    return
+            seen.update(new)
+            idle = 0 if self._best[1].step_seconds < seconds else idle + 1
+            if idle == _REFINED_IN_VAIN or not new:
+                return
+
+    def _without_needless_residents(
+        self, case: Case, best: StepPrediction
+    ) -> tuple[Case, StepPrediction]:
         """Return the best one; its blocks stay only if that shortens the step.
 
         Fewer bytes may delay others that share a link. That is rare, so long steps go unchecked.
@@ -294,7 +354,7 @@ class _Choice:
         is_quick = case.num_actions(best.layout.partition) <= _CONFIRMED_ACTIONS
         if is_quick and best.layout.resident and self._request.at_least_resident == 0:
             moving = case.predict(best.layout.partition, stays=False)
-            if moving.seconds < best.seconds:
+            if moving.step_seconds < best.step_seconds:
                 return case, moving
         return case, best
 
