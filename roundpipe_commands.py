@@ -6,14 +6,22 @@ which takes seconds. What Hydra does alone (`--help`, `--cfg job`, a wrong key) 
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import io
+import json
+import re
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 EXIT_ERROR = 1
 """Exit status after an error that names its cause."""
+
+EXIT_BAD_INPUT = 2
+"""Exit status after an error that a setting mends."""
 
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 plus the number of SIGINT."""
@@ -30,6 +38,38 @@ RENAMED_KEYS = {
     "trainer.strategy.trial_run": "trainer.strategy.dry_run",
 }
 """Keys of earlier versions, and what they are called now."""
+
+
+_HELP = {
+    "train": """\
+roundpipe-train, or python train.py: trains a model that may be larger than the devices,
+then validates and tests it. Settings are given as name=value; a run has a folder below logs/.
+
+  roundpipe-train                                            a small model, in two minutes
+  roundpipe-train experiment=chat_lora data.files=chat.jsonl model.hub_name=Qwen/Qwen3-0.6B
+  roundpipe-train model=qwen3_1_7b trainer.max_steps=500 optimizer.lr=1e-5
+  roundpipe-train ckpt_path=last                             goes on with the newest run
+  roundpipe-train -m optimizer.lr=1e-4,1e-5                  several runs, and a table of them
+
+""",
+    "plan": """\
+roundpipe-plan: says what a training needs and how fast it will be, before it runs. It
+takes the settings of roundpipe-train, and machines that are elsewhere.
+
+  roundpipe-plan model=qwen3_32b hardware=rtx4090x8
+  roundpipe-plan model=qwen3_1_7b hardware=auto longest=true    the longest sequence that fits
+
+""",
+    "export": """\
+roundpipe-export: writes a checkpoint as a folder of Hugging Face, or as an adapter folder.
+It takes checkpoints of one file and sharded ones; roundpipe-merge makes one file of a sharded one.
+
+  roundpipe-export ckpt_path=last
+  roundpipe-export ckpt_path=logs/train/runs/2030-01-31_12-00-00 merge=true output_dir=merged
+
+""",
+}
+"""What a command does, for `--help`; Hydra adds the groups."""
 
 
 def train() -> None:
@@ -54,29 +94,121 @@ def _launch(name: str) -> None:
     """
     import hydra
 
-    statuses: list[int] = []
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.stdout.write(_HELP[name])
+    jobs: list[dict[str, Any]] = []
+    errors, screen = io.StringIO(), sys.stderr
 
     def job(config: Any) -> Any:
-        statuses.append(0)
-        result = importlib.import_module(f"roundpipe_lightning.cli.{name}").run(config)
-        if not isinstance(result, int):
-            return result
-        statuses.append(result)
-        return None
+        from hydra.core.hydra_config import HydraConfig
 
-    name_machines(_config_folder())
+        sys.stderr = screen
+        screen.write(errors.getvalue())
+        errors.truncate(0)
+        about = HydraConfig.get()
+        jobs.append(
+            {
+                "overrides": list(about.overrides.task),
+                "folder": about.runtime.output_dir,
+                "status": EXIT_ERROR,
+            }
+        )
+        result = importlib.import_module(f"roundpipe_lightning.cli.{name}").run(config)
+        jobs[-1]["status"] = result if isinstance(result, int) else 0
+        return None if isinstance(result, int) else result
+
+    folder = _config_folder()
+    name_machines(folder)
     try:
-        hydra.main(version_base="1.3", config_path=str(_config_folder()), config_name=name)(job)()
+        sys.stderr = errors  # until the first job begins: Hydra explains itself at length
+        hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(job)()
     except KeyboardInterrupt:
-        sys.stderr.write("Stopped.\n")
+        screen.write("Stopped.\n")
         sys.exit(EXIT_INTERRUPTED)
-    except SystemExit:
-        if not statuses:  # Hydra has refused the command line
-            _name_renamed_keys(sys.argv[1:])
-        raise
+    except SystemExit as ended:
+        if not jobs and isinstance(ended.__context__, Exception):
+            errors.truncate(0)
+            screen.write(f"Error: {_explain(ended.__context__, name, folder)}\n")
+            sys.exit(EXIT_BAD_INPUT)
+        if len(jobs) <= 1 or ended.code != 1:  # of several jobs, the others have run as well
+            raise
+    finally:
+        sys.stderr = screen
+        screen.write(errors.getvalue())
+    if len(jobs) > 1:
+        _compare(jobs)
+    statuses = [entry["status"] for entry in jobs]
     status = EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0)
     if status:
         sys.exit(status)
+
+
+def _compare(jobs: list[dict[str, Any]]) -> None:
+    """Print a line for each job of a sweep: what was special, and the figures of its summary."""
+    from rich.console import Console
+    from rich.table import Table
+
+    common = set.intersection(*(set(entry["overrides"]) for entry in jobs))
+    figures = ("loss_last", "val_loss", "test_loss", "tokens_per_second")
+    table = Table("", "job", *figures, "folder", title="This sweep", title_justify="left")
+    for number, entry in enumerate(jobs):
+        file = Path(entry["folder"]) / "summary.json"
+        summary = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        special = " ".join(text for text in entry["overrides"] if text not in common)
+        failed = "failed: " if entry["status"] else ""
+        values = (summary.get(figure) for figure in figures)
+        texts = ("" if value is None else f"{value:.5g}" for value in values)
+        table.add_row(str(number), failed + special, *texts, entry["folder"])
+    Console().print(table)
+
+
+def _explain(error: Exception, name: str, folder: Path) -> str:
+    """One line for what Hydra has refused, with the names that are near."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    first = next(filter(None, lines), type(error).__name__)
+    missing = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
+    if missing is not None:
+        group, _, file = missing[1].rpartition("/")
+        files = sorted(path.stem for path in (folder / group).glob("*.yaml"))
+        near = difflib.get_close_matches(file, files, n=1)
+        meant = f" Did you mean {group}={near[0]}?" if near else ""
+        return f"{group}={file} does not exist.{meant} There are: {', '.join(files)}."
+    if isinstance(error, OSError):
+        return f"The run's folder cannot be made: {error}. Set hydra.run.dir or paths.log_dir."
+    refused = re.match(r"Could not override '([^']+)'", first)
+    if refused is None:
+        return " ".join(filter(None, lines))
+    key = refused[1].partition("@")[0]
+    if key in RENAMED_KEYS:
+        return f"{key} is called {RENAMED_KEYS[key]} now."
+    near = _near(key, _keys(name, folder))
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."
+
+
+def _keys(name: str, folder: Path) -> list[str]:
+    """All settings of a command with its defaults, as `group.name`."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        config: Any = OmegaConf.to_container(compose(name))
+
+    def below(node: Any, start: str) -> Iterator[str]:
+        for key, value in node.items():
+            yield f"{start}{key}"
+            if isinstance(value, dict):
+                yield from below(value, f"{start}{key}.")
+
+    return list(below(config, ""))
+
+
+def _near(key: str, keys: list[str]) -> list[str]:
+    last = key.rpartition(".")[2]
+    same = [found for found in keys if found.rpartition(".")[2] == last]
+    return same[:3] or difflib.get_close_matches(key, keys, n=2, cutoff=0.7)
 
 
 def name_machines(folder: Path) -> None:
@@ -97,10 +229,3 @@ def _config_folder() -> Path:
     assert spec.origin is not None
     package = Path(spec.origin).parent
     return next(path / "conf" for path in (package, package.parent) if (path / "conf").is_dir())
-
-
-def _name_renamed_keys(overrides: list[str]) -> None:
-    for override in overrides:
-        key = override.partition("=")[0].lstrip("+~")
-        if key in RENAMED_KEYS:
-            sys.stderr.write(f"\nError: {key} is called {RENAMED_KEYS[key]} now.\n")

@@ -16,9 +16,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.cli.build import Run, build_run, run_explained
+from roundpipe_lightning.cli.build import Run, build, build_run, run_explained
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.summary import monitored_rows, summarize, trained_row
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
@@ -48,6 +49,7 @@ def train(config: DictConfig) -> float | None:
         KeyboardInterrupt: Ctrl-C; the last checkpoint is in the folder.
         SystemExit: Another signal asked the run to stop, likewise; 128 plus its number.
     """
+    _check_optimizer(config.optimizer)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(_with_interval(config))
     folder = Path(run.config.paths.output_dir)
@@ -101,6 +103,22 @@ def _keep_metrics(run: Run, metrics: dict[str, float]) -> None:
     metrics.update({name: float(value) for name, value in run.trainer.callback_metrics.items()})
     if run.statistics.validated_step != run.trainer.global_step:
         metrics.pop("val_loss", None)  # measured before the last step
+
+
+def _check_optimizer(config: DictConfig) -> None:
+    """Refuse what an optimizer refuses, before a model is built.
+
+    Raises:
+        ConfigurationError: A setting has another type, or cannot be.
+    """
+    settings = {
+        str(name): value for name, value in config.items() if name not in ("offload", "offload_dir")
+    }
+    try:
+        build(OmegaConf.create(settings))([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value}" for name, value in settings.items() if name[0] != "_")
+        raise ConfigurationError(f"optimizer ({given}): {error}") from error
 
 
 def _with_interval(config: DictConfig) -> DictConfig:

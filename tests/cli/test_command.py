@@ -67,13 +67,20 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("peft.rank=3", "peft.rank is called peft.r now"),
         ("scheduler.final_share=0", "min_lr_rate"),
         ("trainer.strategy.trial_run=false", "is called trainer.strategy.dry_run now"),
+        ("lr=1", "There is no setting lr. Did you mean optimizer.lr?"),
+        ("data.seqlen=3", "Did you mean data.seq_len"),
+        ("logger=tensorbord", "Did you mean logger=tensorboard? There are: csv, mlflow, none"),
+        ("hydra.run.dir=/dev/null/run", "The run's folder cannot be made"),
+        ("data.files=[a", "no viable alternative"),
     ],
 )
-def test_renamed_keys_are_refused_with_the_new_name(
+def test_what_the_command_line_gets_wrong_is_one_line(
     tmp_path: Path, override: str, named: str
 ) -> None:
-    done = run_here(tmp_path, "peft=lora", override, status=1)
+    done = run_here(tmp_path, "peft=lora", override, status=2)
     assert named in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert files(tmp_path) == set()
 
 
 def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
@@ -90,12 +97,19 @@ def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "trainer" in done.stdout
+    assert "roundpipe-train ckpt_path=last" in done.stdout
 
 
 def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
-    run_here(tmp_path, "optimizer.lr=0.001,0.01", "hydra.sweep.dir=sweep", options=("-m",))
-    losses = {summary(tmp_path / "sweep" / number)["val_loss"] for number in ("0", "1")}
-    assert len(losses) == 2
+    jobs = ("optimizer.lr=0.001,-1,abc,0.01", "hydra.sweep.dir=sweep")
+    done = run_here(tmp_path, *jobs, options=("-m",), status=1)
+    losses = [summary(tmp_path / "sweep" / number)["val_loss"] for number in ("0", "3")]
+    assert losses[0] != losses[1]
+    table = done.stdout.partition("This sweep")[2]
+    assert all(f"{loss:.5g}" in table for loss in losses)
+    assert table.count("failed:") == 2
+    assert "Invalid learning rate: -1" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_hub_that_cannot_be_reached_is_one_clear_message(
