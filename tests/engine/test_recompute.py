@@ -22,9 +22,11 @@ from tests.kit.engine import (
     Regressor,
     check_parity,
     cpu_workers,
+    differences,
     emulated_workers,
     engine_for,
     mean_step,
+    plain_step,
     regression_batches,
 )
 
@@ -93,6 +95,31 @@ class Scaling(Block):
             self.calls += 1
             x = x / self.calls
         return super().forward(x / self.scale.clone())
+
+
+class Indexed(Block):
+    """Makes a buffer when it is first asked for."""
+
+    order: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "order"):
+            order = torch.arange(WIDTH, device=x.device).flip(0)
+            self.register_buffer("order", order, persistent=False)
+        return super().forward(x[:, self.order])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+def test_a_buffer_that_appears_in_the_first_forward_needs_no_order(kind: str) -> None:
+    module: Any = Regressor(make_block=Indexed)
+    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
+    batches = regression_batches(4)
+    plain = plain_step(copy.deepcopy(module), batches)
+    plan = {"num_microbatches": 4, "round_size": 2, "team_size": 2}
+    with engine_for(module, devices=devices, **plan) as engine:
+        for _ in range(2):
+            assert not differences(module, mean_step(engine, batches), plain)
+    assert module.layers[0].order.tolist() == [*range(WIDTH)][::-1]
 
 
 def _spectral(old: bool) -> nn.Module:

@@ -93,12 +93,16 @@ class LazyTable(dict[str, V], Generic[V]):
         entries: The original's table; None entries stay None.
         place: Called with an original entry, returns what stands for it *now*; it is asked every
             time, because the worker that runs a view changes between segments.
+
+    Attributes:
+        known: The names that the original had when the view was made.
     """
 
     def __init__(self, entries: Mapping[str, Any], place: Callable[[Any], V]) -> None:
         super().__init__(entries)
         self._entries = entries
         self._place = place
+        self.known = frozenset(entries)
         self._own: set[str] = set()  # entries that the user's code has put in: used as they are
         self._fresh: set[str] = set()  # those of them that are not written back yet
 
@@ -130,6 +134,10 @@ class LazyTable(dict[str, V], Generic[V]):
     def values(self) -> Iterator[V]:  # type: ignore[override]  # lazy, unlike a dict's
         """Entries, each placed when it is reached."""
         return (self[key] for key in self)
+
+    def adopt(self, key: str) -> None:
+        """Take an entry that the original did not have when the view was made."""
+        super().__setitem__(key, self._entries[key])
 
     def assigned(self) -> dict[str, Any]:
         """Return the entries that the user's code has put in and that are not written back."""
@@ -164,6 +172,9 @@ class View:
             kind = type(own["_view_of"]).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         original = own["_view_of"]
+        if name in original.__dict__["_buffers"]:  # it has appeared since
+            own["_buffers"].adopt(name)
+            return own["_buffers"][name]
         value = original.__dict__.get(name, own)
         if value is not own and not isinstance(value, types.MethodType):
             return value

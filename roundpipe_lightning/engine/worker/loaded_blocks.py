@@ -89,10 +89,16 @@ class PlacedBuffers:
             for name, value in self.assigned(original, view).items():
                 owner = self._device if owner_of is None or value is None else owner_of(value)
                 host = None if value is None else owner.download(value)
-                original.__dict__["_buffers"][name] = host
-                if owner is self._device and host is not None:
+                buffers = original.__dict__["_buffers"]
+                # One that appears (an index that is made when it is first asked for) is no write:
+                # every microbatch makes the same.
+                appears = name not in _buffers(view).known
+                is_new = name not in buffers
+                if is_new or not appears or not _equal(buffers[name], host):
+                    buffers[name] = host
+                    wrote |= not (appears and is_new)
+                if owner is self._device and buffers[name] is host and host is not None:
                     self._placed[host] = (value, value._version)
-                wrote = True
             _buffers(view).note_written_back()
         return wrote
 
@@ -424,6 +430,10 @@ def _attribute(module: nn.Module, name: str) -> Any:
 def _buffers(view: nn.Module) -> LazyTable[Any]:
     table: LazyTable[Any] = view.__dict__["_buffers"]
     return table
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _version(tensor: Tensor | None) -> int:
