@@ -101,8 +101,6 @@ class Decoder(LightningModule):
 class Losses(Callback):
     """Keeps every batch's loss."""
 
-    requires_optimizer_sync = False
-
     def __init__(self) -> None:
         self.values: list[float] = []
 

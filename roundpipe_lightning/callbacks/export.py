@@ -43,8 +43,6 @@ class ExportPretrained(Callback):
         ConfigurationError: A setting cannot work.
     """
 
-    requires_optimizer_sync = False  # but where it exports, and there it waits
-
     def __init__(  # noqa: PLR0913 - all keyword-only, each a setting of its own
         self,
         dirpath: str | Path | None = None,

@@ -53,8 +53,6 @@ class PipelineMonitor(Callback):
         ConfigurationError: `every_n_steps` is less than 1.
     """
 
-    requires_optimizer_sync = False
-
     def __init__(
         self,
         *,

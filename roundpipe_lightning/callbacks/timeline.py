@@ -45,8 +45,6 @@ class PipelineTimeline(Callback):
         ConfigurationError: A step is negative.
     """
 
-    requires_optimizer_sync = False
-
     def __init__(
         self, dirpath: str | Path | None = None, *, steps: Sequence[int] | None = None
     ) -> None:

@@ -125,7 +125,8 @@ class ProtocolChecker:
         """Return the compute queue of the device that a tensor is on, else the host."""
         with self._mutex:
             memory = self._memories.get(_key(tensor))
-            return HOST if memory is None or memory.line is None else memory.line
+            known = memory is not None and not memory.reference.expired()
+            return HOST if memory is None or not known or memory.line is None else memory.line
 
     def access(self, tensor: Tensor, *, line: str, writes: bool, what: str) -> None:
         """Note that the present piece of work of a line uses a tensor's memory.
@@ -156,7 +157,7 @@ class ProtocolChecker:
     def _memory(self, tensor: Tensor) -> _Memory:
         key = _key(tensor)
         memory = self._memories.get(key)
-        if memory is None:
+        if memory is None or memory.reference.expired():
             storage = tensor.untyped_storage()
             name = f"memory of {storage.nbytes()} bytes"
             memory = self._memories[key] = _Memory(StorageWeakRef(storage), name)
@@ -174,8 +175,8 @@ def _merge(clock: dict[str, int], stamp: Stamp) -> None:
 
 
 def _key(tensor: Tensor) -> int:
-    # A weak reference keeps the number from being given to another storage.
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return] # noqa: SLF001
+    # Storages may share memory, as a parameter's and its flat buffer's do.
+    return tensor.untyped_storage().data_ptr()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

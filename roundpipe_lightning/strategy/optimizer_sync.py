@@ -13,19 +13,20 @@ training_step: every block waits for its own update ◀──┘
 All that Lightning does around a step stays as it is: for the time of `optimizer_step`, the
 optimizer's `step` is one that submits. Where nothing of Lightning's or of the user's looks at all
 gradients (clipping, hooks, a loss scaler), the step is begun before the closure, and blocks are
-stepped as soon as their gradients are there.
+stepped as soon as their gradients are there. Whoever looks at a parameter before its step is made
+waits for that (`parameter_watch.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -34,6 +35,7 @@ from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_se
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat, sync_hooks
+from roundpipe_lightning.strategy.parameter_watch import Access, ParameterWatch, describe_code
 from roundpipe_lightning.strategy.runtime import PipelineRuntime
 
 _FINITE_PIECE = 1 << 20  # elements
@@ -80,36 +82,31 @@ class OptimizerSync:
             and not check_gradients
         )
         self._whole = {o: reason_not_separable(o) for o in optimizers if self._overlaps}
-        self._loader: Any = None
-        self._reading_data: list[Any] = []
-        self._first_callback = SyncBeforeHooks(self)
+        self._warned: set[CodeType | str] = set()
+        self._num_steps = 0
+        self._state_is_read = self._gradients_are_read = False
+        self._stepped_early: Collection[Tensor] = ()  # in the last step
         precision.takes_clipping = self._take_clipping
         if self._overlaps:
-            self._callbacks.insert(0, self._first_callback)
+            self._watch = runtime.watch = ParameterWatch(optimizers, on_access=self._before_access)
+            self._watch.watch()
             self._say_what_waits()
-
-    @property
-    def _callbacks(self) -> list[Callback]:
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks
 
     def _say_what_waits(self) -> None:
         """Say what takes from the overlap, and how to have it back."""
         for optimizer, reason in self._whole.items():
             if reason is not None:
-                rank_zero_info(
-                    f"{type(optimizer).__name__} is stepped as a whole and waited for: {reason}."
+                rank_zero_warn(
+                    f"{type(optimizer).__name__} is stepped as a whole and waited for: {reason}. "
+                    "See docs/updates.md."
                 )
-        waited = [
-            *sync_hooks.module_hooks_that_sync(self._trainer),
-            *sync_hooks.hooks_that_sync(self._trainer, sync_hooks.WAITING_HOOKS),
-        ]
-        if waited:
-            names = ", ".join(f"{hook} of {type(owner).__name__}" for owner, hook in waited)
-            rank_zero_info(
-                f"The optimizer's step is waited for before {names}, which may look at parameters. "
-                "Classes whose hooks do not can say so with the attribute "
-                "`requires_optimizer_sync = False`; see docs/updates.md."
+        hooks = list(sync_hooks.gradient_hooks(self._trainer)) if self._begins_early else []
+        if hooks:
+            rank_zero_warn(
+                "The optimizer steps after the whole backward pass, and no batch is in flight, "
+                f"because of {', '.join(hooks)}: gradients may be looked at there. Classes whose "
+                "hooks do not can say so with the attribute `requires_optimizer_sync = False`; see "
+                "docs/updates.md."
             )
 
     # Steps ---------------------------------------------------------------------------------------
@@ -135,6 +132,7 @@ class OptimizerSync:
             and not has_arguments
             and self._is_separable(optimizer)
         )
+        self._stepped_early = ()
 
         def closure_then() -> Any:
             result = closure()
@@ -155,27 +153,8 @@ class OptimizerSync:
             return result
         with self._begun(optimizer), self._submitting(optimizer):
             result = make(closure_then)
-        if (
-            self._callbacks[:1] != [self._first_callback]
-            or any(sync_hooks.module_hooks_that_sync(self._trainer))
-            or self._data_syncs()
-        ):
-            self.join()
+        self._num_steps += 1
         return result
-
-    def _data_syncs(self) -> bool:
-        """Return whether the next batch may be made of parameters."""
-        loader = compat.combined_loader(self._trainer)
-        if loader is not self._loader:
-            self._loader, self._reading_data = loader, [*sync_hooks.data_that_syncs(self._trainer)]
-            for owner in self._reading_data:
-                rank_zero_info(
-                    "The optimizer's step is waited for before the next batch is fetched: "
-                    f"{type(owner).__name__} knows the module and may look at parameters. If it "
-                    "does not, say so with its class's attribute `requires_optimizer_sync = "
-                    "False`; see docs/updates.md."
-                )
-        return bool(self._reading_data)
 
     def _is_separable(self, optimizer: Optimizer) -> bool:
         if not self._overlaps or has_hooks(optimizer):
@@ -213,13 +192,28 @@ class OptimizerSync:
 
     def _may_begin(self) -> bool:
         trainer: Any = self._trainer
-        if not self._begins_early or compat.skips_backward(trainer):
+        if not self._begins_early or compat.skips_backward(trainer) or self._always_joins:
             return False
-        if not self._stale and (
-            trainer.accumulate_grad_batches != 1 or trainer.gradient_clip_val or self._is_writing()
-        ):
-            return False
-        return not sync_hooks.sees_every_gradient(trainer)
+        if self._stale:
+            return not self._watch.may_be_kept and not self._has_gradient_hooks
+        # In the first step it shows who looks at gradients.
+        return not (
+            trainer.accumulate_grad_batches != 1
+            or trainer.gradient_clip_val
+            or self._is_writing()
+            or not self._num_steps
+            or self._gradients_are_read
+            or self._has_gradient_hooks
+        )
+
+    @property
+    def _has_gradient_hooks(self) -> bool:
+        return any(True for _ in sync_hooks.gradient_hooks(self._trainer))
+
+    @property
+    def _always_joins(self) -> bool:
+        seen = self._watch.sees_all and not self._state_is_read
+        return not seen or sync_hooks.always_wait(self._trainer)
 
     def _take_clipping(self, clip: Callable[[], None]) -> bool:
         """Put clipping off until gradients are there; return whether they are still to come."""
@@ -245,11 +239,22 @@ class OptimizerSync:
                 whole()
                 return result
             attributes["_opt_called"] = True  # what a scheduler's wrapper of `step` notes
-            releases = not sync_hooks.may_read_gradients(self._trainer)
+            self._watch.watch()
             if batch is not None:
-                batch.defer_update(updater, optimizer, release_gradients=releases)
-            else:
-                updater.submit(optimizer, release_gradients=releases)
+                batch.defer_update(updater, optimizer)
+                return result
+            is_kept = self._watch.views_are_kept()
+            self._stepped_early = updater.submit(optimizer)
+            if not any(sync_hooks.reads_before_zeroing(self._trainer)):
+                members = (p for group in optimizer.param_groups for p in group["params"])
+                self._runtime.spent = list(members)
+            if is_kept:
+                self._warn(
+                    "Somebody keeps a view of a parameter (`parameter.data`, or `state_dict()` "
+                    "without a clone): every optimizer step is waited for as long as it is kept."
+                )
+            if is_kept or self._always_joins:
+                self.join()
             return result
 
         attributes["step"] = submit
@@ -261,6 +266,37 @@ class OptimizerSync:
                 attributes["step"] = before
 
     # Waiting -------------------------------------------------------------------------------------
+
+    def _before_access(self, what: Access, frame: FrameType, parameter: Tensor | None) -> None:
+        """Wait for the step that others may see half made.
+
+        Raises:
+            GradientError: The gradient that is looked at was let go early.
+        """
+        if what is Access.GRADIENT:
+            if parameter in self._stepped_early:
+                raise GradientError(
+                    f"{describe_code(frame)} looks at the gradient of a parameter whose block was "
+                    "stepped during the backward pass: it is gone. Set `requires_optimizer_sync = "
+                    "True` in the class (the callback's or the module's); see docs/updates.md."
+                )
+            self._gradients_are_read = True
+        elif what is Access.STATE:
+            self._state_is_read = True
+        if not self._runtime.is_update_pending:
+            return
+        if what is not Access.ZEROING and frame.f_code not in self._warned:
+            self._warned.add(frame.f_code)
+            self._warn(
+                f"{describe_code(frame)} looks at {what.value} between two steps: the optimizer's "
+                "step is waited for there, and what is left of it overlaps with nothing."
+            )
+        self._runtime.finish_update()
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            rank_zero_warn(f"{message} See docs/updates.md.")
 
     def join(self) -> None:
         """Wait for the step that was submitted last.
@@ -274,52 +310,8 @@ class OptimizerSync:
 
     def close(self) -> None:
         self._precision.takes_clipping = None
-        with contextlib.suppress(ValueError):
-            self._callbacks.remove(self._first_callback)
-
-
-class SyncBeforeHooks(Callback):
-    """The first of the callbacks: waits for the step where another hook may look at parameters."""
-
-    requires_optimizer_sync = False
-
-    def __init__(self, sync: OptimizerSync) -> None:
-        self._sync = sync
-
-    def __reduce__(self) -> Any:
-        """Copy as a callback that does nothing: there is one training to wait for."""
-        return Callback, ()
-
-    def _join_before(self, trainer: Trainer, hook: str) -> None:
-        if any(sync_hooks.hooks_that_sync(trainer, [hook])):
-            self._sync.join()
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._join_before(trainer, "on_train_batch_end")
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._join_before(trainer, "on_train_batch_start")
-
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._join_before(trainer, "on_train_epoch_start")
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Wait before those who read, and before loaders are made, whose data may follow."""
-        if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-            self._sync.join()
-        self._join_before(trainer, "on_train_epoch_end")
-
-    def on_validation_start(self, *_: Any) -> None:
-        """Wait: an evaluation sees finished parameters."""
-        self._sync.join()
-
-    def on_train_end(self, *_: Any) -> None:
-        self._sync.join()
-
-    def on_exception(self, *_: Any) -> None:
-        """Wait; what the optimizer has raised besides is not the cause."""
-        with contextlib.suppress(Exception):
-            self._sync.join()
+        if self._overlaps:
+            self._watch.close()
 
 
 # What a step is checked for ----------------------------------------------------------------------

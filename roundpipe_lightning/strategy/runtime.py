@@ -33,6 +33,7 @@ from roundpipe_lightning.strategy import compat, sync_hooks
 from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
 from roundpipe_lightning.strategy.metrics import MetricStandIns
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
+from roundpipe_lightning.strategy.parameter_watch import ParameterWatch
 from roundpipe_lightning.strategy.planning.inputs import num_values
 from roundpipe_lightning.strategy.planning.planned import PlanEvent, Planned
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
@@ -103,6 +104,8 @@ class PipelineRuntime:
         overlaps_updates: Whether the optimizer's steps are made while other things go on.
         is_stale: Whether a step computes with the values from before the last update.
         defers_update: Whether the optimizer's step after the present batch may wait for its end.
+        watch: Knows who looks at parameters; None where nothing is overlapped.
+        spent: Parameters whose gradients belong to a step that was submitted.
         in_flight: The batch whose gradients are still to come.
         last: The last training batch that has ended.
 
@@ -160,6 +163,8 @@ class PipelineRuntime:
         )
         self.updater: Updater | None = None
         self.defers_update = False
+        self.watch: ParameterWatch | None = None
+        self.spent: Sequence[Tensor] = ()
         self.in_flight: InFlightBatch | None = None
         self.last: InFlightBatch | None = None
         self._engine: Engine | None = None
@@ -167,7 +172,6 @@ class PipelineRuntime:
         self._previous: dict[nn.Parameter, Tensor] = {}  # from a checkpoint
         self._left = FinalVersions({})
         self._num_overlapped = 0  # windows in a row
-        self._trained_last = False  # since then there was no evaluation
         self._assumed_rates = computes_on_host and options.hardware == "auto"
         self._plan_listeners = plan_listeners
         self._step_listeners = step_listeners
@@ -201,6 +205,8 @@ class PipelineRuntime:
                 engine.store.copies.written_by(self._optimizers)
             self.updater.restore(self._previous)
             self._previous = {}
+            if self.watch is not None:
+                self.watch.count_uses()
         return engine
 
     @property
@@ -264,8 +270,11 @@ class PipelineRuntime:
         if not self._module.automatic_optimization:
             return self._manual_step(batch, *arguments)
         trains = not compat.skips_backward(self._module.trainer)
-        self._cast_again(between_batches=self._trained_last)
-        self._trained_last = True
+        self._cast_again()
+        if trains:  # every hook that may look at them has been called
+            for parameter in self.spent:
+                parameter.grad = None
+            self.spent = ()
         output: STEP_OUTPUT = None
         ended: InFlightBatch | None = None
         with nullcontext() if trains else self._newest(), suppress(UpdateAborted):
@@ -411,7 +420,7 @@ class PipelineRuntime:
         trainer = self._module.trainer
         accumulates = compat.is_accumulating(trainer)
         defers = self.defers_update and self._moves and self._num_overlapped < _MOST_OVERLAPPED
-        if not (accumulates or defers) or sync_hooks.sees_every_gradient(trainer):
+        if not (accumulates or defers) or any(sync_hooks.gradient_hooks(trainer)):
             self._num_overlapped = 0
             return False
         self._num_overlapped += not accumulates
@@ -429,6 +438,23 @@ class PipelineRuntime:
         batch, self.in_flight = self.in_flight, None
         if batch is not None and batch.hand_out(has_next=has_next):
             self._batch_ended(batch, has_trained=True)
+
+    @property
+    def is_update_pending(self) -> bool:
+        """Whether parameters or gradients may still change by a step that was submitted."""
+        in_flight = self.in_flight is not None and self.in_flight.has_run_backward
+        return in_flight or (self.updater is not None and not self.updater.is_joined)
+
+    def finish_update(self) -> None:
+        """Wait for the batch in flight, if its loss was run backward, and for its update.
+
+        Raises:
+            Exception: What one of them has failed with, once.
+        """
+        if self.in_flight is not None and self.in_flight.has_run_backward:
+            self.synchronize()
+        if self.updater is not None:
+            self.updater.join()
 
     def _batch_ended(self, batch: InFlightBatch, *, has_trained: bool) -> None:
         """Call listeners, and let the planner know how long the step took."""
@@ -485,7 +511,6 @@ class PipelineRuntime:
             batch: What it is called with, on the host.
             *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
         """
-        self._trained_last = False
         self.synchronize()
         with self._newest():
             self._cast_again()
@@ -510,17 +535,16 @@ class PipelineRuntime:
     def _newest(self) -> AbstractContextManager[None]:
         return nullcontext() if self.updater is None else self.updater.latest()
 
-    def _cast_again(self, *, between_batches: bool = False) -> None:
-        """Mark 16-bit copies as old where a hook may have written to the weights.
+    def _cast_again(self) -> None:
+        """Mark 16-bit copies as old where others may have written to the weights.
 
         PyTorch counts writes, but for those through `parameter.data` and of compiled kernels.
         """
-        copies = None if self._engine is None else self._engine.store.copies
-        if copies is not None and (
-            self.updater is None
-            or sync_hooks.may_write(self._module.trainer, between_batches=between_batches)
-        ):
+        copies, watch = None if self._engine is None else self._engine.store.copies, self.watch
+        if copies is not None and (watch is None or watch.was_touched):
             copies.forget()
+        if watch is not None:
+            watch.was_touched = watch.may_be_kept
 
     # In a checkpoint -----------------------------------------------------------------------------
 

@@ -104,8 +104,13 @@ class InFlightBatch:
         self._backward_scale = backward_scale
         self._loss = torch.zeros(())
         self._arrived: Tensor | None = None
-        self._update: tuple[Updater, Optimizer, bool] | None = None
+        self._update: tuple[Updater, Optimizer] | None = None
         self._sums: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def has_run_backward(self) -> bool:
+        """Whether Lightning has run the loss backward: gradients may be handed out from then on."""
+        return self._arrived is not None
 
     # In the Trainer's thread, in this order ------------------------------------------------------
 
@@ -136,9 +141,7 @@ class InFlightBatch:
         self._arrived = arriving.detach().clone()
         return ()
 
-    def defer_update(
-        self, updater: Updater, optimizer: Optimizer, *, release_gradients: bool
-    ) -> None:
+    def defer_update(self, updater: Updater, optimizer: Optimizer) -> None:
         """Submit an optimizer's step, made when the gradients are there.
 
         Gradients of earlier batches of its window are taken along: Lightning may drop `.grad`.
@@ -146,9 +149,8 @@ class InFlightBatch:
         Args:
             updater: Makes it.
             optimizer: Whose step. Its options are captured now.
-            release_gradients: As for `Updater.submit`.
         """
-        self._update = updater, optimizer, release_gradients
+        self._update = updater, optimizer
         members = (p for group in optimizer.param_groups for p in group["params"])
         self._sums = {p: p.grad for p in members if p.grad is not None}
         for parameter in self._sums:
@@ -183,9 +185,9 @@ class InFlightBatch:
         for clip in self.clips:
             clip()
         if self._update is not None:
-            updater, optimizer, release_gradients = self._update
+            updater, optimizer = self._update
             updater.keep([optimizer], is_read=has_next)
-            updater.submit(optimizer, release_gradients=release_gradients)
+            updater.submit(optimizer, release_gradients=has_next)
         self._sums, self._update, self._loss = {}, None, torch.zeros(())
         return True
 

@@ -653,8 +653,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def on_train_end(self) -> None:
         """Leave the gradients of a window that was not filled, as on one device."""
-        if self._runtime is not None:
-            self._runtime.synchronize()
+        self.join_updates()
         super().on_train_end()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -664,6 +663,8 @@ class RoundPipeStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state after the last step, without what is to be left out."""
         self.join_updates()
+        if self._runtime is not None and self._runtime.watch is not None:
+            self._runtime.watch.may_be_kept = True  # by who is given the checkpoint
         state = super().lightning_module_state_dict()
         return split_frozen(self._module, state)[0] if self.exclude_frozen_parameters else state
 

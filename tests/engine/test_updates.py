@@ -128,7 +128,7 @@ def test_nobody_reads_a_block_before_its_update(model: Model, store: HostStore) 
         assert not thread.is_alive()
         assert steered.ran == ["embedding.weight", "layers.0.bias", "layers.1"]
         weight = results[0][layer.weight]
-        assert updater.is_running
+        assert not updater.is_joined
         steered.allowed.release(9)
         updater.join()
         assert torch.equal(weight, layer.weight)

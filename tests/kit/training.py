@@ -23,6 +23,8 @@ QUIET = [
     "ignore:The '.*_dataloader' does not have many workers",
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:.* See docs/updates.md",  # what the hooks of a test cost the overlap
+    "ignore:.* see docs/updates.md",
 ]
 
 

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
-from roundpipe_lightning import ExportPretrained, PipelineMonitor, PipelineTimeline, PlanReport
+import roundpipe_lightning.cli.callbacks
+from roundpipe_lightning import PipelineMonitor, PipelineTimeline, PlanReport
 from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecord
 from roundpipe_lightning.strategy import sync_hooks
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
@@ -128,10 +129,16 @@ def test_an_error_of_a_backward_pass_in_flight_is_raised(tmp_path: Path) -> None
         )
 
 
-@pytest.mark.parametrize("kind", [PipelineMonitor, PipelineTimeline, PlanReport, ExportPretrained])
-def test_no_step_is_waited_for_because_of_them(kind: type[Callback]) -> None:
-    hooks = [name for name in dir(Callback) if name.startswith("on_")]
-    assert not [hook for hook in hooks if sync_hooks.needs_sync(kind(), hook)]
+@pytest.mark.parametrize(
+    "module", [roundpipe_lightning.callbacks, roundpipe_lightning.cli.callbacks]
+)
+def test_no_callback_of_ours_is_to_find_gradients(module: Any) -> None:
+    kinds = [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, Callback)]
+    assert kinds
+    for kind in kinds:
+        hooks = [name for name in dir(Callback) if name.startswith("on_")]
+        owner = kind.__new__(kind)
+        assert not [hook for hook in hooks if sync_hooks.needs_gradients(owner, hook)]
 
 
 def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from roundpipe_lightning.engine.update.updater import Updater
 from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, same_bits
 from tests.lightning.test_updates import Overlapping
 
@@ -57,12 +56,6 @@ class _Games(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Played:
         return _played(self.agent.policy, index)
-
-
-class _Silent(_Games):
-    """Does not look at parameters, it says."""
-
-    requires_optimizer_sync = False
 
 
 class _Hard(Sampler[int]):
@@ -110,23 +103,3 @@ def test_it_is_made_after_the_step(tmp_path: Path, slow_updates: None, name: str
     module = _fit(tmp_path, Overlapping(num_microbatches=1, dry_run=False), LOADERS[name])
     assert same_bits(module, expected)
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
-def test_who_says_that_it_does_not_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joined: list[int] = []
-    join = Updater.join
-
-    def note(updater: Updater) -> None:
-        joined.append(1)
-        join(updater)
-
-    monkeypatch.setattr(Updater, "join", note)
-    counts = []
-    for kind in (_Games, _Silent):
-        joined.clear()
-        strategy = Overlapping(num_microbatches=1, dry_run=False)
-        _fit(tmp_path, strategy, lambda module, kind=kind: _of(kind(_Agent(module))))  # type: ignore[misc]
-        counts.append(len(joined))
-    assert counts[0] == counts[1] + NUM_BATCHES * 2

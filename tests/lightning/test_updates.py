@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import mmap
+import os
 import re
 import threading
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -161,10 +166,10 @@ class _Early:
             self.num_begun += 1
             begin(updater, optimizer)
 
-        def recording(updater: Updater, optimizer: Optimizer, **options: Any) -> None:
-            members = [p for group in optimizer.param_groups for p in group["params"]]
-            self.num_taken += sum(parameter.grad is None for parameter in members)
-            submit(updater, optimizer, **options)
+        def recording(updater: Updater, optimizer: Optimizer, **options: Any) -> Any:
+            taken = submit(updater, optimizer, **options)
+            self.num_taken += len(taken)
+            return taken
 
         monkeypatch.setattr(Updater, "begin", counted)
         monkeypatch.setattr(Updater, "submit", recording)
@@ -180,7 +185,7 @@ def test_blocks_stepped_during_the_backward_pass(
         tmp_path, strategy(num_microbatches=2, dry_run=False), devices=2, max_epochs=3
     )
     assert same_bits(module, expected)
-    assert early.num_begun == trainer.global_step > 0
+    assert early.num_begun == trainer.global_step - 1 > 0, "in the first step it looks who reads"
     in_blocks = len([name for name, _ in module.named_parameters() if "layers" in name])
     assert early.num_taken == early.num_begun * in_blocks
 
@@ -206,7 +211,6 @@ class _Saves(Callback):
         {"accumulate_grad_batches": 2},
         {"callbacks": [_Looks("on_after_backward")]},
         {"callbacks": [_Looks("on_before_zero_grad")]},
-        {"callbacks": [_Looks("on_train_batch_end")]},
         {"callbacks": [_Saves()]},
         {"callbacks": [ModelCheckpoint(save_on_exception=True)], "enable_checkpointing": True},
         {"detect_anomaly": True},
@@ -360,6 +364,152 @@ def test_callbacks_see_finished_parameters(tmp_path: Path, hook: str, slow_updat
     assert all(map(torch.equal, *seen))
 
 
+def _norm(module: nn.Module) -> Tensor:
+    return torch.stack([p.detach().norm() for p in module.parameters()])
+
+
+class _Kept(Callback):
+    """Keeps views, without a clone, and looks at them long after."""
+
+    def __init__(self, note: Callable[[Any], Any]) -> None:
+        self.note = note
+        self.views: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.views = [value.view(-1) for value in module.state_dict().values()]
+            self.views += [p.detach().numpy() for p in module.parameters()]
+        self.note([torch.as_tensor(view).clone() for view in self.views])
+
+
+class _Averages(Callback):
+    """Has the parameters themselves since the beginning."""
+
+    def __init__(self, note: Callable[[Any], Any]) -> None:
+        self.note = note
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        self.parameters = list(module.parameters())
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.note([p.clone() for p in self.parameters])
+
+
+class _Moments(Callback):
+    def __init__(self, note: Callable[[Any], Any]) -> None:
+        self.note = note
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        state = trainer.optimizers[0].state
+        self.note([state[p]["exp_avg"].clone() for p in trainer.lightning_module.parameters()])
+
+
+class _Gradients(Callback):
+    def __init__(self, note: Callable[[Any], Any]) -> None:
+        self.note = note
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        self.note([p.grad.clone() for p in module.parameters()])
+
+
+class _Copies(Callback):
+    def __init__(self, note: Callable[[Any], Any]) -> None:
+        self.note = note
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        twin = copy.deepcopy(module.layers)
+        assert {type(p) for p in twin.parameters()} == {nn.Parameter}
+        self.note([p.detach().clone() for p in twin.parameters()])
+
+
+class _Forks(Callback):
+    """Has another process look, whose memory is what it was when that was made."""
+
+    def __init__(self, note: Callable[[Any], Any]) -> None:
+        self.note = note
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        memory = torch.frombuffer(mmap.mmap(-1, 4), dtype=torch.float32)
+        child = os.fork()
+        if child == 0:
+            memory[0] = sum(float(p.detach().sum()) for p in module.parameters())
+            os._exit(0)
+        os.waitpid(child, 0)
+        self.note([memory.clone()])
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.. may lead to deadlocks")
+@pytest.mark.parametrize("kind", [_Kept, _Averages, _Moments, _Gradients, _Copies, _Forks])
+def test_whoever_looks_finds_what_one_device_has(
+    tmp_path: Path, kind: Any, slow_updates: None
+) -> None:
+    runs = []
+    for strategy in (PlainLoop(2), EmulatedStrategy(num_microbatches=2, dry_run=False)):
+        seen: list[Tensor] = []
+        fit(tmp_path, strategy, devices=1, limit_val_batches=0, callbacks=[kind(seen.extend)])
+        runs.append(seen)
+    assert len(runs[0]) == len(runs[1]) > 0
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_collate_function_finds_finished_parameters(tmp_path: Path, slow_updates: None) -> None:
+    runs = []
+    for strategy in waiting_and_not():
+        torch.manual_seed(3)
+        module = Grouped()
+        seen: list[Tensor] = []
+
+        def collate(rows: Any, module: Any = module, seen: Any = seen) -> Any:
+            seen.append(_norm(module))
+            return torch.utils.data.default_collate(rows)
+
+        data = torch.utils.data.TensorDataset(torch.randn(12, WIDTH), torch.randn(12, 1))
+        loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)
+        make_trainer(tmp_path, strategy=strategy, limit_val_batches=0).fit(module, loader)
+        runs.append(seen)
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_gradient_that_is_gone_is_no_silence(tmp_path: Path) -> None:
+    class LooksLate(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                _ = module.layers[0].inner.weight.grad
+
+    run = partial(fit, tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False))
+    with pytest.raises(GradientError, match=r"LooksLate.on_train_batch_end .*_sync = True"):
+        run(callbacks=[LooksLate()])
+    kind = type("Says", (LooksLate,), {"requires_optimizer_sync": True})
+    fit(tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False), callbacks=[kind()])
+
+
+class _LooksOnce(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step in (2, 3):
+            _norm(module)
+
+
+@pytest.mark.parametrize(
+    ("callback", "told"),
+    [
+        (_LooksOnce(), r"_LooksOnce.on_train_batch_end \(test_updates.py:\d+\) looks at param"),
+        (LambdaCallback(on_after_backward=lambda *_: None), "on_after_backward of LambdaCallback"),
+        (_Kept(lambda views: None), "Somebody keeps a view of a parameter"),
+    ],
+)
+def test_lost_overlap_is_told_once(tmp_path: Path, callback: Any, told: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False), callbacks=[callback])
+    assert len([w for w in caught if re.search(told, str(w.message))]) == 1
+
+
+def test_parameters_are_the_users_again_afterwards(tmp_path: Path) -> None:
+    module, trainer = fit(tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False))
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+    assert {type(o.state) for o in trainer.optimizers} == {defaultdict}
+
+
 @pytest.mark.parametrize(
     "hook",
     [
@@ -389,39 +539,35 @@ def test_hooks_of_the_module_see_finished_parameters(
     assert all(map(torch.equal, *runs))
 
 
-def test_who_may_read() -> None:
+def test_whose_hooks_are_to_find_gradients() -> None:
     class Mine(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_after_backward(self, *_: Any) -> None:
             pass
 
     class Blind(Mine):
         requires_optimizer_sync = False
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_after_backward(self, *_: Any) -> None:
             pass
 
     class Seeing(Blind):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_after_backward(self, *_: Any) -> None:
             pass
 
     class Old(Mine):
         reads_parameters = False
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_after_backward(self, *_: Any) -> None:
             pass
 
-    hook = "on_train_batch_end"
+    hook = "on_after_backward"
     with pytest.raises(ConfigurationError, match="reads_parameters is called requires_opt"):
-        sync_hooks.needs_sync(Old(), hook)
-    assert sync_hooks.needs_sync(Mine(), hook)
-    assert not sync_hooks.needs_sync(Mine(), "on_train_batch_start")
-    assert not sync_hooks.needs_sync(Blind(), hook)
-    assert sync_hooks.needs_sync(Seeing(), hook)
-    assert sync_hooks.needs_sync(LambdaCallback(on_train_batch_end=lambda *_: None), hook)
-    assert sync_hooks.needs_sync(EMAWeightAveraging(), hook)
-    assert not sync_hooks.needs_sync(ModelCheckpoint(), hook)
-    assert not sync_hooks.needs_sync(LearningRateMonitor(), "on_train_batch_start")
-    assert not sync_hooks.needs_sync(Regressor(), hook)
+        sync_hooks.needs_gradients(Old(), hook)
+    assert sync_hooks.needs_gradients(Mine(), hook)
+    assert not sync_hooks.needs_gradients(Blind(), hook)
+    assert sync_hooks.needs_gradients(Seeing(), hook)
+    assert sync_hooks.needs_gradients(LambdaCallback(on_after_backward=lambda *_: None), hook)
+    assert not sync_hooks.needs_gradients(Regressor(), hook)
 
 
 def test_a_step_runs_while_the_next_batch_is_fetched(
@@ -496,22 +642,32 @@ def test_step_hooks_see_the_whole_step(tmp_path: Path) -> None:
     assert all(map(torch.equal, *runs))
 
 
-def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path, keeps: bool) -> None:
+    in_step: list[int] = []
+    after: list[int] = []
+
     class Looks(Callback):
-        requires_optimizer_sync = False
-        left: list[int]
+        requires_optimizer_sync = keeps
 
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-            trainer.strategy.join_updates()  # type: ignore[attr-defined]
-            self.left.append(sum(p.grad is not None for p in module.parameters()))
+            after.append(sum(p.grad is not None for p in module.parameters()))
 
-    for release, kind in ((True, Looks), (False, type("Sees", (Looks,), dict(vars(Looks))))):
-        look = kind()
-        look.left = []
-        if not release:
-            type(look).requires_optimizer_sync = True
-        fit(tmp_path, Overlapping(num_microbatches=2), callbacks=[look], limit_val_batches=0)
-        assert (set(look.left) == {0}) is release
+        def on_before_zero_grad(self, *_: Any) -> None:
+            """Be there."""
+
+    torch.manual_seed(3)
+    module = Grouped(on_step=lambda *_: in_step.append(sum(p.grad is not None for p in watched)))
+    watched = list(module.parameters())
+    fit(
+        tmp_path,
+        Overlapping(num_microbatches=1, dry_run=False),
+        module,
+        callbacks=[Looks()],
+        limit_val_batches=0,
+    )
+    assert set(after) == {len(watched)}
+    assert set(in_step[1:]) == ({len(watched)} if keeps else {0})
 
 
 class _Fails(torch.optim.SGD):

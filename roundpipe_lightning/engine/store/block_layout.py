@@ -258,7 +258,7 @@ class Layouts:
             if parameter in places:
                 continue
             # In no buffer of this block: another block has it, or it lies in a file.
-            values, kept = parameter.detach(), self._store.previous.get(parameter)
+            values, kept = self._store.memory_of(parameter), self._store.previous.get(parameter)
             is_narrow = kept is not None and kept.dtype is not values.dtype
             if is_narrow or not fills_its_memory(values):  # until the next step begins
                 values = self._store.current_values(parameter).detach()

@@ -32,7 +32,8 @@ class FlatBuffer:
     """Host memory of parameters of one dtype, one behind the other.
 
     Attributes:
-        values: The parameters' own memory.
+        values: The parameters' own memory, in a storage of its own: uses of the parameters' are
+            those that others make, see `strategy/parameter_watch.py`.
         narrow: Its copy in 16 bits, which is uploaded in its place.
         kept: What is uploaded while the optimizer writes into it; see `ParameterGroup.keep`.
         members: What lies in it, with the first element of each.
@@ -47,6 +48,10 @@ class FlatBuffer:
     def uploaded(self) -> Tensor:
         """The tensor that is uploaded as long as no second version is kept."""
         return self.values if self.narrow is None else self.narrow
+
+    def view_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's place in `values`."""
+        return view_like(self.values, self.members[parameter], parameter)
 
     def present_members(self) -> list[tuple[nn.Parameter, int]]:
         """Return the members whose values are here.
@@ -97,8 +102,9 @@ class ParameterGroup:
             members[parameter] = end
             end += math.ceil(parameter.numel() / step) * step
         flat, narrow = own_pages(end, dtype), None
+        twin = torch.from_numpy(flat.view(torch.uint8).numpy()).view(dtype)
         for parameter, offset in members.items():
-            place = view_like(flat, offset, parameter)
+            place = view_like(twin, offset, parameter)
             place.copy_(parameter.detach())
             parameter.data = place
         if copies is not None:

@@ -89,6 +89,10 @@ class HostStore:
         self._outside = group(module.parameters())
         #: Parameters that no block has.
         self.outside_blocks = frozenset(self._outside.parameters)
+        groups = (*self._blocks.values(), self._outside)
+        self._flat_of = {
+            p: flat for group in groups for flat in group.buffers for p in flat.members
+        }
         self._of_block = {block: tuple(block.parameters()) for block in blocks}
         self._pinned_by: Device | None = None
         #: The end of a parameter's last update, where parameters change while a step runs.
@@ -161,9 +165,17 @@ class HostStore:
         if uses != self.versions.previous:
             self.versions = WeightVersions(previous=uses)
 
+    def memory_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's values where they are, of the store's own storage if they can be."""
+        flat = self._flat_of.get(parameter)
+        values = parameter if flat is None else flat.view_of(parameter)
+        is_present = values.data_ptr() == parameter.data_ptr()  # callbacks may swap `.data`
+        return (values if is_present else parameter).detach()
+
     def current_values(self, parameter: nn.Parameter) -> Tensor:
         """Return the tensor that workers compute with, without waiting."""
-        return self._served.get(parameter, parameter)
+        served = self._served.get(parameter)
+        return self.memory_of(parameter) if served is None else served
 
     def keep_previous(self, changing: Collection[nn.Parameter]) -> None:
         """Make room in `previous` for parameters that are to change while a step runs.
@@ -220,7 +232,7 @@ class HostStore:
     def value(self, parameter: nn.Parameter) -> Tensor:
         """Return the tensor that workers compute with, once the optimizer is done with it."""
         self._await_updates([parameter])
-        return self._served.get(parameter, parameter)
+        return self.current_values(parameter)
 
     @property
     def _served(self) -> Mapping[nn.Parameter, Tensor]:

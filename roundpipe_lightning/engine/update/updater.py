@@ -146,6 +146,7 @@ class Updater:
 
     Attributes:
         spans: When the units of the last update were updated, in this order.
+        is_joined: Whether what was submitted last has been waited for.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Updater:
         run_unit: RunUnit = lambda unit, step: step.run(unit.parameters),
     ) -> None:
         self.spans: list[UpdateSpan] = []
+        self.is_joined = True
         self._store = store
         self._units = list(units)
         self._stale = stale
@@ -222,7 +224,9 @@ class Updater:
             self._changed.wait_for(self._is_idle)
         return 0 if begun is None else len(begun.taken)
 
-    def submit(self, optimizer: Optimizer, *, release_gradients: bool = False) -> None:
+    def submit(
+        self, optimizer: Optimizer, *, release_gradients: bool = False
+    ) -> Collection[Tensor]:
         """Submit an optimizer's step. The one before must have been joined.
 
         Args:
@@ -248,6 +252,7 @@ class Updater:
         if not self._stale:
             self._announce(units, is_new=begun is None or not begun.taken)
         self._put(partial(self._update, units, step, begun=begun))
+        return () if begun is None else begun.taken
 
     def stepped_whole(self) -> None:
         """Mark 16-bit copies as old: an optimizer was stepped in another way than here."""
@@ -282,6 +287,7 @@ class Updater:
             Exception: What the update has failed with, once, with a note that says where.
         """
         begun = self._begun
+        self.is_joined = True
         with self._changed:
             self._changed.wait_for(
                 self._is_idle if begun is None else lambda: self._num_done >= begun.num_before
@@ -294,10 +300,6 @@ class Updater:
                 raise error
             finally:
                 del error  # its traceback refers to this frame
-
-    @property
-    def is_running(self) -> bool:
-        return not self._is_idle()
 
     def _is_idle(self) -> bool:
         return self._num_done == self._num_put
@@ -384,6 +386,7 @@ class Updater:
                 self._places[unit] = self._num_updated - 1.5
 
     def _put(self, job: Callable[[], None]) -> None:
+        self.is_joined = False
         with self._changed:
             self._num_put += 1
         self._jobs.put(job)

@@ -203,8 +203,9 @@ class MetaCopy:
         return result
 
     def _tensor(self, value: Tensor) -> Tensor:
-        if type(value) not in (Tensor, nn.Parameter):
-            raise self._refuse(f"a tensor is a {type(value).__name__}")
+        kind = getattr(type(value), "watched_as", type(value))  # see strategy/parameter_watch.py
+        if kind not in (Tensor, nn.Parameter):
+            raise self._refuse(f"a tensor is a {kind.__name__}")
         dtype = value.dtype
         if isinstance(value, nn.Parameter):
             if self._dtype is not None and dtype.is_floating_point:

@@ -1,0 +1,314 @@
+"""Who looks at parameters while the optimizer's step is still being made waits for it.
+
+On one device whoever reads a parameter between two batches finds the step done: moving averages,
+histograms, schedulers, collate functions, samplers. Here the step may still run. So for the time
+of a training every trained parameter has a class of its own. Torch calls its `__torch_function__`
+for whatever is done with the parameter:
+
+```
+user's code   weight.norm() ─▶ watched ─ from the Trainer's thread, by code that is not ours?
+                                 │  yes: wait for the step
+                                 ▼
+                               the operation itself
+```
+
+What is no value (shapes, dtypes, names) waits for nothing. Threads of ours, and this package's own
+code in the Trainer's thread, pass. The optimizer's state is a dictionary that does the same.
+
+A view that somebody keeps (`weight.data`, `state_dict()` without a clone) is not watched. So after
+code was given a parameter's memory, uses of the memory are counted when the next step is submitted:
+as long as a view is kept, every step is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import inspect
+import os
+import sys
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Access(Enum):
+    """What code looks at."""
+
+    VALUES = "parameters"
+    GRADIENT = "gradients"
+    STATE = "the optimizer's state"
+    ZEROING = "gradients, to let them go"
+
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = ("engine", "strategy", "checkpoint", "optim", "models/work")
+_LIGHTNING = str(Path(lightning.__file__).parent) + os.sep
+_OURS = (
+    *(str(_PACKAGE / name) + os.sep for name in _FOLDERS),
+    str(_PACKAGE / "precision.py"),
+    # Clipping, a loss scaler, checkpoints.
+    *(str(Path(_LIGHTNING, "pytorch", name)) + os.sep for name in ("plugins", "strategies")),
+)
+_PASSED_OVER = (
+    str(Path(torch.__file__).parent) + os.sep,
+    *(str(module.__file__) for module in (contextlib, copy, functools)),
+    __file__,
+)
+_ZEROES = [inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Optimizer)]
+
+_VALUE_ATTRIBUTES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
+_WITHOUT_VALUES = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"),
+        *("storage_offset", "data_ptr", "is_contiguous", "is_floating_point", "is_complex"),
+        *("is_signed", "is_same_size", "get_device", "register_hook", "requires_grad_"),
+        *("register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_pinned"),
+        *("has_names", "__len__", "__hash__"),
+    )
+)
+"""Names of functions. Every other one is taken to look at values."""
+
+
+class ParameterWatch:
+    """Watches trained parameters, and optimizers' state, in the thread that makes it.
+
+    Args:
+        optimizers: Whose parameters and state are watched.
+        on_access: Called before code that is not ours looks at something: at what, the frame of
+            that code, and the parameter, if there is one. It waits for the step.
+
+    Attributes:
+        was_touched: Whether values may have been written to since this was set to False.
+        may_be_kept: Whether somebody may keep a view of a parameter's memory.
+        sees_all: Whether all that the optimizers have can be watched.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        on_access: Callable[[Access, FrameType, Tensor | None], None],
+    ) -> None:
+        self.was_touched = self.may_be_kept = False
+        self.sees_all = True
+        self._optimizers = optimizers
+        self._on_access = on_access
+        self._thread = threading.get_ident()
+        self._classes: dict[type, type] = {}
+        self._watched: dict[nn.Parameter, type] = {}
+        self._num_uses: Counter[int] = Counter()
+        self._handles = [
+            optimizer.register_load_state_dict_pre_hook(self._before_load)
+            for optimizer in optimizers
+        ]
+        _watches.add(self)
+
+    def watch(self) -> None:
+        """Watch what the optimizers have now: parameters and state may be new."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter not in self._watched:
+                        self._begin(parameter)
+            if type(optimizer.state) is defaultdict:
+                optimizer.state = _WatchedState(optimizer.state, self)
+            self.sees_all &= isinstance(optimizer.state, _WatchedState)
+
+    def _begin(self, parameter: Tensor) -> None:
+        kind = type(parameter)
+        # Of one that comes later nobody knows how often its memory is in use.
+        self.sees_all &= isinstance(parameter, nn.Parameter) and not self._num_uses
+        if isinstance(parameter, nn.Parameter):
+            self._watched[parameter] = kind
+            parameter.__class__ = self._class_for(kind)
+
+    def count_uses(self) -> None:
+        """Count the uses of the parameters' memory; called when nobody else can have a view."""
+        self._num_uses = self._uses()
+
+    def close(self) -> None:
+        """Give parameters and optimizers their own classes back."""
+        _watches.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        for parameter, kind in self._watched.items():
+            parameter.__class__ = kind
+        self._watched.clear()
+        for optimizer in self._optimizers:
+            if isinstance(optimizer.state, _WatchedState):
+                optimizer.state = optimizer.state.plain()
+
+    def views_are_kept(self) -> bool:
+        """Return whether somebody keeps a view of a parameter; the engine must be idle."""
+        if self.may_be_kept and self._uses() != self._num_uses:
+            gc.collect()  # views in cycles that nobody knows any more
+        self.may_be_kept = self.may_be_kept and self._uses() != self._num_uses
+        return self.may_be_kept
+
+    def _uses(self) -> Counter[int]:
+        storages = (p.untyped_storage()._cdata for p in self._watched)  # noqa: SLF001
+        return Counter({c: torch._C._storage_Use_Count(c) for c in set(storages)})  # noqa: SLF001
+
+    def _class_for(self, kind: type) -> type:
+        if kind in self._classes:
+            return self._classes[kind]
+
+        def watched(
+            _: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        ) -> Any:
+            what = _looked_at(func)
+            if what is not None:
+                self.note(what, args[0] if args and isinstance(args[0], Tensor) else None)
+            return kind.__torch_function__(func, types, args, kwargs or {})  # type: ignore[attr-defined]
+
+        namespace = {
+            "__torch_function__": classmethod(watched),
+            "__deepcopy__": _deepcopy_plain,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "watched_as": kind,
+        }
+        self._classes[kind] = type(kind)(kind.__name__, (kind,), namespace)
+        return self._classes[kind]
+
+    def note(self, what: Access, parameter: Tensor | None = None) -> None:
+        """Let whoever looks at something wait, if it is not our own code."""
+        if threading.get_ident() != self._thread:
+            return
+        frame, is_zeroing = _code_that_looks()
+        if frame is None:
+            return
+        if what is Access.GRADIENT and is_zeroing:
+            what = Access.ZEROING
+        if what is Access.VALUES:
+            self.was_touched = self.may_be_kept = True
+        self._on_access(what, frame, parameter)
+
+    def _before_load(self, *_: Any) -> None:
+        self.note(Access.STATE)
+
+    def before_fork(self) -> None:
+        """Wait: a process that is forked, a loader's say, has the memory as it is now."""
+        if threading.get_ident() == self._thread:
+            self._on_access(Access.VALUES, sys._getframe(1), None)  # noqa: SLF001
+
+
+_watches: weakref.WeakSet[ParameterWatch] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for watch in list(_watches):
+        watch.before_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
+
+
+class _WatchedState(defaultdict[Tensor, Any]):
+    """An optimizer's state, whose entries others may be changing."""
+
+    def __init__(self, state: defaultdict[Tensor, Any], watch: ParameterWatch) -> None:
+        super().__init__(state.default_factory, state)
+        self._watch = watch
+
+    def plain(self) -> defaultdict[Tensor, Any]:
+        """Return the same entries in the dictionary of torch."""
+        return defaultdict(self.default_factory, super().items())
+
+    def _looked_into(name: str) -> Any:  # type: ignore[misc]  # noqa: N805 - makes methods
+        inner = getattr(defaultdict, name)
+
+        def method(self: _WatchedState, *args: Any) -> Any:
+            self._watch.note(Access.STATE)
+            return inner(self, *args)
+
+        return method
+
+    for _name in ("__getitem__", "__iter__", "get", "items", "values", "pop", "popitem", "clear"):
+        locals()[_name] = _looked_into(_name)
+
+    def __copy__(self) -> Any:
+        self._watch.note(Access.STATE)
+        return self.plain()
+
+    def copy(self) -> Any:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        return self.__copy__().__reduce__()
+
+
+def _deepcopy_plain(parameter: Any, memo: dict[int, Any]) -> Any:
+    """Copy a watched parameter: its copy is nobody's business."""
+    if id(parameter) not in memo:
+        _ = parameter.data  # waits
+        kind = type(parameter)
+        parameter.__class__ = kind.watched_as
+        try:
+            parameter.__deepcopy__(memo)
+        finally:
+            parameter.__class__ = kind
+    return memo[id(parameter)]
+
+
+def _looked_at(func: Any) -> Access | None:
+    """Return what a function of torch looks at; None: no values."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = func.__self__.__name__
+        if attribute == "grad":
+            return Access.GRADIENT
+        return Access.VALUES if attribute in _VALUE_ATTRIBUTES else None
+    return None if name in _WITHOUT_VALUES else Access.VALUES
+
+
+def _code_that_looks() -> tuple[FrameType | None, bool]:
+    """Return the frame that called torch, or us, and whether through `zero_grad`.
+
+    There is none if that is our own code.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - no public way to ask
+    is_zeroing = False
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
+        is_zeroing |= frame.f_code in _ZEROES
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_OURS):
+        return None, False
+    return frame, is_zeroing
+
+
+def describe_code(frame: FrameType) -> str:
+    """Return the hook or function, with its place, through which code came to look."""
+    found = frame
+    for outer in _outwards(frame):
+        if not outer.f_code.co_filename.startswith(_PASSED_OVER):
+            found = outer
+    owner = found.f_locals.get("self")
+    name = "" if owner is None else f"{type(owner).__name__}."
+    place = f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
+    return f"{name}{found.f_code.co_name} ({place})"
+
+
+def _outwards(frame: FrameType) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, up to Lightning's loops or this package."""
+    stops = (*_OURS, *(str(Path(_LIGHTNING, "pytorch", n)) for n in ("trainer", "loops")))
+    current: FrameType | None = frame
+    while current is not None:
+        yield current
+        current = current.f_back
+        if current is None or current.f_code.co_filename.startswith(stops):
+            return
