@@ -1,19 +1,15 @@
 """`python train.py` and `roundpipe-train`: the Hydra application that trains."""
 
-import contextlib
 import logging
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.cli.build import Run, build, build_run, run_explained
@@ -59,7 +55,7 @@ def train(config: DictConfig) -> float | None:
         logger.log_hyperparams(OmegaConf.to_container(run.config, resolve=True))  # type: ignore[arg-type]
     log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
-    with run.interrupt, uncrowded_threads(run.trainer):
+    with run.interrupt:
         try:
             _run_stages(run, metrics)
         except SystemExit as error:  # how Lightning ends after an interrupt
@@ -159,29 +155,6 @@ def _command(*overrides: str) -> str:
     given = HydraConfig.get().overrides.task
     kept = [override for override in given if override.partition("=")[0] not in named]
     return shlex.join([*words, *kept, *overrides])
-
-
-@contextlib.contextmanager
-def uncrowded_threads(trainer: Trainer) -> Iterator[None]:
-    """Let the Trainer's own thread compute alone where the CPU workers take every core.
-
-    Intra-op threads that wait for one another on busy cores cost far more than they save: steps
-    of the main job took four times as long on two busy cores. The setting of before is put back.
-    """
-    total = torch.get_num_threads()
-    strategy = trainer.strategy
-    crowded = (
-        isinstance(strategy, RoundPipeStrategy)
-        and isinstance(trainer.accelerator, CPUAccelerator)
-        and strategy.num_workers >= total > 1
-    )
-    if crowded:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if crowded:
-            torch.set_num_threads(total)
 
 
 def _save_first_plan(run: Run) -> None:

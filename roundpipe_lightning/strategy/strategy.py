@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision
@@ -233,6 +233,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._resume = ResumePoint()
         self._loaded: dict[str, Any] | None = None
         self._has_failed = False
+        self._num_threads: int | None = None
         self._is_set_up = False  # the end of background work is certain to be waited for
 
     def __getstate__(self) -> dict[str, Any]:
@@ -469,6 +470,14 @@ class RoundPipeStrategy(ParallelStrategy):
         """Check the module, make its optimizers and a first plan."""
         fits = trainer.state.fn == TrainerFn.FITTING
         module, options = self._module, self._options
+        self._num_threads = torch.get_num_threads()
+        if (
+            isinstance(trainer.accelerator, CPUAccelerator)
+            and self.num_workers >= self._num_threads
+        ):
+            # CPU workers take every core. Intra-op threads of this thread that wait for one another
+            # there cost far more than they save: steps took four times as long on two cores.
+            torch.set_num_threads(1)
         if fits:
             self._runtime = self._fit_runtime = None  # an earlier run's batches say nothing
             self._resume.begin()
@@ -530,6 +539,9 @@ class RoundPipeStrategy(ParallelStrategy):
         """
         if self._runtime is not None:
             self._runtime.close()
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+            self._num_threads = None
         self._resume.end()
         self._loaded = None
         sync, self._optimizer_sync = self._optimizer_sync, None

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from roundpipe_lightning.cli.build import build, build_run, choose_devices
-from roundpipe_lightning.cli.train import train, uncrowded_threads
+from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.modules import CausalLanguageModule
 from tests.kit.runs import compose_small
 
@@ -51,17 +51,6 @@ def test_the_configuration_that_was_given_is_left_alone(tmp_path: Path) -> None:
 def test_a_strategy_can_be_named(tmp_path: Path) -> None:
     run = build_run(compose_small(tmp_path, "trainer.strategy=roundpipe"))
     assert type(run.trainer.strategy).__name__ == "RoundPipeStrategy"
-
-
-@pytest.mark.parametrize(("devices", "threads"), [(1, 3), (3, 1), (4, 1)])
-def test_workers_that_take_every_core_leave_one_thread(
-    tmp_path: Path, devices: int, threads: int
-) -> None:
-    run = build_run(compose_small(tmp_path, f"trainer.devices={devices}"))
-    torch.set_num_threads(3)
-    with uncrowded_threads(run.trainer):
-        assert torch.get_num_threads() == threads
-    assert torch.get_num_threads() == 3
 
 
 def test_lists_are_plain_lists() -> None:

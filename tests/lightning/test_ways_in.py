@@ -360,3 +360,24 @@ def test_trainer_is_made_in_a_notebook_with_any_number_of_devices(notebook: Note
     assert notebook.run(cell) is None
     assert made[0].num_devices == 4
     assert made[0].strategy.launcher is None  # nothing that a notebook could not start
+
+
+@pytest.mark.parametrize(("devices", "threads"), [(1, 3), (3, 1), (4, 1)])
+def test_workers_that_take_every_core_leave_one_thread(
+    tmp_path: Path, devices: int, threads: int
+) -> None:
+    seen: list[int] = []
+
+    class Asks(Regressor):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        trainer = make_trainer(tmp_path, strategy="roundpipe", devices=devices, max_steps=1)
+        trainer.fit(Asks(), regression_data())
+        assert seen == [threads]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
