@@ -24,7 +24,7 @@ from roundpipe_lightning.models.export import (
     export_pretrained,
     find_pretrained,
 )
-from roundpipe_lightning.models.quantized import quantize_linear
+from roundpipe_lightning.models.quantized import quantize_layers
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 
 
@@ -117,7 +117,7 @@ def _build_module(config: DictConfig, checkpoint: Path | None) -> LightningModul
     with torch.device("meta"):
         module.configure_model()
     if source.quantizes:
-        quantize_linear(find_pretrained(module, config.name), source.frozen_bits)
+        quantize_layers(find_pretrained(module, config.name), source.frozen_bits)
     return module
 
 

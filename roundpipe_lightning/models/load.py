@@ -26,13 +26,14 @@ from torch import Tensor
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.load_module import shape_text
-from roundpipe_lightning.models.quantized import quantize_frozen
+from roundpipe_lightning.models.quantized import quantizable_weights, quantize_frozen
 from roundpipe_lightning.models.weight_files import (
     bring_into_memory,
     find_weight_files,
     map_frozen,
     opened,
 )
+from roundpipe_lightning.planning.model.storage import ParameterStorage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -162,9 +163,14 @@ def _check_memory(
     if options.mapped:
         return
     dtype = options.dtype or getattr(config, "dtype", None) or torch.float32
-    count = sum(parameter.numel() for parameter in skeleton.parameters())
+    count, saved = sum(parameter.numel() for parameter in skeleton.parameters()), 0.0
+    if options.quantizes:
+        skeleton.requires_grad_(False)
+        packed = sum(getattr(*found).numel() for found in quantizable_weights(skeleton))
+        storage = ParameterStorage(frozen_bits=options.frozen_bits)
+        saved = storage.saved_bytes(packed, packed * dtype.itemsize)
     check_host_memory(
-        count * dtype.itemsize * min(options.frozen_bits, 16) / 16,
+        count * dtype.itemsize - saved,
         what=f"Reading {name!r}",
         way_out="Use a machine with more, model.dtype=bfloat16, or, where adapters alone are "
         "trained, model.frozen_weights=mmap or peft.frozen_bits=4.",

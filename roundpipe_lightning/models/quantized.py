@@ -8,6 +8,10 @@ before   Linear(weight: bfloat16)
 after    Linear(weight_codes: uint8, weight_scales: int32)   weight ─► dequantised when asked for
 ```
 
+The experts of a mixture, which transformers holds as two parameters of three dimensions in one
+module, are quantised like the weight of a linear layer. A forward pass dequantises each once, and
+the backward pass once more: the graph keeps the codes, not the weights.
+
 The arithmetic is that of bitsandbytes, on the CPU and on CUDA: NF4 in blocks of 64 for 4 bits, a
 linear map of 256 values in blocks of 64 for 8 bits, a float32 scale per block. The scales are kept
 as the bits of whole numbers, so that no cast to another precision touches them.
@@ -19,19 +23,22 @@ and `original1`, in every checkpoint, and adds two modules to each layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.model.storage import SCALE_BLOCK
 
 BITS = (16, 8, 4)
 """Values of `model.frozen_bits`; 16 stands for the dtype of the weights as they are."""
 
-_BLOCK = 64  # weights that share a scale
+_BLOCK = SCALE_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +93,59 @@ class _Encoding:
 
 
 class _Quantized(nn.Module):
-    """Base of the class that a layer with a quantised weight gets, beside the class that it had."""
+    """Base of the class that a layer with quantised weights gets, beside the class that it had.
 
-    encoding: _Encoding
-    weight_codes: Tensor
-    weight_scales: Tensor
+    Attributes:
+        encodings: The encodings of its weights, by name.
+    """
+
+    encodings: dict[str, _Encoding]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on weights that are whole until it ends."""
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        whole = _Whole(self)
+        self.__dict__["_whole"] = whole
+        try:
+            with saved_tensors_hooks(whole.pack, whole.unpack):
+                return super().forward(*args, **kwargs)
+        finally:
+            del self.__dict__["_whole"]
+            whole.weights.clear()
+
+
+class _Whole:
+    """The weights of a layer while it runs.
+
+    Attributes:
+        weights: Those that the layer has asked for.
+    """
+
+    def __init__(self, layer: _Quantized) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self._packed = {name: _packed(layer, name) for name in layer.encodings}
+
+    def weight(self, name: str) -> Tensor:
+        if name not in self.weights:
+            encoding, codes, scales = self._packed[name]
+            self.weights[name] = encoding.dequantize(codes, scales)
+        return self.weights[name]
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what the graph keeps of a tensor: of a weight, or a part of it, its place."""
+        storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - the address is 0 on meta
+        for name, weight in self.weights.items():
+            if weight.untyped_storage()._cdata == storage:  # noqa: SLF001
+                return name, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return tensor
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        name, shape, stride, offset = kept
+        encoding, codes, scales = self._packed[name]
+        return encoding.dequantize(codes, scales).as_strided(shape, stride, offset)
 
 
 def check_bits(bits: int) -> None:
@@ -104,51 +159,72 @@ def check_bits(bits: int) -> None:
 
 
 def quantize_frozen(model: nn.Module, bits: int) -> None:
-    """Freeze a model and quantise its linear layers, in place. Adapters are added afterwards.
+    """Freeze a model and quantise its layers, in place. Adapters are added afterwards.
 
     Args:
         model: On the host.
         bits: 8 or 4.
 
     Raises:
-        ConfigurationError: The model has no linear layer to quantise, or bitsandbytes is missing.
+        ConfigurationError: The model has no layer to quantise, or bitsandbytes is missing.
     """
     model.requires_grad_(False)
-    if not quantize_linear(model, bits):
+    if not quantize_layers(model, bits):
         raise ConfigurationError(
-            f"model.frozen_bits={bits}: {type(model).__name__} has no linear layer that could be "
-            "quantised. Use model.frozen_bits=16."
+            f"model.frozen_bits={bits}: {type(model).__name__} has no linear layer or experts that "
+            "could be quantised. Use model.frozen_bits=16."
         )
 
 
-def quantize_linear(model: nn.Module, bits: int) -> int:
-    """Quantise the frozen weights of linear layers one after the other, in place.
-
-    The output layer keeps its weight, and so does everything that is trained or shared, is not a
-    linear layer, or is not made of whole blocks of 64.
+def quantize_layers(model: nn.Module, bits: int) -> int:
+    """Quantise frozen weights of layers one after the other, in place.
 
     Args:
         model: On the host, or on the meta device.
         bits: 8 or 4.
 
     Returns:
-        How many layers were quantised.
+        How many weights were quantised.
     """
     check_bits(bits)
     _functional()
-    output = getattr(model, "get_output_embeddings", lambda: None)()
+    classes: dict[tuple[type, tuple[str, ...]], type] = {}
+    found = list(quantizable_weights(model))
+    for layer in dict.fromkeys(layer for layer, _ in found):
+        names = tuple(name for other, name in found if other is layer)
+        _quantize(layer, names, bits=bits, classes=classes)
+    return len(found)
+
+
+def quantizable_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield layers and the names of their weights that are quantised.
+
+    They are those of linear layers and of fused experts. The output layer keeps its weight, and so
+    does everything that is trained or shared, or is not made of whole blocks of 64.
+    """
+    getters = (getattr(part, "get_output_embeddings", None) for part in model.modules())
+    output = next((get() for get in getters if get is not None), None)
     output = getattr(output, "base_layer", output)
-    classes: dict[type, type] = {}
     shared = _shared(model)
-    count = 0
-    for layer in list(model.modules()):
-        if not isinstance(layer, nn.Linear) or layer is output or is_quantized(layer):
+    for layer in model.modules():
+        if layer is output or is_quantized(layer):
             continue
-        weight = layer.weight
-        if weight not in shared and not weight.requires_grad and weight.numel() % _BLOCK == 0:
-            _quantize(layer, bits=bits, classes=classes)
-            count += 1
-    return count
+        for name, weight in layer._parameters.items():  # noqa: SLF001
+            if (
+                weight is not None
+                and _is_matrix(layer, name, weight)
+                and weight not in shared
+                and not weight.requires_grad
+                and weight.numel() % _BLOCK == 0
+            ):
+                yield layer, name
+
+
+def _is_matrix(layer: nn.Module, name: str, weight: Tensor) -> bool:
+    """Return whether a parameter is a linear layer's weight, or one for each of several experts."""
+    if isinstance(layer, nn.Linear):
+        return name == "weight"
+    return weight.dim() == 3 and weight.shape[0] == getattr(layer, "num_experts", None)
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -162,46 +238,71 @@ def tensors_of(layer: nn.Module) -> dict[str, tuple[Tensor, Callable[[], Tensor]
         By name: the tensor without values, how to get them, and the tensor that holds them.
     """
     assert isinstance(layer, _Quantized)
-    like = torch.empty(layer.encoding.shape, dtype=layer.encoding.dtype, device="meta")
-    found: dict[str, tuple[Tensor, Callable[[], Tensor], Tensor]] = {
-        "weight": (like, lambda: _weight(layer), layer.weight_codes)
-    }
-    bias = layer.bias
-    if isinstance(bias, Tensor):
-        found["bias"] = (torch.empty_like(bias, device="meta"), lambda: bias, bias)
+    found: dict[str, tuple[Tensor, Callable[[], Tensor], Tensor]] = {}
+    for name, encoding in layer.encodings.items():
+        like = torch.empty(encoding.shape, dtype=encoding.dtype, device="meta")
+        codes: Tensor = getattr(layer, f"{name}_codes")
+        found[name] = (like, partial(_weight, layer, name), codes)
+    packed = {f"{name}_{part}" for name in layer.encodings for part in ("codes", "scales")}
+    for name, plain in layer.named_parameters(recurse=False):
+        if name not in packed:
+            found[name] = (torch.empty_like(plain, device="meta"), partial(_same, plain), plain)
     return found
 
 
 def dequantized(layer: nn.Module) -> nn.Module:
-    """A copy of a layer whose weight is an ordinary parameter; the codes are shared until then."""
+    """A copy of a layer whose weights are ordinary parameters; the codes are shared until then."""
     assert isinstance(layer, _Quantized)
     plain: Any = object.__new__(type(layer).__mro__[2])
     plain.__dict__.update(layer.__dict__)
     for table in ("_parameters", "_buffers", "_modules"):
         plain.__dict__[table] = dict(layer.__dict__[table])
-    del plain.weight_codes, plain.weight_scales
-    plain.weight = nn.Parameter(_weight(layer).detach(), requires_grad=False)
+    for name in layer.encodings:
+        delattr(plain, f"{name}_codes")
+        delattr(plain, f"{name}_scales")
+        whole = _weight(layer, name).detach()
+        plain.register_parameter(name, nn.Parameter(whole, requires_grad=False))
     result: nn.Module = plain
     return result
 
 
-def _quantize(layer: nn.Linear, *, bits: int, classes: dict[type, type]) -> None:
-    weight = layer.weight
-    encoding = _Encoding(bits=bits, shape=weight.shape, dtype=weight.dtype)
-    codes, scales = encoding.quantize(weight)
-    del layer.weight
-    base = type(layer)
-    if base not in classes:
-        classes[base] = type(base.__name__, (_Quantized, base), {"weight": property(_weight)})
-    layer.__class__ = classes[base]
-    layer.encoding = encoding  # type: ignore[assignment]
-    layer.weight_codes = nn.Parameter(codes, requires_grad=False)
-    layer.weight_scales = nn.Parameter(scales, requires_grad=False)
+def _quantize(
+    layer: nn.Module,
+    names: tuple[str, ...],
+    *,
+    bits: int,
+    classes: dict[tuple[type, tuple[str, ...]], type],
+) -> None:
+    base, encodings = type(layer), {}
+    for name in names:
+        weight: Tensor = getattr(layer, name)
+        encodings[name] = _Encoding(bits=bits, shape=weight.shape, dtype=weight.dtype)
+        codes, scales = encodings[name].quantize(weight)
+        delattr(layer, name)
+        layer.register_parameter(f"{name}_codes", nn.Parameter(codes, requires_grad=False))
+        layer.register_parameter(f"{name}_scales", nn.Parameter(scales, requires_grad=False))
+        del weight
+    if (base, names) not in classes:
+        weights = {name: property(partial(_weight, name=name)) for name in names}
+        classes[base, names] = type(base.__name__, (_Quantized, base), weights)
+    layer.__class__ = classes[base, names]
+    layer.encodings = encodings  # type: ignore[assignment]
 
 
-def _weight(layer: Any) -> Tensor:
-    encoding: _Encoding = layer.encoding
-    return encoding.dequantize(layer.weight_codes, layer.weight_scales)
+def _packed(layer: Any, name: str) -> tuple[_Encoding, Tensor, Tensor]:
+    return layer.encodings[name], getattr(layer, f"{name}_codes"), getattr(layer, f"{name}_scales")
+
+
+def _weight(layer: Any, name: str) -> Tensor:
+    whole: _Whole | None = layer.__dict__.get("_whole")
+    if whole is not None:
+        return whole.weight(name)
+    encoding, codes, scales = _packed(layer, name)
+    return encoding.dequantize(codes, scales)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _shared(model: nn.Module) -> set[Tensor]:

@@ -21,6 +21,7 @@ from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, i
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models import weight_files
 from roundpipe_lightning.models.weight_files import UnmappedWeightsWarning, mapped_parameters
+from roundpipe_lightning.models.work.work_profile import step_profile
 from roundpipe_lightning.modules import ModelSource
 from tests.kit.architectures import TINY, Adapted, token_batches
 from tests.kit.engine import (
@@ -146,6 +147,21 @@ def test_a_checkpoint_with_the_base_must_agree(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"other values for 1 frozen.*model\.norm\.weight"):
         module.load_state_dict(whole)
     assert len(mapped_parameters(module)) == 25
+
+
+def test_a_step_is_planned_by_running_it_without_values(tmp_path: Path) -> None:
+    save(tmp_path, TINY)
+    works = [
+        step_profile(
+            (module := adapted(tmp_path, frozen_weights=place)),
+            stack_of(module.blocks),
+            microbatch=token_batches(1)[0],
+            call=lambda copied, batch: copied.training_step(batch, 0),
+        ).work
+        for place in ("mmap", "memory")
+    ]
+    assert works[0] == works[1]
+    assert works[0].blocks[0].kept_bytes.fixed > 0
 
 
 def test_copies_are_in_memory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,17 @@ from transformers import AutoModelForCausalLM
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
-from roundpipe_lightning.models.quantized import dequantized, is_quantized, quantize_frozen
+from roundpipe_lightning.models.quantized import (
+    _Encoding,
+    dequantized,
+    is_quantized,
+    quantize_frozen,
+)
 from roundpipe_lightning.models.weight_files import mapped_parameters
+from roundpipe_lightning.models.work.parameters import parameter_work
 from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
 from tests.kit.architectures import TINY, Adapted, token_batches
 from tests.kit.engine import (
     cpu_workers,
@@ -133,6 +142,82 @@ def test_published_weights_are_quantised_as_they_are_read(
     assert len(model.state_dict()) == (28 if frozen_weights == "mmap" else 28 + 10 + 1)
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}
+"""Options of the forms of fused experts."""
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_fused_experts_are_quantised_as_they_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, **MIXTURES[kind]}
+    if kind == "deepseek_v3":
+        sizes |= {"head_dim": 4, "num_key_value_heads": 2}
+    save(tmp_path, {**TINY, "model_type": kind, "tie_word_embeddings": False, **sizes})
+    base = source(tmp_path, frozen_bits=4).build()
+    experts = [m for m in base.modules() if getattr(m, "gate_up_proj_codes", None) is not None]
+    assert len(experts) == (1 if kind == "deepseek_v3" else 2)
+    assert all(layer.down_proj_codes.dtype is torch.uint8 for layer in experts)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)
+    stack = stack_of(tuple(plain.model.layers))
+    for bits, model in ((4, base), (8, source(tmp_path, frozen_bits=8).build())):
+        planned = ParameterStorage(frozen_bits=bits).stored(
+            size_model(parameter_work(plain, stack), shape=MicrobatchShape(sequences=1, seq_len=9))
+        )
+        parts = (planned.head, *planned.blocks, planned.tail)
+        assert sum(part.parameter_bytes for part in parts) == sum(
+            t.nbytes for t in [*model.parameters(), *model.buffers()]
+        )
+    for name, parameter in plain.named_parameters():
+        parameter.data = _value(base, name)
+    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj", "q_a_proj"])
+    ours, theirs = Adapted(base, config), Adapted(plain, config)
+    batch, whole_weights = token_batches(1)[0], []
+    dequantize = _Encoding.dequantize
+
+    def noted(self: Any, *args: Any) -> Tensor:
+        weight = dequantize(self, *args)
+        whole_weights.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(_Encoding, "dequantize", noted)
+    loss = ours.training_step(batch, 0)
+    assert len(whole_weights) == len([n for n, _ in base.named_parameters() if "_codes" in n])
+    assert not any(weight() is not None for weight in whole_weights), "the graph has the codes"
+    expected = theirs.training_step(batch, 0)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    for name, parameter in theirs.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            torch.testing.assert_close(
+                ours.get_parameter(name).grad, parameter.grad, rtol=0, atol=0, msg=name
+            )
+
+
+def _value(model: Any, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    value: Tensor = getattr(model.get_submodule(owner), last)
+    return value.detach()
+
+
 def test_a_pickle_of_tensors_is_quantised_too(tmp_path: Path) -> None:
     saved = save(tmp_path, TINY)
     (tmp_path / "model.safetensors").unlink()
@@ -176,7 +261,7 @@ def test_exports_are_dequantised(tmp_path: Path) -> None:
 def test_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"frozen_bits=3 is not one of 16, 8, 4"):
         ModelSource(architecture=TINY, frozen_bits=3)
-    with pytest.raises(ConfigurationError, match=r"Embedding has no linear layer"):
+    with pytest.raises(ConfigurationError, match=r"Embedding has no linear layer or experts"):
         quantize_frozen(nn.Embedding(2, 2), 8)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     found = ModelSource(architecture=TINY, frozen_bits=4)  # planning needs no library

@@ -88,6 +88,17 @@ def test_a_host_is_counted_by_kind() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_workers_on_the_host_have_the_gradients_of_what_they_run() -> None:
+    size = 10**6
+    cpu = replace(load_hardware("cpu"), num_devices=2, devices_per_root=2)
+    machine = replace(cpu, host_bytes=size, device_bytes=size)
+    layout = replace(LAYOUT, num_microbatches=1, round_size=1)
+    for shape, busy in ((LAYOUT, 2), (layout, 1)):
+        report = memory(hardware=machine).report(shape, shape=SHAPE)
+        assert report.device.of(MemoryKind.GRADIENTS) == 2 * 10_000
+        assert report.host.available_bytes == size - busy * report.device.total_bytes
+
+
 def test_frozen_weights_need_no_gradients_masters_or_state() -> None:
     full, frozen = memory(), memory(trained=False)
     device, host = (
@@ -96,13 +107,22 @@ def test_frozen_weights_need_no_gradients_masters_or_state() -> None:
     assert device.of(MemoryKind.GRADIENTS) == 0
     assert {kind for kind, _ in host.num_bytes} == {MemoryKind.WEIGHTS, MemoryKind.BOUNDARIES}
     assert device.total_bytes < full.report(LAYOUT, shape=SHAPE).device.total_bytes
-    nibbles = replace(frozen, storage=ParameterStorage(frozen_bits=4))
+    half = frozen.work.each(
+        lambda part: replace(
+            part,
+            num_quantizable=part.num_parameters // 2,
+            quantizable_bytes=part.parameter_bytes // 2,
+        )
+    )
+    nibbles = replace(frozen, work=half, storage=ParameterStorage(frozen_bits=4))
     small = nibbles.report(LAYOUT, shape=SHAPE).host.of(MemoryKind.WEIGHTS)
-    assert small == host.of(MemoryKind.WEIGHTS) / 4
+    with_scales = (4.5 / 16 + 1) / 2
+    assert small == pytest.approx(host.of(MemoryKind.WEIGHTS) * with_scales, abs=1)
 
 
 def test_mapped_weights_need_buffers_instead_of_memory() -> None:
-    mapped = memory(storage=ParameterStorage(weights=WeightStorage.MEMORY_MAPPED))
+    storage = ParameterStorage(weights=WeightStorage.MEMORY_MAPPED)
+    mapped = replace(memory(trained=False), storage=storage)
     need = mapped.report(LAYOUT, shape=SHAPE).host
     assert need.of(MemoryKind.WEIGHTS) == 0
     assert need.of(MemoryKind.STAGING) == 2 * 2 * 24_000

@@ -120,7 +120,16 @@ def test_workers_that_share_the_host_s_memory_copy_nothing() -> None:
 
 
 def test_slow_links_make_a_step_longer_and_compressed_frozen_weights_shorter() -> None:
-    frozen = model(replace(BLOCK, parameter_bytes=10**9, trainable_bytes=0))
+    size = 10**9
+    frozen = model(
+        replace(
+            BLOCK,
+            parameter_bytes=size,
+            trainable_bytes=0,
+            num_quantizable=size // 2,
+            quantizable_bytes=size,
+        )
+    )
     slow = machine(upload_bytes_per_second=0.5e8, root_upload_bytes_per_second=1e8)
 
     def seconds(storage: ParameterStorage, hardware: HardwareSpec = slow) -> float:
@@ -150,9 +159,9 @@ def test_storage_says_what_a_step_moves() -> None:
     assert on_disk.state_bytes(1000) == 8 * 1000
     assert on_disk.state_bytes(10**12) == 3 * 64 * 2**20
     assert STORAGE.state_bytes(1000) == 8 * 1000
-    half = replace(BLOCK, trainable_bytes=200)
+    half = replace(BLOCK, trainable_bytes=200, num_quantizable=400, quantizable_bytes=800)
     stored = ParameterStorage(frozen_bits=4).stored(model(half))
-    assert stored.blocks[0].parameter_bytes == 200 + 200
+    assert stored.blocks[0].parameter_bytes == 200 + 200 + 400 // 64 * 4 + 1
     assert ParameterStorage(frozen_bits=4).expanded_seconds(half, machine()) > 0
     assert STORAGE.expanded_seconds(half, machine()) == 0
     assert STORAGE.stored(model()) == model()

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.view import is_compiled_wrapper, uncompiled
+from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter
 from roundpipe_lightning.errors import ConfigurationError
 
 __all__ = ["MetaCopy"]
@@ -204,7 +205,7 @@ class MetaCopy:
 
     def _tensor(self, value: Tensor) -> Tensor:
         kind = getattr(type(value), "watched_as", type(value))  # see strategy/parameter_watch.py
-        if kind not in (Tensor, nn.Parameter):
+        if kind not in (Tensor, nn.Parameter, MappedParameter):
             raise self._refuse(f"a tensor is a {kind.__name__}")
         dtype = value.dtype
         if isinstance(value, nn.Parameter):

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.models.quantized import quantizable_weights
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Work, WorkProfile
 
@@ -46,6 +47,7 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
         stack: Its blocks.
     """
     shares = _expert_shares(module)
+    packed = quantizable_tensors(module)
 
     def work(name: str, owners: Sequence[nn.Module], *, has_backward: bool = True) -> BlockWork:
         uses = [(p, _operations(owner, p, shares)) for owner, p in _parameter_uses(owners)]
@@ -61,6 +63,8 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
             num_trainable=sum(p.numel() for p in trainable),
             parameter_bytes=sum(tensor.nbytes for tensor in tensors),
             trainable_bytes=sum(p.nbytes for p in trainable),
+            num_quantizable=num_parameters(tensors & packed),
+            quantizable_bytes=sum(tensor.nbytes for tensor in tensors & packed),
         )
 
     head, tail = _segments(module, stack)
@@ -142,6 +146,11 @@ def owned_tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
     """The parameters and buffers of modules, those of their children apart."""
     owned = [(*m._parameters.values(), *m._buffers.values()) for m in owners]  # noqa: SLF001
     return {tensor for tensors in owned for tensor in tensors if tensor is not None}
+
+
+def quantizable_tensors(module: nn.Module) -> set[Tensor]:
+    """The frozen weights that the loader quantises if it is to."""
+    return {getattr(layer, name) for layer, name in quantizable_weights(module)}
 
 
 def num_parameters(tensors: Iterable[Tensor]) -> int:

@@ -47,6 +47,7 @@ from roundpipe_lightning.models.work.parameters import (
     module_fingerprint,
     num_parameters,
     owned_tensors,
+    quantizable_tensors,
 )
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
@@ -239,8 +240,9 @@ def _profile(
     in_head = head_modules if stack is not None else set()
     head, tail = ([m for m in rest if (m in in_head) == wanted] for wanted in (True, False))
     names = ["head segment", *(stack.names if stack is not None else ()), "tail segment"]
+    packed = quantizable_tensors(module)
     works = [
-        _segment_work(name, index, owned_tensors(modules), fits)
+        _segment_work(name, index, owned_tensors(modules), fits, packed=packed)
         for index, (name, modules) in enumerate(zip(names, [head, *owners, tail], strict=True))
     ]
     return WorkProfile(
@@ -252,7 +254,9 @@ def _profile(
     )
 
 
-def _segment_work(name: str, index: int, tensors: set[Tensor], fits: Sequence[_Fit]) -> BlockWork:
+def _segment_work(
+    name: str, index: int, tensors: set[Tensor], fits: Sequence[_Fit], *, packed: set[Tensor]
+) -> BlockWork:
     def amount(value: Callable[[SegmentCost], float]) -> Amount:
         return fits[0].amount(index, value)
 
@@ -276,6 +280,8 @@ def _segment_work(name: str, index: int, tensors: set[Tensor], fits: Sequence[_F
         num_trainable=sum(tensor.numel() for tensor in trained),
         parameter_bytes=sum(tensor.nbytes for tensor in tensors),
         trainable_bytes=sum(tensor.nbytes for tensor in trained),
+        num_quantizable=num_parameters(tensors & packed),
+        quantizable_bytes=sum(tensor.nbytes for tensor in tensors & packed),
         boundary_bytes=amount(lambda cost: cost.boundary_bytes),
         gradient_bytes=amount(lambda cost: cost.gradient_bytes),
         kept_bytes=amount(lambda cost: cost.kept_bytes),

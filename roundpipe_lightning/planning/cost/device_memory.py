@@ -13,7 +13,7 @@ anything all ask here. A device holds, while it runs a stage,
                   FUSED: the same and the tail segment, with the logits
     reserved      the runtime's context and the allocator's gaps
 
-Workers that compute in the host's memory hold boundaries and activations only.
+Workers that compute in the host's memory hold no weights, and the gradients of one stage.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ class Footprint:
         }
         if config.recompute is RecomputePolicy.SELECTIVE:
             sizes[MemoryKind.BOUNDARIES] += self._attention_in_flight(table)
-        if self.hardware.shares_host_memory:
-            return sizes
         teams, fused = self.num_teams(config), table.fused
-        weights = table.part_sums(self.profile, "parameter_bytes")
         gradients = table.part_sums(self.profile, "trainable_bytes")
         gradients[:, :fused] = 0.0
+        if self.hardware.shares_host_memory:
+            return {**sizes, MemoryKind.GRADIENTS: gradients}
+        weights = table.part_sums(self.profile, "parameter_bytes")
         slots = weights
         if config.weight_slots > 1:
             after = table.neighbours(teams, goes_on=config.goes_on)

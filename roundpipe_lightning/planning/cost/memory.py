@@ -153,6 +153,10 @@ class MemoryModel:
 
         return multiple_of * longest_that_fits(shortage, too_long=2**20)
 
+    def busy_devices(self, layout: PipelineLayout) -> int:
+        """Return how many devices work at a time: each on a microbatch of its own."""
+        return min(self.hardware.num_devices, layout.num_microbatches)
+
     # --- host ------------------------------------------------------------------------------------
 
     def _host_need(
@@ -160,7 +164,7 @@ class MemoryModel:
     ) -> MemoryNeed:
         available = self.hardware.host_bytes
         if self.hardware.shares_host_memory:
-            available -= round(device_bytes) * self.hardware.num_devices
+            available -= round(device_bytes) * self.busy_devices(layout)
         num_bytes = _by_size(self._host(layout, shape))
         return MemoryNeed(place="host", stage="", num_bytes=num_bytes, available_bytes=available)
 
@@ -174,13 +178,13 @@ class MemoryModel:
             kept += sum(block.attention_bytes for block in blocks)
         sizes: dict[MemoryKind, float] = dict(self._host_parameters)
         sizes[MemoryKind.BOUNDARIES] = in_flight * kept
-        if self.storage.weights is WeightStorage.MEMORY_MAPPED:
+        is_mapped = self.storage.weights is WeightStorage.MEMORY_MAPPED
+        if is_mapped and not self.hardware.shares_host_memory:
             largest = max(
                 sum(part.parameter_bytes for part in stage_parts(footprint.profile, stage))
                 for stage in partition.stages()
             )
             sizes[MemoryKind.STAGING] = 2.0 * largest * self.hardware.num_devices
-            sizes[MemoryKind.WEIGHTS] = 0.0  # the page cache gives way
         return sizes
 
     @cached_property
@@ -189,7 +193,7 @@ class MemoryModel:
         work, storage = self.work, self.storage
         has_copies = not self.hardware.shares_host_memory or storage.master_bytes == 0
         tied = work.tied_parameters
-        per_parameter = work.head.parameter_bytes / max(work.head.num_parameters, 1)
+        per_parameter = self._stored(work.head) / max(work.head.num_parameters, 1)
         copies = sum(self._stored(part) for part in work.segments) - tied * per_parameter
         return {
             MemoryKind.WEIGHTS: copies if has_copies else 0.0,
@@ -199,8 +203,10 @@ class MemoryModel:
         }
 
     def _stored(self, part: BlockWork) -> float:
-        frozen = part.parameter_bytes - part.trainable_bytes
-        return part.trainable_bytes + frozen * self.storage.frozen_bits / 16
+        if self.storage.weights is WeightStorage.MEMORY_MAPPED:
+            return part.trainable_bytes  # the page cache gives way
+        saved = self.storage.saved_bytes(part.num_quantizable, part.quantizable_bytes)
+        return part.parameter_bytes - saved
 
 
 def longest_that_fits(shortage: Callable[[int], float], *, too_long: int) -> int:

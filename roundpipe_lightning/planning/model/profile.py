@@ -28,8 +28,10 @@ class BlockProfile:
         attention_seconds: Part of `forward_seconds` that attention takes.
         attention_bytes: Size of attention's outputs; with them kept, a recompute leaves attention
             out.
-        expanded_bytes: Size of all parameters in the compute dtype, where `parameter_bytes` is that
-            of a compressed form, which is expanded on the device; 0: it is not compressed.
+        expanded_bytes: Size in the compute dtype of parameters that `parameter_bytes` has in a
+            compressed form, which is expanded on the device.
+        num_quantizable: Frozen parameters that are compressed where the storage says so.
+        quantizable_bytes: Their size in the compute dtype.
         has_backward: Whether it runs backward and is recomputed for it; not where nothing in it or
             before it is trained.
 
@@ -49,6 +51,8 @@ class BlockProfile:
     attention_seconds: float = 0.0
     attention_bytes: int = 0
     expanded_bytes: int = 0
+    num_quantizable: int = 0
+    quantizable_bytes: int = 0
     has_backward: bool = True
 
     def __post_init__(self) -> None:

@@ -18,6 +18,15 @@ STATE_WINDOW_BYTES = 64 << 20
 _NUM_STATE_WINDOWS = 3  # one is read ahead, one stepped, one written behind
 
 
+SCALE_BLOCK = 64
+"""Quantised weights that share a float32 scale."""
+
+
+def quantized_bytes(num_parameters: int, *, bits: int) -> float:
+    """Return the bytes of quantised weights: their codes and scales."""
+    return num_parameters * (bits / 8 + 4 / SCALE_BLOCK)
+
+
 class WeightStorage(Enum):
     """Storage of the weights that are uploaded."""
 
@@ -39,7 +48,7 @@ class ParameterStorage:
         gradient_bytes: Of its gradient, summed up on the host.
         optimizer_bytes: Of its optimizer state in memory.
         disk_bytes: Of its optimizer state on disk.
-        frozen_bits: Of a parameter that is not trained: 16, 8 or 4.
+        frozen_bits: Of a frozen parameter that can be quantised: 16, 8 or 4, beside its scales.
 
     Raises:
         ConfigurationError: A figure is negative, or there is no format of so many bits.
@@ -92,23 +101,30 @@ class ParameterStorage:
             read = hardware.host_seconds(_MAPPED_PASSES * uploaded_bytes)
         return read + downloaded_bytes / hardware.host_bytes_per_second
 
+    def saved_bytes(self, num_parameters: int, num_bytes: int) -> float:
+        """Return the bytes by which parameters of so many bytes shrink where they are quantised."""
+        if self.frozen_bits == _COMPUTE_BITS:
+            return 0.0
+        return max(0.0, num_bytes - quantized_bytes(num_parameters, bits=self.frozen_bits))
+
     def stored(self, profile: ModelProfile) -> ModelProfile:
         """Return the model with frozen parameters of their size in storage."""
 
         def smaller(part: BlockProfile) -> BlockProfile:
-            frozen = part.parameter_bytes - part.trainable_bytes
-            size = part.trainable_bytes + frozen * self.frozen_bits // _COMPUTE_BITS
-            expanded = part.parameter_bytes if size < part.parameter_bytes else 0
-            return replace(part, parameter_bytes=size, expanded_bytes=expanded)
+            saved = self.saved_bytes(part.num_quantizable, part.quantizable_bytes)
+            return replace(
+                part,
+                parameter_bytes=round(part.parameter_bytes - saved),
+                expanded_bytes=part.quantizable_bytes if saved else 0,
+            )
 
         return profile.each(smaller)
 
     def expanded_seconds(self, part: BlockProfile, hardware: HardwareSpec) -> float:
         """Time of a device to expand a block's frozen parameters to 16 bits after an upload."""
-        if self.frozen_bits == _COMPUTE_BITS:
-            return 0.0
-        frozen = part.parameter_bytes - part.trainable_bytes
-        return hardware.memory_seconds(frozen * (1 + self.frozen_bits / _COMPUTE_BITS))
+        saved = self.saved_bytes(part.num_quantizable, part.quantizable_bytes)
+        moved = 2 * part.quantizable_bytes - saved  # the codes are read, the weights are written
+        return hardware.memory_seconds(moved) if saved else 0.0
 
     def links(self, hardware: HardwareSpec) -> HardwareSpec:
         """Return the machine with the uploads that the weights' place allows."""

@@ -158,6 +158,8 @@ class BlockWork:
         num_trainable: Those that get a gradient.
         parameter_bytes: Size of all parameters and buffers in the compute dtype.
         trainable_bytes: Size of those that get a gradient, in the compute dtype.
+        num_quantizable: Frozen parameters that the loader quantises if it is to.
+        quantizable_bytes: Their size in the compute dtype.
         boundary_bytes: What is handed to the next block.
         gradient_bytes: What is handed back to the block before: the gradient of the input; 0 where
             nothing before is trained.
@@ -176,6 +178,8 @@ class BlockWork:
     num_trainable: int = 0
     parameter_bytes: int = 0
     trainable_bytes: int = 0
+    num_quantizable: int = 0
+    quantizable_bytes: int = 0
     boundary_bytes: Amount = Amount()
     gradient_bytes: Amount = Amount()
     kept_bytes: Amount = Amount()
@@ -307,6 +311,8 @@ def size_model(work: WorkProfile, *, shape: MicrobatchShape) -> ModelProfile:
             name=part.name,
             parameter_bytes=part.parameter_bytes,
             trainable_bytes=part.trainable_bytes,
+            num_quantizable=part.num_quantizable,
+            quantizable_bytes=part.quantizable_bytes,
             boundary_bytes=round(part.boundary_bytes.of(shape)),
             activation_bytes=max(0, round(kept)),
             working_bytes=max(0, round(part.peak_bytes.of(shape) - kept)),

@@ -38,7 +38,7 @@ from roundpipe_lightning.models.work.work_profile import StepProfile, step_profi
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.rounding import rounds_itself
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
-from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
@@ -151,6 +151,7 @@ def storage_of(
     steps_in_float32: bool = False,
     keeps_previous: bool = False,
     masters: Set[nn.Parameter] = frozenset(),
+    mapped: bool = False,
 ) -> ParameterStorage:
     """Return the storage of each parameter beside its uploaded weights.
 
@@ -161,6 +162,7 @@ def storage_of(
         keeps_previous: Whether steps compute with a copy from before the last update; it counts
             as state.
         masters: Parameters that are uploaded from copies in 16 bits.
+        mapped: Whether frozen weights stay in their files.
     """
     trained = {parameter for optimizer in optimizers for parameter in _trained_by(optimizer)}
     num = sum(parameter.numel() for parameter in trained)
@@ -176,6 +178,7 @@ def storage_of(
     hosted = (o for o in optimizers if isinstance(o, HostAdamW))
     on_disk = sum(p.numel() * o.state_place.disk_bytes for o in hosted for p in _trained_by(o))
     return ParameterStorage(
+        weights=WeightStorage.MEMORY_MAPPED if mapped else WeightStorage.PAGE_LOCKED,
         master_bytes=sum(p.nbytes for p in masters) / num if num else 0.0,
         gradient_bytes=gradients / num if num else 0.0,
         optimizer_bytes=state / num if num else 0.0,

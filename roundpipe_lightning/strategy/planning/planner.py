@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.store.mapped_parameter import is_mapped
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batch_sizes import length_of, shortened
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
@@ -136,6 +137,7 @@ class StepPlanner:
             steps_in_float32=rounds,
             keeps_previous=options.update == "async",
             masters=self._sizes.narrow,
+            mapped=any(map(is_mapped, module.parameters())),
         )
         self._trains = bool(optimizers)
         self._first_chain = self.chain = first_chain(stacks, given_plan)
