@@ -15,6 +15,7 @@ from torch.nn import functional
 from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.steps import StepResult
+from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     WIDTH,
@@ -188,6 +189,7 @@ class KeepsScale(Block):
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()), "other rows"),
         (KeepsScale, "buffers"),
         (partial(KeepsScale, assigns=True), "buffers"),
+        (lambda: KeepsMean(None), "attributes"),
     ],
 )
 def test_blocks_that_mix_rows_run_on_the_whole_batch(
@@ -195,6 +197,28 @@ def test_blocks_that_mix_rows_run_on_the_whole_batch(
 ) -> None:
     with pytest.warns(WholeBatchWarning, match=f"'layers.0' runs on the whole batch.*{reason}"):
         check(Regressor(make_block=make_block))
+
+
+def test_a_block_that_puts_tensors_into_a_list_is_refused() -> None:
+    kept: list[Tensor] = []
+    with pytest.raises(CaptureError, match=r"'layers\.0' puts tensors of the batch into a list"):
+        check(Regressor(make_block=lambda: KeepsMean(kept)))
+
+
+class KeepsMean(Block):
+    """Keeps a mean of the batch, the same for any rows at first."""
+
+    def __init__(self, kept: list[Tensor] | None) -> None:
+        super().__init__()
+        self.kept, self.mean = kept, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = (0 * x).mean()
+        if self.kept is None:
+            self.mean = mean
+        else:
+            self.kept.append(mean)
+        return super().forward(x)
 
 
 class Centred(nn.Module):

@@ -44,15 +44,22 @@ from roundpipe_lightning.engine.chain.joined import (
     Slices,
     piece_sizes,
 )
+from roundpipe_lightning.engine.chain.row_marks import RowMarks
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Value
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
+from roundpipe_lightning.errors import CaptureError
 
 Key: TypeAlias = tuple[Any, ...]
 
 BlockWrites: TypeAlias = Sequence[tuple[nn.Module, str, Any]]
 """Attributes that a block has written: module, name and value."""
 
+_KEPT = (
+    "Block {!r} puts tensors of the batch into a list, a closure or a global, which pieces of the "
+    "batch would fill in any order, and again in a recompute. Let it return them or keep them as "
+    "an attribute, or set num_microbatches=1."
+)
 _PLAIN = (bool, int, float, str, type(None))
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE = 5e-2  # of narrower types, relative to the largest value
@@ -375,6 +382,7 @@ class DriverForward(ForwardPass):
             for (tensor, joined, _), dim in zip(arguments, dims, strict=True)
         ]
         number = {id(a.tensor): i for i, a in enumerate(arguments)}
+        marks = RowMarks()
         results: list[Sequence[Tensor]] = []
         with self._resident(block, position) as resident, resident.undone(block) as buffers:
             written: list[Any] = []
@@ -384,10 +392,13 @@ class DriverForward(ForwardPass):
                     joined = _joined_in(tensor)
                     if in_object and joined is not None and joined.in_object:
                         return tensor
-                    return shadows[number[id(tensor)]][part].clone()
+                    place = number[id(tensor)]
+                    here = shadows[place][part].clone()
+                    return here if dims[place] is None else marks.mark(here)
 
                 try:
-                    results.append(self._run_shadow(block, resident, take, given))
+                    with marks:
+                        results.append(self._run_shadow(block, resident, take, given))
                 except (StepAborted, torch.OutOfMemoryError):
                     raise
                 except Exception as error:  # noqa: BLE001 - any: the form does not fit
@@ -395,15 +406,18 @@ class DriverForward(ForwardPass):
                 written.append(resident.take_writes())
         if buffers:
             return "it writes into buffers (running statistics, say)"
-        if _keeps_values(written[0], written[2]):
+        if _keeps_values(written[0], written[2], marks):
             return "it keeps values of the batch in attributes"
+        written.clear()
+        if marks.alive(besides=[tensor for result in results for tensor in result]):
+            raise CaptureError(_KEPT.format(self._names[block]))
         if len({len(result) for result in results}) != 1:
             return "it gives other outputs for another number of rows"
         made = [Shadow(*parts) for parts in zip(*results, strict=True)]
-        return self._compared(made, trusts=self._forms.trusts_rows)
+        return self._compared(made, marks)
 
     def _compared(
-        self, made: Sequence[Shadow], *, trusts: bool
+        self, made: Sequence[Shadow], marks: RowMarks
     ) -> tuple[tuple[int | None, ...], Sequence[Shadow]] | str:
         dims: list[int | None] = []
         for first, second, both in made:
@@ -414,12 +428,12 @@ class DriverForward(ForwardPass):
                 return "its output has the batch's rows in no one dimension"
             dim = differing[0] if differing else None
             if dim is None:
-                same = _close(first, both) and _close(second, both)
+                same = not marks.has(both) and _close(first, both) and _close(second, both)
             elif first.shape[dim] + second.shape[dim] != both.shape[dim]:
                 return "its output has another number of rows than its input"
             else:
                 same = _close(torch.cat([first, second], dim), both)
-            if not (same or trusts):
+            if not (same or self._forms.trusts_rows):
                 return "what it gives for a row depends on the other rows"
             dims.append(dim)
         return tuple(dims), made
@@ -522,13 +536,9 @@ def _reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
     return ""
 
 
-def _keeps_values(first: BlockWrites, later: BlockWrites) -> bool:
-    """Return whether attributes that a block writes in every call are the batch's.
-
-    Tensors always are, whatever their values: routers can begin all alike. A table that is made
-    once is not written again.
-    """
-    if any(True for _ in tensors_in([value for _, _, value in later])):
+def _keeps_values(first: BlockWrites, later: BlockWrites, marks: RowMarks) -> bool:
+    """Return whether a block writes values of the batch into attributes, in every call."""
+    if any(map(marks.has, tensors_in([value for _, _, value in later]))):
         return True
     plain = [
         {(id(m), name): value for m, name, value in writes if isinstance(value, _PLAIN)}
