@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder, read_folder
+from roundpipe_lightning.checkpoint.folder import read_folder
 from roundpipe_lightning.errors import CheckpointError, RoundPipeError
 from roundpipe_lightning.files import find_damage
 from roundpipe_lightning.models.load_module import shape_differences
@@ -313,7 +313,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         checkpoint: Any = (
             read_folder(path, map_location="cpu", weights_only=True)
-            if is_checkpoint_folder(path)
+            if path.is_dir()
             else torch.load(
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
             )

@@ -32,6 +32,7 @@ from roundpipe_lightning.files import find_damage, new_folder, place_folder, syn
 INDEX = "index.json"
 _FORMAT_VERSION = 1
 _REFERENCE = "roundpipe_tensor"
+_HOW_TO_EXPORT = "roundpipe-export makes such a folder of a checkpoint of either form."
 _LEAST_BYTES = 1024  # smaller tensors stay in the structure
 
 
@@ -129,10 +130,26 @@ def read_folder(
         weights_only: As in `torch.load`.
 
     Raises:
-        CheckpointError: A file is missing, damaged or lies outside the folder, or a newer version
-            wrote it.
+        CheckpointError: It is no sharded checkpoint, a file is missing, damaged or lies outside
+            the folder, or a newer version wrote it.
         UnpicklingError: It holds objects that `weights_only` forbids.
     """
+    if not path.is_dir():
+        found = "is one file already" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"The checkpoint {path} {found}: name the folder of a sharded one. {_HOW_TO_EXPORT}"
+        )
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a folder of Hugging Face, not a checkpoint: use it with from_pretrained or "
+            f"model.hub_name={path} model.weights=pretrained. {_HOW_TO_EXPORT}"
+        )
+    if not is_checkpoint_folder(path):
+        raise CheckpointError(
+            f"The checkpoint {path} is a folder without index.json: it is not a sharded checkpoint "
+            "of this package. One that FSDP or DeepSpeed wrote in parts has to be made one file "
+            "with their own tools first."
+        )
     files = _read_index(path)
     for file in files.values():
         damage = find_damage(file)

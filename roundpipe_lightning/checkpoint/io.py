@@ -28,7 +28,6 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from roundpipe_lightning.checkpoint.folder import (
-    is_checkpoint_folder,
     read_folder,
     split_checkpoint,
     write_folder,
@@ -112,7 +111,7 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         if local_path is None:
             return super().load_checkpoint(path, map_location, weights_only)
         if local_path.is_dir():
-            return _load_folder(local_path, map_location, weights_only)
+            return read_folder(local_path, map_location=map_location, weights_only=weights_only)
         damage = find_damage(local_path) if local_path.is_file() else None
         if damage is not None:
             raise _unreadable(local_path, damage)
@@ -265,7 +264,7 @@ def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool
             cannot be written.
     """
     try:
-        checkpoint = _load_folder(Path(folder), None, weights_only=weights_only)
+        checkpoint = read_folder(Path(folder), weights_only=weights_only)
     except UnpicklingError as error:
         raise CheckpointError(
             f"The checkpoint {folder} holds objects whose reading could run code: {error} "
@@ -311,19 +310,6 @@ def _write(path: Path, records: _Records, *, take: TakeStorage) -> None:
 
 
 # Reading -----------------------------------------------------------------------------------------
-
-
-def _load_folder(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:  # noqa: FBT001
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"The checkpoint {path} {found}: name the folder of a sharded one.")
-    if not is_checkpoint_folder(path):
-        raise CheckpointError(
-            f"The checkpoint {path} is a folder without index.json: it is not a sharded checkpoint "
-            "of this package. One that FSDP or DeepSpeed wrote in parts has to be made one file "
-            "with their own tools first."
-        )
-    return read_folder(path, map_location=map_location, weights_only=weights_only)
 
 
 def _local_path(path: str | Path) -> Path | None:

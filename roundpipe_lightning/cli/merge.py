@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="roundpipe-merge",
-        description="Write a sharded checkpoint as one file, which any Lightning strategy reads.",
+        description="Write a sharded checkpoint as one file, which any Lightning "
+        "strategy reads. A folder of Hugging Face is what roundpipe-export writes.",
+        epilog="Example: roundpipe-merge logs/train/runs/NAME/checkpoints/last.ckpt one.ckpt",
     )
     parser.add_argument("folder", help="the checkpoint, a folder with index.json")
     parser.add_argument("file", help="the file to write; what is there is replaced as a whole")

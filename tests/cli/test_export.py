@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import roundpipe_commands
+from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.cli.export import export
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.weight_files import MARKER
@@ -67,8 +68,11 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
-def test_a_run_is_exported_from_its_checkpoint_alone(run: Path) -> None:
-    folder = run_export(f"ckpt_path={checkpoint_of(run)}")
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_a_run_is_exported_from_its_checkpoint_alone(run: Path, form: Any) -> None:
+    io, last = RoundPipeCheckpointIO(form=form), checkpoint_of(run)
+    io.save_checkpoint(torch.load(last), run / "checkpoints" / "written.ckpt")
+    folder = run_export(f"ckpt_path={run}/checkpoints/written.ckpt")
     assert folder == run / "export"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     config: Any = OmegaConf.load(run / "config.yaml")
@@ -167,6 +171,7 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
         ),
         (["ckpt_path={short}"], CheckpointError, r"short\.ckpt"),
         (["ckpt_path={other}"], CheckpointError, r"is no checkpoint of Lightning"),
+        (["ckpt_path={hub}"], CheckpointError, r"is a folder of Hugging Face, not a checkpoint"),
     ],
 )
 def test_refuses_what_cannot_be_exported(
@@ -176,6 +181,9 @@ def test_refuses_what_cannot_be_exported(
     paths = {"alone": tmp_path / "alone.ckpt", "good": good, "run": run}
     paths |= {name: good.with_name(f"{name}.ckpt") for name in ("short", "other")}
     shutil.copy(good, paths["alone"])
+    paths["hub"] = run / "hub"
+    paths["hub"].mkdir()
+    (paths["hub"] / "config.json").touch()
     paths["short"].write_bytes(good.read_bytes()[:-3000])
     torch.save({"weights": torch.zeros(2)}, paths["other"])
     with pytest.raises(error, match=message):

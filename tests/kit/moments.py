@@ -31,7 +31,7 @@ class WatchClock:
         self._num_looks = 0
         self._offset_seconds = 0.0
         self._seconds_per_look = 0.0
-        monkeypatch.setattr(running, "time", self)
+        monkeypatch.setattr(running, "monotonic", self.monotonic)
 
     def monotonic(self) -> float:
         """Return the time; called at each look at a step."""

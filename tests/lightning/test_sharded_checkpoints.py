@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,17 @@ def test_one_file_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert plain(torch.load(tmp_path / "one.ckpt", weights_only=True)) == plain(_checkpoint())
     assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "two.ckpt")]) == 0
     assert plain(torch.load(tmp_path / "two.ckpt")) == plain(_checkpoint())
-    wrong = {"": "without index.json", "nowhere": "does not exist", "one.ckpt": "is a file"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    wrong = {
+        "": "without index.json",
+        "nowhere": "does not exist",
+        "one.ckpt": "is one file already: .* roundpipe-export",
+        "model": "is a folder of Hugging Face, not a checkpoint",
+    }
     for name, message in wrong.items():
         assert main([str(tmp_path / name), str(tmp_path / "three.ckpt")]) == 1
-        assert message in capsys.readouterr().err
+        assert re.search(message, capsys.readouterr().err)
 
 
 class _RunsCode:
