@@ -100,6 +100,46 @@ def test_work_is_that_of_the_microbatch() -> None:
     assert work.num_parameters == sum(p.numel() for p in Counting().parameters())
 
 
+class Collecting(Counting):
+    """Its loss has what a hook collects from inside of the blocks, as of routers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any) -> Tensor:
+        seen: list[Tensor] = []
+        layers: Any = self.layers
+        hooks = [b.linear.register_forward_hook(lambda *a: seen.append(a[-1])) for b in layers]
+        loss = super().training_step(batch)
+        for hook in hooks:
+            hook.remove()
+        return loss + torch.stack([x.mean() for x in seen]).sum()
+
+
+class Twice(Counting):
+    """Calls the blocks twice, with other numbers of rows."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch["x"], batch["y"]
+        loss = functional.mse_loss(self(torch.cat([x, x])), torch.cat([y, y]))
+        return loss + functional.mse_loss(self(x), y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "tail_rows"),
+    [(Collecting, SAMPLES, SAMPLES), (Twice, 2 * SAMPLES, 3 * SAMPLES)],
+)
+def test_a_loss_of_side_outputs_and_calls_of_other_lengths(
+    kind: type[Counting], rows: int, tail_rows: int
+) -> None:
+    work = measure(kind()).work
+    operations = 2 * rows * WIDTH * WIDTH
+    assert [block.forward.matrix_operations.fixed for block in work.blocks] == [operations] * 3
+    assert work.blocks[0].backward.matrix_operations.fixed == 2 * operations
+    assert work.tail.backward.matrix_operations.fixed == 4 * tail_rows * WIDTH
+
+
 def test_nothing_is_changed() -> None:
     module = Counting()
     parameters = {name: p.detach().clone() for name, p in module.named_parameters()}

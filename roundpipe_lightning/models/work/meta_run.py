@@ -80,7 +80,13 @@ def measure_run(
     """
     meter = Meter()
     blocks = stack.blocks if stack is not None else ()
-    recorder = _Recorder(meter=meter, last=len(blocks) - 1)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    inner = {p for block in blocks for p in block.parameters()}
+    recorder = _Recorder(
+        meter=meter,
+        last=len(blocks) - 1,
+        outside=[p for p in trained if p not in inner],
+    )
     kinds = kinds_of(blocks) if kinds is None else kinds
     inside = {inner for block in blocks for inner in block.modules()}
     outside = [child for child in module.modules() if child not in inside]
@@ -114,6 +120,11 @@ def measure_run(
 class _Recorder:
     """Follows one run through the segments.
 
+    Args:
+        meter: Counts the work.
+        last: Number of the last block.
+        outside: The trained parameters that no block has.
+
     Attributes:
         head: What the head segment did.
         blocks: What the blocks did, by index; blocks that are alike share theirs.
@@ -121,15 +132,16 @@ class _Recorder:
         head_modules: The modules that ran before the first block.
     """
 
-    def __init__(self, *, meter: Meter, last: int) -> None:
+    def __init__(self, *, meter: Meter, last: int, outside: Sequence[Tensor]) -> None:
         self.head, self.tail = SegmentCost(), SegmentCost()
         self.blocks: dict[int, SegmentCost] = {}
         self.head_modules: set[nn.Module] = set()
         self._meter = meter
         self._last = last
         self._in_head = last >= 0
+        self._tail_inputs: list[Tensor] = [*outside]
         self._head_outputs: list[Tensor] = []
-        self._alike: dict[tuple[int, tuple[bool, ...]], tuple[SegmentCost, Any]] = {}
+        self._alike: dict[tuple[Any, ...], tuple[SegmentCost, Any]] = {}
         self._before = 0
 
     def after_module(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
@@ -146,14 +158,18 @@ class _Recorder:
         """Return the function that runs in place of a block's forward."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            if index == 0:
+            if index == 0 and self._in_head:
                 self._end_head(args, kwargs)
-            wanted = tuple(leaf.requires_grad for leaf in held_tensors((args, kwargs)))
-            if (kind, wanted) not in self._alike:
-                self._alike[kind, wanted] = _measure_block(self._meter, forward, args, kwargs)
-            self.blocks[index], output = self._alike[kind, wanted]
+            taken = held_tensors((args, kwargs))
+            key = (kind, *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in taken))
+            if key not in self._alike:
+                self._alike[key] = _measure_block(self._meter, forward, args, kwargs)
+            cost, output = self._alike[key]
+            before = self.blocks.get(index, cost)  # a call of another length may be the largest
+            self.blocks[index] = max(before, cost, key=lambda one: one.kept_bytes)
             if index == self._last:
                 output = tree_map(_leaf, output)
+                self._tail_inputs += filter(_needs_grad, tree_leaves(output))
                 self.begin()
                 self.tail.gradient_bytes = _gradient_bytes(output)
             return output
@@ -168,8 +184,9 @@ class _Recorder:
         losses = [leaf for leaf in tree_leaves(result) if _needs_grad(leaf)]
         peak = meter.peak_bytes
         meter.reset()
-        if losses:
-            torch.autograd.backward(losses, [torch.empty_like(loss) for loss in losses])
+        if losses and self._tail_inputs:  # not into blocks, whose router logits it may have taken
+            gradients = [torch.empty_like(loss) for loss in losses]
+            torch.autograd.backward(losses, gradients, inputs=self._tail_inputs)
         self.tail.backward = meter.count
         self.tail.peak_bytes = max(peak, meter.peak_bytes) - self._before
         outputs, self._head_outputs = self._head_outputs, []
