@@ -79,7 +79,9 @@ def _write(found: FitAnswer, folder: Path) -> dict[str, Path]:
     """Write the plan of one batch, which `partition=saved` reads, and the step's pictures."""
     if found.planned is None:
         return {}
-    pictured = {"predicted": found.planned.timeline}
+    step_seconds = found.planned.prediction.step_seconds
+    label = f"the pipeline's part of a predicted step of {step_seconds:.4g} s"
+    pictured = {label: found.planned.timeline}
     texts = {
         "timeline.svg": render_svg(pictured),
         "timeline.json": render_trace(pictured),

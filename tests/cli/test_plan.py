@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -123,6 +124,9 @@ def test_a_readable_page(ask: Ask) -> None:
         assert words in page
     assert page.count("It fits.") == 1
     assert str(ask.folder / "timeline.svg") in page
+    [step] = re.findall(r"Predicted step: (\S+) s", page)
+    picture = (ask.folder / "timeline.svg").read_text()
+    assert f"of a predicted step of {step} s" in picture, "the picture says what the page says"
 
 
 def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
