@@ -10,7 +10,9 @@ import difflib
 import importlib
 import io
 import json
+import logging
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -22,6 +24,9 @@ EXIT_ERROR = 1
 
 EXIT_BAD_INPUT = 2
 """Exit status after an error that a setting mends."""
+
+EXIT_DOES_NOT_FIT = 3
+"""Exit status where a machine has no memory for a training."""
 
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 plus the number of SIGINT."""
@@ -36,6 +41,9 @@ RENAMED_KEYS = {
     "scheduler.total_steps": "scheduler.num_training_steps",
     "scheduler.final_share": "scheduler.min_lr_rate",
     "trainer.strategy.trial_run": "trainer.strategy.dry_run",
+    "trainer.strategy.hardware": "hardware (or hardware_file)",
+    "loss": "trainer.strategy.loss",
+    "weights": "model.frozen_weights (memory or mmap)",
 }
 """Keys of earlier versions, and what they are called now."""
 
@@ -138,6 +146,8 @@ def _launch(name: str) -> None:
     if len(jobs) > 1:
         _compare(jobs)
     statuses = [entry["status"] for entry in jobs]
+    if statuses == [EXIT_BAD_INPUT]:
+        _remove_run(Path(jobs[0]["folder"]))
     status = EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0)
     if status:
         sys.exit(status)
@@ -220,6 +230,20 @@ def name_machines(folder: Path) -> None:
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 16):
             node = {"defaults": [device, "_self_"], "devices": count}
             ConfigStore.instance().store(group="hardware", name=f"{device}x{count}", node=node)
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove the folder of a run that was refused, if only Hydra has written to it."""
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    if any(file.parts[0] != ".hydra" and file.suffix != ".log" for file in files):
+        return
+    logging.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+    here = Path.cwd()
+    for parent in folder.parents:
+        if here not in parent.parents or any(parent.iterdir()):
+            return
+        parent.rmdir()
 
 
 def _config_folder() -> Path:

@@ -11,12 +11,8 @@ from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.checkpoint.compatibility import leaves_base_out, load_checkpoint_state
-from roundpipe_lightning.cli.build import (
-    build,
-    find_checkpoint,
-    read_adapters,
-    run_explained,
-)
+from roundpipe_lightning.cli.build import find_checkpoint
+from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import (
     ExportOptions,
@@ -24,7 +20,6 @@ from roundpipe_lightning.models.export import (
     export_pretrained,
     find_pretrained,
 )
-from roundpipe_lightning.models.quantized import quantize_layers
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 
 
@@ -116,8 +111,6 @@ def _build_module(config: DictConfig, checkpoint: Path | None) -> LightningModul
         return module
     with torch.device("meta"):
         module.configure_model()
-    if source.quantizes:
-        quantize_layers(find_pretrained(module, config.name), source.frozen_bits)
     return module
 
 

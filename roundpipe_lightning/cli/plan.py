@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from roundpipe_lightning.cli.build import run_explained
-from roundpipe_lightning.cli.plan_answer import answer, cheapest_changes, gains, longest_seq_len
+from roundpipe_commands import EXIT_DOES_NOT_FIT
+from roundpipe_lightning.cli.job import Job
+from roundpipe_lightning.cli.objects import run_explained
+from roundpipe_lightning.cli.plan_answer import cheapest_changes, gains, longest_seq_len
 from roundpipe_lightning.cli.plan_output import PlanOutput
-from roundpipe_lightning.cli.plan_settings import JobMaker, read_settings
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.report.render import render_svg, render_trace
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch
-
-EXIT_FITS = 0
-"""Exit status where the job fits."""
-
-EXIT_DOES_NOT_FIT = 3
-"""Exit status where the job does not fit; what is missing has been printed."""
 
 
 def run(config: DictConfig) -> int:
@@ -38,7 +32,7 @@ def run(config: DictConfig) -> int:
         sys.stdout.write(json.dumps(report.to_dict()) + "\n")
     else:
         sys.stdout.write(report.to_text())
-    return EXIT_FITS if report.answer.fits else EXIT_DOES_NOT_FIT
+    return 0 if report.answer.fits else EXIT_DOES_NOT_FIT
 
 
 def plan(config: DictConfig) -> PlanOutput:
@@ -49,30 +43,38 @@ def plan(config: DictConfig) -> PlanOutput:
     """
     if config.output not in ("text", "json"):
         raise ConfigurationError(f"output={config.output} is not one of text, json.")
-    settings = read_settings(config)
-    maker = JobMaker()
+    job = Job(config)
+    if job.strategy is None:
+        raise ConfigurationError(
+            f"trainer.strategy={config.trainer.strategy} has no plan: choose trainer=roundpipe."
+        )
     longest = None
     if config.longest:
-        longest = longest_seq_len(settings, maker=maker)
-        settings = replace(settings, seq_len=longest or settings.seq_len)
-    elif settings.longest_position is not None and settings.seq_len > settings.longest_position:
-        raise ConfigurationError(
-            f"data.seq_len={settings.seq_len} is longer than the {settings.longest_position} "
-            "positions of the model (max_position_embeddings). Lower data.seq_len, or raise "
-            "model.architecture.max_position_embeddings."
-        )
-    found = answer(settings, maker=maker)
+        longest = longest_seq_len(job)
+        job = job.with_changes({"data.seq_len": longest or job.seq_len})
+    found = job.answer()
     folder = Path(config.paths.output_dir)
     report = PlanOutput(
-        settings=settings,
+        job=job,
         answer=found,
         gains=gains(found),
-        changes=[] if found.fits else cheapest_changes(settings, maker=maker),
+        changes=[] if found.fits else cheapest_changes(job),
         longest_seq_len=longest,
+        joined=_joined(job),
         files={name: str(path) for name, path in _write(found, folder).items()},
     )
     write_text(folder / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
     return report
+
+
+def _joined(job: Job) -> FitAnswer | None:
+    """The answer with microbatches of blocks alone, where that is left open."""
+    if job.options.microbatching != "auto":
+        return None
+    try:
+        return job.with_changes({"trainer.strategy.microbatching": "blocks"}).answer()
+    except RoundPipeError:  # a hint speaks against it
+        return None
 
 
 def _write(found: FitAnswer, folder: Path) -> dict[str, Path]:

@@ -1,22 +1,30 @@
-"""Answers what `roundpipe-plan` is asked: the best plan, the longest sequence, the bottleneck.
+"""Answers what `roundpipe-plan` is asked: the longest sequence, the bottleneck, what makes it fit.
 
-Where a job does not fit, changes that make it fit are each verified by planning them.
+Changes that make a job fit are each verified by planning them. `train.py` asks, too, before it
+takes any memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from roundpipe_lightning.cli.build import read_adapters
-from roundpipe_lightning.cli.plan_settings import PRECISIONS, JobMaker, PlanSettings
+from roundpipe_lightning.cli.job import Job
+from roundpipe_lightning.engine.device.host_memory import check_host_memory, free_host_bytes
+from roundpipe_lightning.errors import FitError, RoundPipeError
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, MatrixRates
-from roundpipe_lightning.planning.model.storage import WeightStorage
-from roundpipe_lightning.planning.search.fit import FitAnswer, fit_training, memory_shortage
+from roundpipe_lightning.planning.search.fit import (
+    FitAnswer,
+    TrainingJob,
+    fit_training,
+    fits_memory,
+    memory_shortage,
+)
 from roundpipe_lightning.planning.search.remedies import Price, Remedy, other_machines, verified
-from roundpipe_lightning.planning.search.request import PartitionHints
 
 _LONGEST = 2**22
 """Tokens of a sequence at which the search for the longest one stops."""
@@ -24,38 +32,20 @@ _LONGEST = 2**22
 _MULTIPLE = 128
 """The longest sequence is a multiple of this."""
 
-_LORA = {
-    "_target_": "peft.LoraConfig",
-    "r": 32,
-    "lora_alpha": 64,
-    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
+_GIB = 2**30
+_DISK_BYTES_PER_SECOND = 5e9  # an NVMe disk, to say how long a step's state takes
+_SMALL_RATE = 1e-4  # below, an update is often less than half a step of bfloat16
 
 
-def answer(settings: PlanSettings, *, maker: JobMaker) -> FitAnswer:
-    """Return the best plan over all numbers of microbatches that are to be chosen from.
-
-    Raises:
-        RoundPipeError: The model cannot be measured, or a hint cannot be kept.
-    """
-    hints, counts = settings.hints, settings.microbatch_counts()
-    fewest = max(hints.team_size or 1, hints.round_size or 1)
-    first, *others = [count for count in counts if count >= fewest] or counts[:1]
-    return fit_training(
-        maker.job(settings, num_microbatches=first),
-        *(maker.job(settings, num_microbatches=count) for count in others),
-    )
-
-
-def longest_seq_len(settings: PlanSettings, *, maker: JobMaker) -> int:
+def longest_seq_len(job: Job) -> int:
     """Return the longest sequence that fits; 0 where none does.
 
-    The microbatches are those of the settings, or of one sequence where their number is open.
+    The microbatches are those of the job, or of one sequence where their number is open.
     """
+    count = job.microbatch_counts()[0]
 
     def shortage(units: int) -> float:
-        shorter = dataclasses.replace(settings, seq_len=units * _MULTIPLE)
-        return memory_shortage(maker.first_job(shorter))
+        return memory_shortage(job.training(count, seq_len=units * _MULTIPLE))
 
     return _MULTIPLE * longest_that_fits(shortage, too_long=_LONGEST // _MULTIPLE + 1)
 
@@ -113,94 +103,281 @@ class Change:
 
     Attributes:
         overrides: What to add to the command line.
-        settings: All settings with the change.
+        cost: What it costs beside time, in words.
+        make: Makes the job with the change.
     """
 
     overrides: tuple[str, ...]
-    settings: PlanSettings
+    cost: str
+    make: Callable[[], Job]
 
 
 def cheapest_changes(
-    settings: PlanSettings, *, maker: JobMaker, count: int = 3
+    job: Job, *, is_measured: bool = True, count: int = 3
 ) -> list[tuple[Remedy[Change], FitAnswer]]:
-    """Return changes that make a job fit, the cheapest first; pairs where one is not enough."""
-    singles = list(_changes(settings, maker))
+    """Return changes that make a job fit, the cheapest first; pairs where one is not enough.
+
+    Args:
+        job: The job.
+        is_measured: Whether activations count, too, which takes some seconds.
+        count: How many to return at most.
+    """
+    singles = list(_changes(job, is_measured=is_measured))
     found = verified(singles, count=count)
     if len(found) < count:
         alone = {remedy.change.overrides for remedy, _ in found}
-        pairs = sorted(_pairs(singles, maker, alone=alone), key=lambda remedy: remedy.price)
-        found += verified(pairs, count=count - len(found))
+        pairs = _pairs(singles, alone=alone, is_measured=is_measured)
+        ranked = sorted(pairs, key=lambda remedy: remedy.price)
+        found += verified(ranked, count=count - len(found))
     return found
 
 
+def change_text(
+    remedy: Remedy[Change], answer: FitAnswer, *, before: FitAnswer | None = None
+) -> str:
+    """A change and what it costs, in a line.
+
+    Args:
+        remedy: The change.
+        answer: The job with it.
+        before: The job without it; None: speeds are not known.
+    """
+    change = remedy.change
+    costs = [change.cost]
+    if before is not None:
+        costs.append(f"{answer.tokens_per_second:,.0f} tokens/s")
+        if before.tokens_per_second:
+            share = answer.tokens_per_second / before.tokens_per_second - 1
+            costs[-1] += f", {abs(share):.0%} {'faster' if share > 0 else 'slower'}"
+    return f"{' '.join(change.overrides)} ({'; '.join(costs)})"
+
+
 def _pairs(
-    singles: Sequence[Remedy[Change]], maker: JobMaker, *, alone: set[tuple[str, ...]]
+    singles: Sequence[Remedy[Change]], *, alone: set[tuple[str, ...]], is_measured: bool
 ) -> Iterator[Remedy[Change]]:
     """Put two changes together, neither of which is enough alone, the more expensive one second."""
-    shorter = [s.change.settings.seq_len for s in singles if s.price is Price.CONTEXT]
-    longest = max(shorter, default=0)
     for first in singles:
-        if first.change.overrides in alone:
+        if first.change.overrides in alone or first.price >= Price.HOST_MEMORY:
             continue
-        for second in _changes(first.change.settings, maker):
-            is_new = second.price > first.price and second.change.overrides not in alone
-            if second.price is Price.CONTEXT and second.change.settings.seq_len <= longest:
-                is_new = False
-            if is_new:
-                overrides = first.change.overrides + second.change.overrides
-                change = dataclasses.replace(second.change, overrides=overrides)
-                yield dataclasses.replace(second, change=change)
+        try:
+            seconds = list(_changes(first.change.make(), is_measured=is_measured))
+        except RoundPipeError:
+            continue
+        for second in seconds:
+            change = second.change
+            if second.price > first.price and change.overrides not in alone:
+                both = dataclasses.replace(
+                    change,
+                    overrides=first.change.overrides + change.overrides,
+                    cost=f"{first.change.cost}; {change.cost}",
+                )
+                yield dataclasses.replace(second, change=both)
 
 
-def _changes(settings: PlanSettings, maker: JobMaker) -> Iterator[Remedy[Change]]:
+def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
     """Yield what can be changed, the cheapest first."""
 
-    def change(price: Price, overrides: str, **fields: object) -> Remedy[Change]:
-        other = dataclasses.replace(settings, **fields)  # type: ignore[arg-type]
-        return Remedy(
-            change=Change(overrides=tuple(overrides.split()), settings=other),
-            price=price,
-            job=lambda: maker.first_job(other),
-        )
+    def seen(job: Job) -> TrainingJob:
+        return job.training(job.microbatch_counts()[0]) if is_measured else job.first_job()
 
-    for overrides, fields in _free_changes(settings):
-        yield change(Price.NOTHING, overrides, **fields)
-    if "mixed" in settings.precision.name or settings.precision.name == "32-true":
-        half = PRECISIONS["bf16-true"]
-        yield change(Price.PRECISION, f"trainer.precision={half.name}", precision=half)
-    for bits in (8, 4) if settings.adapters is not None else ():
-        if bits < settings.frozen_bits:
-            yield change(Price.PRECISION, f"peft.frozen_bits={bits}", frozen_bits=bits)
-    longest = longest_seq_len(settings, maker=maker)
-    if 0 < longest < settings.seq_len:
-        yield change(Price.CONTEXT, f"data.seq_len={longest}", seq_len=longest)
-    if settings.adapters is None:
-        yield change(Price.TRAINABLE, "peft=lora", adapters=read_adapters(_LORA))
-    for price, spec in other_machines(maker.first_job(settings)):
-        is_named = price is Price.MACHINE
-        override = f"={spec.name}" if is_named else f".host_bytes={spec.host_bytes}"
-        yield change(price, f"hardware{override}", hardware=spec)
+    def remedy(price: Price, overrides: str, changes: Mapping[str, Any], cost: str) -> Any:
+        make = partial(job.with_changes, changes)
+        change = Change(overrides=tuple(overrides.split()), cost=cost, make=make)
+        return Remedy(change=change, price=price, job=lambda: seen(make()))
+
+    now = seen(job)
+    for row in _free_changes(job) if is_measured else ():
+        yield remedy(*row)
+    for row in _coarser_numbers(job):
+        yield remedy(*row)
+    for row in _shorter_sequences(job) if is_measured else ():
+        yield remedy(*row)
+    for row in (*_slower_storage(job, now), *_fewer_trained(job), *_larger_machines(now)):
+        yield remedy(*row)
 
 
-def _free_changes(settings: PlanSettings) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield what leaves the results alone: overrides, and the settings that they change."""
-    if settings.given_plan is not None or settings.hints != PartitionHints():
-        overrides = "partition=auto partition.num_microbatches=auto"
-        if settings.given_plan is None:
-            overrides = " ".join(
-                f"partition.{key}={'auto' if key == 'recompute' else 'null'}"
-                for key in settings.hints.keys_given()
+_Row = tuple[Price, str, Mapping[str, Any], str]
+"""Price, overrides, values by key, and what it costs beside time."""
+
+
+def _free_changes(job: Job) -> Iterator[_Row]:
+    same = "the same results but for rounding"
+    hints = job.options.partition_hints.keys_given()
+    if job.options.given_plan is not None:
+        changes = {"partition.plan": "auto", "partition.num_microbatches": "auto"}
+        yield Price.NOTHING, "partition=auto", changes, same
+    elif hints:
+        values = {f"partition.{key}": "auto" if key == "recompute" else None for key in hints}
+        overrides = " ".join(f"{key}={value or 'null'}" for key, value in values.items())
+        yield Price.NOTHING, overrides, values, same
+    count, size = job.num_microbatches, job.batch_size
+    while count is not None and count < size:
+        count = min(2 * count, size)
+        key = "partition.num_microbatches"
+        yield Price.NOTHING, f"{key}={count}", {key: count}, same
+    if size % 2 == 0 and job.num_microbatches is None:
+        keys = {
+            "data.batch_size": size // 2,
+            "trainer.accumulate_grad_batches": 2 * job.num_batches,
+        }
+        yield Price.NOTHING, _overrides(keys), keys, same
+    if job.source.is_pretrained and job.is_adapted and not job.source.keeps_weights_in_files:
+        mapped = {"model.frozen_weights": "mmap"}
+        cost = "the same results; weights come from the disk"
+        yield Price.NOTHING, _overrides(mapped), mapped, cost
+
+
+def _coarser_numbers(job: Job) -> Iterator[_Row]:
+    optimizer = job.config.optimizer
+    rate = float(optimizer.get("lr", 0.0))
+    adamw = _host_adamw(job)
+    if adamw is not None:
+        for moments, name in (("bf16", "adamw_bf16_moments"), ("8bit", "adamw_8bit")):
+            if _MOMENT_BYTES[moments] < _MOMENT_BYTES[adamw["moments"]]:
+                form = "bfloat16" if moments == "bf16" else "8 bits"
+                yield (
+                    Price.PRECISION,
+                    f"optimizer={name}",
+                    {"optimizer": {**adamw, "moments": moments}},
+                    f"AdamW's moments are rounded to {form}",
+                )
+        if job.options.gradient_dtype is None and job.precision.master_dtype.itemsize > 2:
+            key = "trainer.strategy.gradient_dtype"
+            cost = "gradients are summed up in bfloat16"
+            changes = {key: "bf16", "optimizer": adamw}
+            yield Price.PRECISION, f"{key}=bf16", changes, cost
+    for bits in (8, 4) if job.is_adapted else ():
+        if bits < job.source.frozen_bits:
+            key = "peft.frozen_bits"
+            cost = f"frozen linear layers are rounded to {bits} bits"
+            yield Price.PRECISION, f"{key}={bits}", {key: bits}, cost
+    if job.precision.master_dtype.itemsize > 2:
+        keys: dict[str, Any] = {"trainer.precision": "bf16-true"}
+        if adamw is None:
+            keys["trainer.strategy.stochastic_rounding"] = True
+        cost = "weights are kept in bfloat16 and rounded at random"
+        if rate < _SMALL_RATE:
+            cost += (
+                f"; WARNING: with optimizer.lr={rate:g} most updates are smaller than bfloat16 can "
+                "hold, so they become noise: take another change if you can"
             )
-        yield overrides, {"hints": PartitionHints(), "given_plan": None}
-    count = settings.num_microbatches
-    while count is not None and count < settings.batch_size:
-        count = min(2 * count, settings.batch_size)
-        yield f"partition.num_microbatches={count}", {"num_microbatches": count}
-    if settings.batch_size % 2 == 0 and settings.num_microbatches is None:
-        size, batches = settings.batch_size // 2, 2 * settings.num_batches
-        yield (
-            f"data.batch_size={size} trainer.accumulate_grad_batches={batches}",
-            {"batch_size": size, "num_batches": batches},
-        )
-    if settings.weights is WeightStorage.PAGE_LOCKED and settings.adapters is not None:
-        yield "weights=memory_mapped", {"weights": WeightStorage.MEMORY_MAPPED}
+        changes = {**keys, "trainer.strategy.upload_dtype": "auto"}
+        yield Price.PRECISION, _overrides(keys), changes, cost
+
+
+def _shorter_sequences(job: Job) -> Iterator[_Row]:
+    longest = longest_seq_len(job)
+    if 0 < longest < job.seq_len:
+        keys = {"data.seq_len": longest}
+        yield Price.CONTEXT, _overrides(keys), keys, "shorter sequences"
+
+
+def _slower_storage(job: Job, training: TrainingJob) -> Iterator[_Row]:
+    adamw = _host_adamw(job)
+    if adamw is None or adamw["offload"] is not None:
+        return
+    size = 2 * _MOMENT_BYTES[adamw["moments"]] * training.work.num_trainable
+    seconds = size / _DISK_BYTES_PER_SECOND
+    cost = (
+        f"the same results; the disk moves {size / _GIB:,.1f} GiB a step, {seconds:,.1f} s at 5 "
+        "GB/s, which is not in the speed"
+    )
+    on_disk = {**adamw, "offload": "disk", "offload_dir": job.config.paths.output_dir}
+    yield Price.DISK, "optimizer=adamw_disk", {"optimizer": on_disk}, cost
+
+
+def _fewer_trained(job: Job) -> Iterator[_Row]:
+    if job.is_adapted:
+        return
+    cost = "adapters are trained, the model itself is not"
+    yield Price.TRAINABLE, "peft=lora", {"peft": _LORA}, cost
+    quantized = {**_LORA, "target_modules": "all-linear", "frozen_bits": 4}
+    cost += " and is rounded to 4 bits"
+    yield Price.TRAINABLE, "peft=qlora", {"peft": quantized}, cost
+
+
+def _larger_machines(training: TrainingJob) -> Iterator[_Row]:
+    for price, spec in other_machines(training):
+        if price is Price.HOST_MEMORY:
+            keys = {"hardware.host_memory": f"{-(-spec.host_bytes // _GIB)}GiB"}
+            yield price, _overrides(keys), keys, "the same results, on a host with more memory"
+        else:
+            changes = {"hardware_file": spec.name, "trainer.accelerator": "auto"}
+            yield price, f"hardware={spec.name}", changes, "the same results, on other devices"
+
+
+_LORA = {
+    "_target_": "peft.LoraConfig",
+    "r": 32,
+    "lora_alpha": 64,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "frozen_bits": 16,
+}
+_HOST_ADAMW = "roundpipe_lightning.optim.HostAdamW"
+_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.03}
+
+
+def _host_adamw(job: Job) -> dict[str, Any] | None:
+    """The optimizer's settings as those of `HostAdamW`; None where it is no AdamW."""
+    given = dict(job.config.optimizer)
+    if given["_target_"] == "torch.optim.AdamW":
+        taken = ("lr", "betas", "eps", "weight_decay", "_partial_")
+        given = {key: given[key] for key in taken if key in given}
+    elif given["_target_"] != _HOST_ADAMW:
+        return None
+    return {"moments": "fp32", "offload": None, **given, "_target_": _HOST_ADAMW}
+
+
+def _overrides(keys: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={str(v).lower() if v is True else v}" for key, v in keys.items())
+
+
+# --- before training ------------------------------------------------------------------------------
+
+
+def check_memory(job: Job) -> None:
+    """Refuse a training that this machine has no memory for, before any is taken.
+
+    Weights, gradients, optimizer state and copies count; what activations need is checked with the
+    first batch.
+
+    Args:
+        job: A training that is to run here.
+
+    Raises:
+        FitError: It does not fit, with what would.
+    """
+    free = free_host_bytes()
+    if job.strategy is None:
+        if job.computes_on_host:
+            check_host_memory(
+                job.num_bytes, what="The model with its optimizer", way_out="Train a smaller one."
+            )
+        return
+    first = job.first_job()
+    if fits_memory(first if free is None else _limited(first, free)):
+        return
+    if free is not None and free < first.hardware.host_bytes:
+        job = job.with_changes({"hardware.host_memory": free})
+        first = job.first_job()
+    reason = fit_training(first).memory.reason
+    texts = [
+        f"({number}) {change_text(remedy, answer)}"
+        for number, (remedy, answer) in enumerate(cheapest_changes(job, is_measured=False), start=1)
+    ]
+    ways = f"What makes room for it: {'; '.join(texts)}." if texts else "No single change helps."
+    raise FitError(
+        f"This training does not fit {job.machine.name}: {reason} {ways} Nothing was read or "
+        "drawn; roundpipe-plan, with the same settings, says more."
+    )
+
+
+def _limited(training: TrainingJob, host_bytes: int) -> TrainingJob:
+    """The same job on a host with no more than so much memory."""
+    machine = training.hardware
+    size = min(machine.host_bytes, host_bytes)
+    device = min(machine.device_bytes, size) if machine.shares_host_memory else machine.device_bytes
+    return dataclasses.replace(
+        training,
+        hardware=dataclasses.replace(machine, host_bytes=max(size, 1), device_bytes=max(device, 1)),
+    )

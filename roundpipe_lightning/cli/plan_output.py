@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from roundpipe_lightning.cli.plan_answer import Change
-from roundpipe_lightning.cli.plan_settings import PlanSettings
+from hydra.core.hydra_config import HydraConfig
+
+from roundpipe_lightning.cli.job import Job
+from roundpipe_lightning.cli.plan_answer import Change, change_text
 from roundpipe_lightning.planning.cost.memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
@@ -20,25 +25,34 @@ from roundpipe_lightning.planning.schedule.stages import StageKind
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.remedies import Remedy
 
+_NOT_FOR_TRAINING = ("output=", "longest=", "partition=", "partition.", "task_name=", "hydra")
+"""Overrides that are `roundpipe-plan`'s own, or that its plan already has."""
+
+_MUCH_IDLE_SHARE = 0.4
+_SHARDED_BYTES = 16  # master, gradient and AdamW's moments of a parameter
+_SHARE_OF_DEVICE = 0.7  # the rest is for activations and gathered layers
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutput:
     """Everything that `roundpipe-plan` says.
 
     Attributes:
-        settings: What was asked.
+        job: What was asked.
         answer: The plan, or what is missing.
         gains: By what share twice as much of a resource shortens the step; the bottleneck first.
         changes: What makes it fit, where it does not.
         longest_seq_len: The longest sequence that fits, where it was asked for.
+        joined: The answer with `microbatching=blocks`, where that is left open.
         files: What was written, by name.
     """
 
-    settings: PlanSettings
+    job: Job
     answer: FitAnswer
     gains: dict[str, float] = field(default_factory=dict)
     changes: list[tuple[Remedy[Change], FitAnswer]] = field(default_factory=list)
     longest_seq_len: int | None = None
+    joined: FitAnswer | None = None
     files: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -58,7 +72,7 @@ class PlanOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; bytes, seconds and shares from 0 to 1."""
-        answer, settings = self.answer, self.settings
+        answer, asked = self.answer, self.job
         work, job = answer.job.work, answer.job
         memory = answer.memory
         return {
@@ -70,24 +84,25 @@ class PlanOutput:
                 "fingerprint": work.fingerprint,
             },
             "machine": {
-                "name": settings.hardware.name,
-                "num_devices": settings.hardware.num_devices,
-                "device_bytes": settings.hardware.device_bytes,
-                "host_bytes": settings.hardware.host_bytes,
+                "name": asked.machine.name,
+                "num_devices": asked.machine.num_devices,
+                "device_bytes": asked.machine.device_bytes,
+                "host_bytes": asked.machine.host_bytes,
             },
             "job": {
                 "seq_len": job.shape.seq_len,
-                "batch_size": settings.batch_size,
-                "num_batches": settings.num_batches,
+                "batch_size": asked.batch_size,
+                "num_batches": asked.num_batches,
                 "num_microbatches": job.num_microbatches,
                 "sequences_per_microbatch": job.shape.sequences,
-                "precision": settings.precision.name,
+                "precision": str(asked.precision.precision),
             },
             "plan": self._plan(),
             "memory": {"device": _need(memory.device), "host": _need(memory.host)},
             "optimizer_disk_bytes": round(self.answer.optimizer_disk_bytes),
             "moved": self._described.moved if self._described else None,
             "predicted": self._predicted(),
+            "predicted_with_blocks": self.joined and _seconds(self.joined),
             "bottleneck": {"resource": next(iter(self.gains), None), "gains": self.gains},
             "missing": self.missing or None,
             "changes": [_change(*each) for each in self.changes],
@@ -141,7 +156,7 @@ class PlanOutput:
     def _too_large(self) -> str:
         """Name what no device can hold."""
         need, work = self.answer.memory.device, self.answer.job.work
-        machine = self.settings.hardware.name
+        machine = self.job.machine.name
         hints = self.answer.job.hints
         if hints.recompute is not None or hints.resident is not None:
             return self.answer.reason_no_plan
@@ -179,16 +194,30 @@ class PlanOutput:
             lines += ["", f"It does not fit. {self.missing}", *self._change_lines()]
         if self.files:
             lines += ["", *(f"{name}: {path}" for name, path in self.files.items())]
+        if self.answer.fits and "plan.json" in self.files:
+            lines += ["", f"Train it: {self.train_line()}"]
         return "\n".join(lines) + "\n"
 
+    def train_line(self) -> str:
+        """The command that trains with this plan."""
+        asked = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+        given = [each for each in asked if not each.lstrip("+~").startswith(_NOT_FOR_TRAINING)]
+        if self.longest_seq_len:
+            given = [each for each in given if not each.startswith("data.seq_len=")]
+            given.append(f"data.seq_len={self.longest_seq_len}")
+        installed = Path(sys.argv[0]).stem == "roundpipe-plan"
+        program = "roundpipe-train" if installed else "python train.py"
+        plan = f"partition.plan={self.files['plan.json']}"
+        return shlex.join([*program.split(), *given, "partition=saved", plan])
+
     def _job_lines(self) -> list[str]:
-        settings, job = self.settings, self.answer.job
+        asked, job = self.job, self.answer.job
         batches = f" x {job.num_batches} batches" if job.num_batches > 1 else ""
         return [
-            machine_line(settings.hardware),
-            model_line(job.work, precision=settings.precision.name),
+            machine_line(asked.machine),
+            model_line(job.work, precision=str(asked.precision.precision)),
             (
-                f"Step: {settings.batch_size} sequences of {job.shape.seq_len:,} tokens{batches}, "
+                f"Step: {asked.batch_size} sequences of {job.shape.seq_len:,} tokens{batches}, "
                 f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
             ),
         ]
@@ -214,6 +243,8 @@ class PlanOutput:
                 f"{predicted['pipeline_idle_share']:.1%} of the pipeline's part"
             ),
         ]
+        if self.joined is not None:
+            lines.append(f"  with trainer.strategy.microbatching=blocks: {_speed(self.joined)}")
         if self.answer.job.num_batches > 1:
             lines.append(
                 f"  with {self.answer.job.num_batches} batches in one stream; one after the other, "
@@ -223,14 +254,36 @@ class PlanOutput:
             shares = ", ".join(f"{name} {gain:.0%}" for name, gain in self.gains.items())
             lines.append(f"Bottleneck: {next(iter(self.gains))}")
             lines.append(f"  shorter steps if twice as fast: {shares}")
-        return lines
+        return [*lines, *self._tool_lines()]
+
+    def _tool_lines(self) -> list[str]:
+        """Say so where the devices could do without the host's memory."""
+        machine, work, predicted = self.job.machine, self.answer.job.work, self._predicted()
+        if predicted is None or machine.shares_host_memory:
+            return []
+        frozen = work.num_parameters - work.num_trainable
+        each = (_SHARDED_BYTES * work.num_trainable + 2 * frozen) / machine.num_devices
+        idle = predicted["idle_share"]
+        if idle < _MUCH_IDLE_SHARE or each > _SHARE_OF_DEVICE * machine.device_bytes:
+            return []
+        other = "trainer=single_device"
+        if machine.num_devices > 1:
+            other = "FSDP (Trainer(strategy='fsdp'))"
+        size = size_text(round(each))
+        return [
+            (
+                f"The wrong tool: devices wait {idle:.0%} of the step, and parameters, gradients "
+                f"and optimizer state fit their own memory, {size} each. {other} keeps them there "
+                "and will be faster."
+            )
+        ]
 
     def _longest_lines(self) -> list[str]:
         longest = self.longest_seq_len
         if not longest:
             return ["No sequence fits, however short."]
         lines = [f"Longest sequence that fits: {longest:,} tokens"]
-        limit = self.settings.longest_position
+        limit = self.job.longest_position
         if limit is not None and longest > limit:
             lines.append(f"  but the model knows {limit:,} positions")
         return lines
@@ -239,10 +292,14 @@ class PlanOutput:
         if not self.changes:
             return ["No change that was tried makes it fit."]
         lines = ["What makes it fit, the cheapest first:"]
-        for remedy, answer in self.changes:
-            speed = f"{answer.tokens_per_second:,.0f} tokens/s"
-            lines.append(f"  {' '.join(remedy.change.overrides)}  ({speed})")
-        return lines
+        texts = (change_text(*change, before=self.answer) for change in self.changes)
+        return [*lines, *(f"  {text}" for text in texts)]
+
+
+def _speed(answer: FitAnswer) -> str:
+    if answer.prediction is None or not answer.fits:
+        return "does not fit"
+    return f"{answer.prediction.step_seconds:.4g} s, {answer.tokens_per_second:,.0f} tokens/s"
 
 
 def _need(need: MemoryNeed) -> dict[str, Any]:
@@ -255,11 +312,16 @@ def _need(need: MemoryNeed) -> dict[str, Any]:
     }
 
 
+def _seconds(answer: FitAnswer) -> float | None:
+    return answer.prediction.step_seconds if answer.prediction and answer.fits else None
+
+
 def _change(remedy: Remedy[Change], answer: FitAnswer) -> dict[str, Any]:
     assert answer.prediction is not None
     return {
         "overrides": list(remedy.change.overrides),
         "price": remedy.price.name.lower(),
+        "cost": remedy.change.cost,
         "step_seconds": answer.prediction.step_seconds,
         "tokens_per_second": answer.tokens_per_second,
         "device_bytes": answer.memory.device.total_bytes,

@@ -12,8 +12,9 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.cli.build import Run, build, build_run, run_explained
+from roundpipe_lightning.cli.build import Run, build_run
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
+from roundpipe_lightning.cli.objects import build, run_explained
 from roundpipe_lightning.cli.summary import monitored_rows, summarize, trained_row
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text

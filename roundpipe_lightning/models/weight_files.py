@@ -68,7 +68,37 @@ def find_weight_files(name: str, *, hub_options: Mapping[str, Any]) -> tuple[Pat
                     f"{', '.join(missing)}. Copy or download them into {name}."
                 )
             return tuple(path for path in paths.values() if path is not None)
-    raise ModelSourceError(
+    raise _no_weights(name)
+
+
+def check_has_weights(name: str, *, hub_options: Mapping[str, Any]) -> None:
+    """Look for weights without reading them.
+
+    Args:
+        name: A local folder, or a name on the Hugging Face hub.
+        hub_options: As for `find_weight_files`.
+
+    Raises:
+        ModelSourceError: There are none.
+        OSError: The hub cannot be reached; as transformers raises it.
+    """
+    from transformers.utils.hub import has_file
+
+    if Path(name).is_dir():
+        find_weight_files(name, hub_options=hub_options)
+    else:
+        known = {
+            key: hub_options[key]
+            for key in ("revision", "token", "cache_dir", "local_files_only")
+            if key in hub_options
+        }
+        files = (*_SINGLE_FILES, *_INDICES)
+        if not any(has_file(name, file, **known) for file in files):
+            raise _no_weights(name)
+
+
+def _no_weights(name: str) -> ModelSourceError:
+    return ModelSourceError(
         f"{name!r} holds no weights: none of {', '.join((*_SINGLE_FILES, *_INDICES))}. Set "
         "model.hub_name to a folder that has them, or use model.weights=random."
     )

@@ -93,6 +93,19 @@ class TransformersModule(LightningModule):
         model = source.build()
         return model if self.adapters is None else self.adapters.apply(model, task=self.task)
 
+    def example_batch(self, sequences: int, seq_len: int) -> Any:
+        """A batch as the data gives it, for plans that are made before there is data.
+
+        Args:
+            sequences: Samples of the batch.
+            seq_len: Tokens of each.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} cannot be planned before it has data: define "
+            f"example_batch(sequences={sequences}, seq_len={seq_len}), which returns a batch as "
+            "training_step takes it."
+        )
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over the parameters that are trained, and its schedule, per step.
 

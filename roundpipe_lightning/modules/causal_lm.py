@@ -5,7 +5,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired
+from typing_extensions import NotRequired, override
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.base import TransformersModule
@@ -48,6 +48,11 @@ class CausalLanguageModule(TransformersModule):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if getattr(data, "packs_documents", False) and self.trainer.world_size == 1:
             check_documents_apart(self.model)
+
+    @override
+    def example_batch(self, sequences: int, seq_len: int) -> TokenBatch:
+        tokens = torch.zeros((sequences, seq_len), dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
 
     def forward(self, batch: TokenBatch) -> Any:
         """The model's own output for a batch: its `loss` (a scalar) and its `logits`.

@@ -86,6 +86,12 @@ class SequenceClassificationModule(TransformersModule):
             replace(source, head=Head.SEQUENCE_CLASSIFICATION, config_changes=changes)
         )
 
+    @override
+    def example_batch(self, sequences: int, seq_len: int) -> ClassBatch:
+        tokens = torch.zeros((sequences, seq_len), dtype=torch.long)
+        labels = torch.zeros(sequences, dtype=torch.long)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
     def forward(self, batch: ClassBatch) -> Any:
         """The model's own output for a batch: its `loss` (a scalar) and its `logits`.
 

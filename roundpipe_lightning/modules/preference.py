@@ -100,6 +100,11 @@ class DirectPreferenceModule(TransformersModule):
         assert self.reference is not None, "configure_model ran before"
         self.reference.eval()
 
+    @override
+    def example_batch(self, sequences: int, seq_len: int) -> PreferenceBatch:
+        tokens = torch.zeros((sequences, 2, seq_len), dtype=torch.long)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
     def forward(self, batch: PreferenceBatch) -> Tensor:
         """Rewards of a batch of pairs, float32, shape (pairs, 2), the chosen answer's first.
 

@@ -21,12 +21,12 @@ from transformers import (
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 from roundpipe_lightning.models.quantized import check_bits, quantize_frozen
-from roundpipe_lightning.models.weight_files import check_can_map
+from roundpipe_lightning.models.weight_files import check_can_map, check_has_weights
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-_WEIGHTS = ("random", "pretrained")
+_WEIGHTS = ("auto", "random", "pretrained")
 _FROZEN_WEIGHTS = ("memory", "mmap")
 
 
@@ -57,11 +57,13 @@ class ModelSource:
 
     Attributes:
         architecture: Every field of the transformers configuration, `model_type` among them. Used
-            when `weights` is `"random"`; published weights bring their own.
+            for random weights; published weights bring their own.
+        architecture_of: The name on the hub whose architecture that is; None: nobody's.
         hub_name: Name on the Hugging Face hub (`"Qwen/Qwen3-0.6B"`) or a local folder written by
-            `save_pretrained`. Used when `weights` is `"pretrained"`.
+            `save_pretrained`, for pretrained weights.
         weights: `"random"`: drawn from the architecture's own initialisation, which needs no hub
-            and no file; `"pretrained"`: read from the hub, its cache, or a local folder.
+            and no file; `"pretrained"`: read from the hub, its cache, or a local folder; `"auto"`:
+            read where `hub_name` names another model than `architecture_of`.
         seed: Seed of the random weights. The global generator of the CPU is left as it was.
         attention: Name of transformers' attention implementation (`"sdpa"`, `"eager"`, ...);
             None takes the best one the architecture supports.
@@ -75,7 +77,7 @@ class ModelSource:
             safetensors files, so that the model may be larger than host memory. The whole model is
             frozen then: it is for training adapters.
         frozen_bits: 16, or 8 or 4 to quantise the linear layers of the model, which is then frozen
-            whole: for training adapters. Not done on the meta device.
+            whole: for training adapters.
         pretrained_options: Further keyword arguments for `from_pretrained`.
         head: What stands on top of the blocks.
         config_changes: Fields of the configuration that are set to other values, whatever the
@@ -86,8 +88,9 @@ class ModelSource:
     """
 
     architecture: Mapping[str, Any]
+    architecture_of: str | None = None
     hub_name: str | None = None
-    weights: str = "random"
+    weights: str = "auto"
     seed: int = 0
     attention: str | None = None
     dtype: str | None = None
@@ -124,6 +127,8 @@ class ModelSource:
     @property
     def is_pretrained(self) -> bool:
         """Whether the weights are loaded rather than drawn."""
+        if self.weights == "auto":
+            return self.hub_name not in (None, self.architecture_of)
         return self.weights == "pretrained"
 
     def load_config(self) -> PreTrainedConfig:
@@ -158,6 +163,18 @@ class ModelSource:
                 f"model.architecture is not a valid {model_type!r} architecture: {error}"
             ) from error
 
+    def check_weights(self) -> None:
+        """Look whether there are published weights, if they are wanted, without reading any.
+
+        Raises:
+            ModelSourceError: There are none.
+        """
+        if not self.is_pretrained:
+            return
+        assert self.hub_name is not None
+        with _explained(self.hub_name):
+            check_has_weights(self.hub_name, hub_options=self._load_options.hub)
+
     def build(self) -> PreTrainedModel:
         """The model, ready to be trained, in torch's default dtype.
 
@@ -170,8 +187,10 @@ class ModelSource:
             model = self._load_pretrained()
         else:
             model = self._from_config()
-            if self.quantizes and on_host:
+            if self.quantizes:
                 quantize_frozen(model, self.frozen_bits)
+            elif self.keeps_weights_in_files:  # on the meta device: as `load_pretrained` does
+                model.requires_grad_(False)
         model.train()
         return model
 

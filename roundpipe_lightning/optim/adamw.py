@@ -170,7 +170,8 @@ class HostAdamW(Optimizer):
             self._num_known += 1
             if parameter.requires_grad and "step" not in self.state[parameter]:
                 trained.append(parameter)
-        if self._files is not None:  # the disk says now whether there is room
+        if self._files is not None and not any(parameter.is_meta for parameter in trained):
+            # the disk says now whether there is room
             fields = [self._layout.fields(parameter) for parameter in trained]
             for parameter, tensors in zip(
                 trained, self._files.allocate(trained, fields), strict=True
@@ -317,14 +318,6 @@ class HostAdamW(Optimizer):
     def state_place(self) -> StatePlace:
         """Size and place of the state."""
         return _place(self._layout, on_disk=self._files is not None)
-
-    @classmethod
-    def planned_state_place(
-        cls, *, moments: str = "fp32", offload: str | None = None, **_: Any
-    ) -> StatePlace:
-        """Return the size and place of the state of an optimizer made with these options."""
-        layout = StateLayout(form=_chosen(MomentFormat, moments=moments))
-        return _place(layout, on_disk=offload == "disk")
 
 
 def _release(kernel: StepKernel, files: StateFiles | None) -> None:

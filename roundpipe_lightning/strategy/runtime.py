@@ -172,7 +172,7 @@ class PipelineRuntime:
         self._previous: dict[nn.Parameter, Tensor] = {}  # from a checkpoint
         self._left = FinalVersions({})
         self._num_overlapped = 0  # windows in a row
-        self._assumed_rates = computes_on_host and options.hardware == "auto"
+        self._assumed_rates = computes_on_host and self._planner.machine.name == "cpu"
         self._plan_listeners = plan_listeners
         self._step_listeners = step_listeners
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)

@@ -262,6 +262,11 @@ class RoundPipeStrategy(ParallelStrategy):
     # What others may look at ---------------------------------------------------------------------
 
     @property
+    def options(self) -> Options:
+        """The settings, as they were given."""
+        return self._options
+
+    @property
     def num_workers(self) -> int:
         return len(self.parallel_devices or ()) * self._options.workers_per_device
 

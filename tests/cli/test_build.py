@@ -6,38 +6,42 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from roundpipe_lightning.cli.build import build, build_run, choose_devices
+from roundpipe_lightning.cli.build import build_run
+from roundpipe_lightning.cli.job import Job
+from roundpipe_lightning.cli.objects import build
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.modules import CausalLanguageModule
 from tests.kit.runs import compose_small
 
-ROUNDPIPE = {"_target_": "roundpipe_lightning.RoundPipeStrategy"}
-
 
 @pytest.mark.parametrize(
-    ("accelerator", "devices", "strategy", "on_cpu", "on_gpu"),
+    ("overrides", "on_cpu", "on_gpu"),
     [
-        ("auto", "auto", ROUNDPIPE, 4, "auto"),
-        ("cpu", "auto", ROUNDPIPE, 4, 4),
-        ("gpu", "auto", ROUNDPIPE, "auto", "auto"),
-        ("auto", "auto", "roundpipe", 4, "auto"),
-        ("auto", 2, ROUNDPIPE, 2, 2),
-        ("auto", "auto", "auto", "auto", "auto"),  # each CPU device would be a process
+        ("", (4, "32-true", None), ("auto", "bf16-mixed", "bf16")),
+        ("hardware=cpu", (4, "32-true", None), (4, "32-true", None)),
+        ("trainer.devices=2", (2, "32-true", None), (2, "bf16-mixed", "bf16")),
+        ("trainer.precision=16-mixed", (4, "16-mixed", None), ("auto", "16-mixed", "fp16")),
+        ("trainer.precision=bf16-true", (4, "bf16-true", None), ("auto", "bf16-true", None)),
+        ("hardware=rtx4090x2", (2, "bf16-mixed", "bf16"), (2, "bf16-mixed", "bf16")),
     ],
 )
-def test_workers_are_all_accelerators_or_some_of_the_cpu(
-    accelerator: str,
-    devices: int | str,
-    strategy: object,
-    on_cpu: int | str,
-    on_gpu: int | str,
+def test_words_are_filled_in_for_the_machine(
+    tmp_path: Path,
+    overrides: str,
+    on_cpu: tuple[object, ...],
+    on_gpu: tuple[object, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer = {"accelerator": accelerator, "devices": devices, "strategy": strategy}
-    config = OmegaConf.create({"trainer": trainer, "hardware": {"cpu_workers": 4}})
+    config = compose_small(tmp_path, "hardware=auto", *overrides.split())
     for available, expected in ((False, on_cpu), (True, on_gpu)):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda found=available: found)
-        assert choose_devices(config) == expected
+        trainer = Job(config).config.trainer
+        assert (trainer.devices, trainer.precision, trainer.strategy.upload_dtype) == expected
+
+
+def test_each_cpu_device_of_other_strategies_would_be_a_process(tmp_path: Path) -> None:
+    job = Job(compose_small(tmp_path, "trainer.strategy=auto"))
+    assert job.config.trainer.devices == "auto"
 
 
 def test_the_configuration_that_was_given_is_left_alone(tmp_path: Path) -> None:

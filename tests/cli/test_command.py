@@ -102,7 +102,7 @@ def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
 
 def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
     jobs = ("optimizer.lr=0.001,-1,abc,0.01", "hydra.sweep.dir=sweep")
-    done = run_here(tmp_path, *jobs, options=("-m",), status=1)
+    done = run_here(tmp_path, *jobs, options=("-m",), status=2)
     losses = [summary(tmp_path / "sweep" / number)["val_loss"] for number in ("0", "3")]
     assert losses[0] != losses[1]
     table = done.stdout.partition("This sweep")[2]
@@ -122,14 +122,12 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_message(
         "model.hub_name=nobody/no-such-model",
         "model.weights=pretrained",
         "hydra.run.dir=run",
-        status=1,
+        status=2,
     )
     assert "Error: 'nobody/no-such-model' cannot be loaded" in done.stderr
     assert "model.weights=random" in done.stderr
     assert "Traceback" not in done.stderr
-    assert files(tmp_path / "run") <= {name for name in RUN_FILES if "hydra" in name} | {
-        "train.log"
-    }
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:

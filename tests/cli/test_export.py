@@ -195,6 +195,6 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / MARKER).is_file()
     done = run_program(roundpipe_commands.export, tmp_path, "ckpt_path=none.ckpt")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     assert "Error: ckpt_path='none.ckpt' does not exist" in done.stderr
     assert "Traceback" not in done.stderr

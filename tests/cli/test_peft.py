@@ -11,7 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from roundpipe_lightning.cli.build import build_run, read_adapters
+from roundpipe_lightning.cli.build import build_run
+from roundpipe_lightning.cli.objects import read_adapters
 from roundpipe_lightning.cli.summary import trained_row
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import CheckpointError

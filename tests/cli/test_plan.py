@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -14,19 +14,16 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
-from peft import BOFTConfig
 
-from roundpipe_commands import EXIT_ERROR, plan
+from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, plan
 from roundpipe_lightning import Plan
-from roundpipe_lightning.cli import plan_settings
+from roundpipe_lightning.cli import plan as plan_module
 from roundpipe_lightning.cli.build import build_run
-from roundpipe_lightning.cli.plan import EXIT_DOES_NOT_FIT, EXIT_FITS, run
-from roundpipe_lightning.cli.plan_answer import answer
+from roundpipe_lightning.cli.job import Job, MetaModel
+from roundpipe_lightning.cli.plan import run
 from roundpipe_lightning.cli.plan_output import PlanOutput
-from roundpipe_lightning.cli.plan_settings import JobMaker, PlanSettings, read_settings
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules import Adapters
-from roundpipe_lightning.planning.model.hardware import HardwareSpec, config_folder, load_hardware
+from roundpipe_lightning.planning.model.hardware import config_folder
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, compose_small, environment, files, train_small
@@ -51,41 +48,32 @@ class Ask:
         self.folder = folder
         self._capsys = capsys
 
-    def json(self, *overrides: str, status: int = EXIT_FITS) -> dict[str, Any]:
+    def json(self, *overrides: str, status: int = 0) -> dict[str, Any]:
         assert run(configure(self.folder, "output=json", *overrides)) == status
         lines = self._capsys.readouterr().out.splitlines()
         assert len(lines) == 1, "one object, nothing else"
         found: dict[str, Any] = json.loads(lines[0])
         return found
 
-    def text(self, *overrides: str, status: int = EXIT_FITS) -> str:
+    def text(self, *overrides: str, status: int = 0) -> str:
         assert run(configure(self.folder, *overrides)) == status
         return self._capsys.readouterr().out
 
     def error(self, *overrides: str) -> str:
-        assert run(configure(self.folder, *overrides)) == EXIT_ERROR
+        assert run(configure(self.folder, *overrides)) == EXIT_BAD_INPUT
         captured = self._capsys.readouterr()
         assert captured.out == ""
         assert "Traceback" not in captured.err
         return captured.err
 
 
-_measured: dict[str, Any] = {}
+_models: dict[str, MetaModel] = {}
 
 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look up what a model does if an earlier test had it; tests/models measures."""
-    measure = plan_settings._measure
-
-    def look_up(settings: PlanSettings) -> Any:
-        model = (settings.source, settings.adapters, settings.blocks)
-        key = repr((*model, settings.precision.dtype, settings.eager_loss))
-        if key not in _measured:
-            _measured[key] = measure(settings)
-        return _measured[key]
-
-    monkeypatch.setattr(plan_settings, "_measure", look_up)
+    monkeypatch.setattr(plan_module, "Job", functools.partial(Job, models=_models))
 
 
 @pytest.fixture
@@ -145,9 +133,9 @@ def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
 
 def test_a_tail_segment_that_is_too_large_is_named(tmp_path: Path) -> None:
     large = "model.architecture.vocab_size=100000"
-    settings = read_settings(configure(tmp_path, *TIGHT, large))
-    report = PlanOutput(settings=settings, answer=answer(settings, maker=JobMaker()))
-    assert "cannot hold the tail segment, which has 24.4 MiB of weights" in report.missing
+    job = Job(configure(tmp_path, *TIGHT, large), models=_models)
+    report = PlanOutput(job=job, answer=job.answer())
+    assert "cannot hold the tail segment, which has 48.8 MiB of weights" in report.missing
 
 
 def test_host_memory_that_is_missing_is_named_with_what_mends_it(ask: Ask) -> None:
@@ -219,7 +207,8 @@ def test_hints_are_kept(ask: Ask) -> None:
 
 
 def test_what_is_held_can_be_settled(ask: Ask) -> None:
-    held = ("partition.weight_slots=1", "partition.recompute=full", "partition.resident=2")
+    slots = ("partition.weight_slots=1", "partition.recompute=full", "partition.limits.fused=0")
+    held = (*slots, "partition.resident=2", "partition.team_size=4")
     found = ask.json(*GPU, *held)
     assert (found["plan"]["weight_slots"], found["plan"]["recompute"]) == (1, "full")
     assert {len(blocks) for blocks in found["plan"]["resident"]} == {2}
@@ -253,18 +242,11 @@ def test_accumulated_batches_are_said_in_the_answer_and_in_the_file(ask: Ask) ->
     assert plan.round_size == found["plan"]["round_size"]
 
 
-def test_the_machine_it_runs_on_is_measured(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def probe(*, num_workers: int) -> HardwareSpec:
-        asked.append(num_workers)
-        return load_hardware("cpu")
-
-    monkeypatch.setattr(plan_settings, "probe_hardware", probe)
-    found = ask.json("data.batch_size=8")
-    assert found["machine"]["name"] == "cpu"
+def test_without_a_name_the_machine_is_the_one_at_hand(ask: Ask) -> None:
+    found = ask.json("data.batch_size=8", "hardware.host_memory=3GiB")
+    assert found["machine"]["num_devices"] == 4
+    assert found["machine"]["host_bytes"] == 3 * 2**30
     assert set(found["moved"].values()) == {0}
-    assert asked == [4]
     assert "this machine has no accelerator" in ask.error("hardware=gpu")
 
 
@@ -292,7 +274,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["hardware_file=nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["hardware_file=rtx409x8"], "rtx4090x8"),
         (["output=jsn"], "output=jsn is not one of text, json"),
-        (["loss=fusd"], "The nearest is fused"),
+        (["trainer.strategy.loss=fusd"], "set 'auto', 'fused' or 'eager'"),
         (["trainer.precision=bf16-mix"], "The nearest is bf16-mixed"),
         (["data.seq_len=1e9"], "data.seq_len=1000000000.0: give a whole number"),
         (["data.seq_len=2048"], "longer than the 1024 positions"),
@@ -302,7 +284,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["partition.forward=[4,4]", "partition.backward=[2,6]"], "sum"),
         (["partition.team_size=3"], "does not divide the 4 devices"),
         (["partition.forward=4"], "give whole numbers, such as"),
-        (["partition.recompute=ful"], "The nearest is full"),
+        (["partition.recompute=ful"], "set 'auto', 'full', 'selective' or 'none'"),
         (["partition.recompute=none", "partition.forward=[8]"], "has others: drop one of the two"),
         (["partition.recompute=none", "partition.limits.fused=1"], "limits.fused=1: drop one"),
         (["partition.weight_slots=3"], "partition.weight_slots=3 must be 1 or 2"),
@@ -355,10 +337,10 @@ def test_the_plan_is_one_that_trains(ask: Ask) -> None:
 
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
 def test_adapters_that_peft_cannot_make_without_weights_are_refused(tmp_path: Path) -> None:
-    settings = read_settings(configure(tmp_path, *GPU))
-    boft = Adapters(config=BOFTConfig(target_modules=["q_proj"]))
-    with pytest.raises(ConfigurationError, match="boft cannot be planned"):
-        JobMaker().work(dataclasses.replace(settings, adapters=boft))
+    config = configure(tmp_path, *GPU)
+    config.peft = {"_target_": "peft.BOFTConfig", "target_modules": ["q_proj"]}
+    with pytest.raises(ConfigurationError, match="so it cannot be planned"):
+        Job(config).answer()
 
 
 def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
@@ -397,8 +379,8 @@ def test_what_does_not_fit_ends_with_3(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_unknown_machines_end_with_1(tmp_path: Path) -> None:
+def test_unknown_machines_end_with_2(tmp_path: Path) -> None:
     done = run_program(plan, tmp_path, "hardware=rtx4090x9")
-    assert done.returncode == 1
-    assert "rtx4090x8" in done.stderr
+    assert done.returncode == 2
+    assert "rtx4090" in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hydra.errors import InstantiationException, MissingConfigException
+from hydra.errors import MissingConfigException
 
 from roundpipe_lightning.cli.build import find_checkpoint
 from roundpipe_lightning.cli.train import train
@@ -99,7 +99,7 @@ REFUSED = {
     "folder": (["model.weights=pretrained", "model.hub_name=."], ModelSourceError, "local folder"),
     "split": (["data.batch_size=3"], BatchError, "data.batch_size=3"),
     "steps": (["scheduler.num_warmup_steps=-1"], ConfigurationError, "num_warmup_steps=-1"),
-    "precision": (["trainer.precision=12"], InstantiationException, "12"),
+    "precision": (["trainer.precision=12"], ConfigurationError, "trainer.precision=12"),
     "text": (["data.text.train_bytes=0"], ConfigurationError, "train_bytes"),
     "r": (["peft=lora", "peft.r=0"], ConfigurationError, "peft.r=0 must be a whole number"),
     "method": (["peft=lora", "peft._target_=peft.Lora"], ConfigurationError, "are LoraConfig"),

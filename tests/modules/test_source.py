@@ -93,7 +93,7 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_remedies(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "zero"}, "model.weights='zero' is not one of random, pretrained"),
+        ({"weights": "zero"}, "model.weights='zero' is not one of auto, random"),
         ({"weights": "pretrained"}, "needs model.hub_name"),
     ],
 )

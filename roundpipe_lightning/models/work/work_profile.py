@@ -76,17 +76,23 @@ def work_profile(
     call: Call = causal_lm_call,
     seq_len: int = 2048,
     fused_attention: bool = True,
+    compute_dtype: torch.dtype | None = None,
+    settings: Mapping[str, Any] | None = None,
+    replaced: Iterable[tuple[object, object]] = (),
 ) -> WorkProfile:
     """Measure a module's work as a function of the microbatch's shape.
 
     Args:
-        module: The user's module on the meta device, in the compute dtype.
+        module: The user's module on the meta device.
         stack: Its blocks. None: the whole module is the tail segment.
         call: What a training step runs.
         seq_len: Tokens of the shorter sequences. Where attention has a window, results are best
             close to it.
         fused_attention: Whether transformers' models use fused attention whatever their
             configuration says, where their code allows it.
+        compute_dtype: As for `step_profile`, whose next two arguments are the same, too.
+        settings: None: the module itself runs, not a copy.
+        replaced: Pairs of an object that the module holds and what the copy has in its place.
 
     Raises:
         ConfigurationError: The module has parameters elsewhere, or its code needs values.
@@ -95,15 +101,20 @@ def work_profile(
         raise ConfigurationError(
             "Work is measured without weights: build the module under torch.device('meta')."
         )
-    kinds = kinds_of(stack.blocks) if stack is not None else []
+    run_module, run_stack, original = module, stack, None
+    if settings is not None:
+        copy = MetaCopy(module, compute_dtype=compute_dtype, settings=settings, replaced=replaced)
+        run_module, original = copy.module, copy.original
+        run_stack = stack and replace(stack, blocks=tuple(map(copy.module_copy, stack.blocks)))
+    kinds = kinds_of(run_stack.blocks) if run_stack is not None else []
 
     def three_runs(seq_len: int) -> list[MeasuredRun]:
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-        return [measure_run(module, stack, call, *shape, kinds=kinds) for shape in shapes]
+        return [measure_run(run_module, run_stack, call, *shape, kinds=kinds) for shape in shapes]
 
-    with _gradients(module):
+    with _gradients(run_module):
         try:
-            with _attention(module, fused=fused_attention):
+            with _attention(run_module, fused=fused_attention):
                 runs = three_runs(seq_len)
         except ConfigurationError:
             # Some models' code handles its masks itself and cannot do without them: they are
@@ -116,10 +127,14 @@ def work_profile(
         fits = [fit, fit]
         with (
             contextlib.suppress(ConfigurationError),  # the model takes no long sequences
-            _attention(module, fused=fused_attention),
+            _attention(run_module, fused=fused_attention),
         ):
             fits[1] = _Fit(runs=three_runs(_LONG * seq_len), seq_len=_LONG * seq_len)
-    return _profile(module, stack, fits, head_modules=runs[0].head_modules)
+    head_modules = runs[0].head_modules
+    if original is not None:
+        head_modules = set(map(original, head_modules))
+    work = _profile(module, stack, fits, head_modules=head_modules)
+    return work if compute_dtype is None else _with_boundaries_of(work, module, compute_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,8 +315,7 @@ def _with_boundaries_of(
     return replace(
         work,
         blocks=tuple(
-            replace(block, boundary_bytes=Amount(fixed=factor * block.boundary_bytes.fixed))
-            for block in work.blocks
+            replace(block, boundary_bytes=block.boundary_bytes * factor) for block in work.blocks
         ),
     )
 

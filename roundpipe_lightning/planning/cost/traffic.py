@@ -195,7 +195,8 @@ def worker_stage_runs(
             staying = [profile.blocks[block] for block in blocks.intersection(stage.blocks)]
             again = blocks.intersection(stage.blocks) - fresh
             weight_bytes = run.weight_bytes - sum(block.parameter_bytes for block in staying)
-            weight_bytes += sum(profile.blocks[block].trainable_bytes for block in again)
+            parts = [profile.blocks[block] for block in again]  # gradients may be wider
+            weight_bytes += sum(min(part.trainable_bytes, part.parameter_bytes) for part in parts)
             fresh |= again
             runs.append(replace(run, weight_bytes=weight_bytes) if staying else run)
         rows.append(runs)

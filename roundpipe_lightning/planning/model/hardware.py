@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -423,9 +424,15 @@ def _folder() -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        return dict(_parsed(path, path.stat().st_mtime_ns))
     except OSError as error:
         raise HardwareError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+@functools.lru_cache(maxsize=100)
+def _parsed(path: Path, _changed: int) -> dict[str, Any]:
+    """The content of a file; those of all devices are read again and again."""
+    text = path.read_text(encoding="utf-8")
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

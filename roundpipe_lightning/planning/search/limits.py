@@ -220,7 +220,7 @@ class _Residents:
                 num_runs.update(self._layout.partition.stages()[place].blocks)
             previous = place
         saved = {
-            index: count - blocks[index].trainable_bytes / blocks[index].parameter_bytes
+            index: count - min(1.0, blocks[index].trainable_bytes / blocks[index].parameter_bytes)
             for index, count in num_runs.items()
             if blocks[index].parameter_bytes
         }

@@ -47,13 +47,16 @@ class Price(IntEnum):
     CONTEXT = 2
     """Sequences are shorter."""
 
-    TRAINABLE = 3
+    DISK = 3
+    """A disk holds what memory does not, and its time is not predicted."""
+
+    TRAINABLE = 4
     """Fewer parameters are trained."""
 
-    HOST_MEMORY = 4
+    HOST_MEMORY = 5
     """More host memory."""
 
-    MACHINE = 5
+    MACHINE = 6
     """Another machine."""
 
 
@@ -191,11 +194,7 @@ def _halved(job: TrainingJob) -> TrainingJob:
 
 def _narrow(part: BlockWork) -> BlockWork:
     def half(amount: Amount) -> Amount:
-        return Amount(
-            fixed=amount.fixed / 2,
-            per_token=amount.per_token / 2,
-            per_square=amount.per_square / 2,
-        )
+        return amount * 0.5
 
     def half_peak(peak: Peak) -> Peak:
         return Peak(amounts=tuple(map(half, peak.amounts)))

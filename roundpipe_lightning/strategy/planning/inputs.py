@@ -417,7 +417,7 @@ def _replaced(module: LightningModule) -> Iterator[tuple[object, object]]:
         if isinstance(child, MetricCollection):
             yield child, MetricCollection([])
         elif isinstance(child, Metric):
-            yield child, _SilentMetric()
+            yield child, SilentMetric()
 
 
 class _ReadOnlyTrainer:
@@ -436,7 +436,7 @@ class _ReadOnlyTrainer:
         raise ConfigurationError(f"The step sets the Trainer's {name}.")
 
 
-class _SilentMetric(nn.Module):
+class SilentMetric(nn.Module):
     """Takes whatever a metric takes, keeps nothing and gives a number."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:

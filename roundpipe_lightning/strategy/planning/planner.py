@@ -27,6 +27,7 @@ from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batch_sizes import length_of, shortened
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.work.parameters import parameter_work, profile_module
+from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import MicrobatchShape
@@ -91,6 +92,7 @@ class StepPlanner:
         precision: The precision plugin.
         options: The strategy's settings.
         optimizers: The optimizers of the training; none for an evaluation.
+        mapped: Whether frozen weights stay in their files, where the parameters do not say so.
 
     Attributes:
         machine: What is planned for.
@@ -113,6 +115,7 @@ class StepPlanner:
         precision: RoundPipePrecision,
         options: Options,
         optimizers: Sequence[Optimizer] = (),
+        mapped: bool = False,
     ) -> None:
         self._module = module
         self._stack = stacks[0] if stacks else None
@@ -137,9 +140,11 @@ class StepPlanner:
             steps_in_float32=rounds,
             keeps_previous=options.update == "async",
             masters=self._sizes.narrow,
-            mapped=any(map(is_mapped, module.parameters())),
+            mapped=mapped or any(map(is_mapped, module.parameters())),
         )
         self._trains = bool(optimizers)
+        behind = options.update == "async"
+        self._timing = UpdateTiming.BEHIND_NEXT_STEP if behind else UpdateTiming.AFTER_STEP
         self._first_chain = self.chain = first_chain(stacks, given_plan)
         self.profile: ModelProfile = profile_module(module, self.chain)
         self._parameter_work = parameter_work(module, self.chain)
@@ -165,10 +170,17 @@ class StepPlanner:
             FitError: Not even those fit.
             PlanError: A hint cannot be kept.
         """
-        what, step = "parameters, gradients and optimizer state", self._from_parameters()
-        if not self._trains:
-            what, step = "model", replace(step, work=without_training(step.work))
-        return self._plan_job(step, self.num_microbatches, what=what, search=Search.QUICK).plan
+        what = "parameters, gradients and optimizer state" if self._trains else "model"
+        step, count = self._first_step(), self.num_microbatches
+        return self._plan_job(step, count, what=what, search=Search.QUICK).plan
+
+    def first_job(self) -> TrainingJob:
+        """Return what is known without a batch: parameters, not activations."""
+        return self.job(self._first_step(), self.num_microbatches, search=Search.QUICK)
+
+    def _first_step(self) -> StepWork:
+        step = self._from_parameters()
+        return step if self._trains else replace(step, work=without_training(step.work))
 
     def _check_given(self, plan: Plan) -> None:
         if plan.num_workers != self._num_workers:
@@ -389,15 +401,40 @@ class StepPlanner:
 
     # --- planning --------------------------------------------------------------------------------
 
-    def _job(self, step: StepWork, count: int, *, search: Search = Search.FULL) -> TrainingJob:
-        hints = self._constraints.users_hints(count, full=self.num_microbatches)
+    def job(
+        self,
+        step: StepWork,
+        count: int,
+        *,
+        search: Search = Search.FULL,
+        shape: MicrobatchShape = _SHAPE,
+        num_batches: int = 1,
+        batch_sequences: int | None = None,
+        is_full: bool = False,
+    ) -> TrainingJob:
+        """Return what is to be planned; all but the work follows from the settings.
+
+        Args:
+            step: Work of a microbatch.
+            count: Microbatches of a batch.
+            search: How thoroughly to look for stages.
+            shape: A microbatch, where the work is not that of one alone.
+            num_batches: As in `TrainingJob`.
+            batch_sequences: As in `TrainingJob`.
+            is_full: Whether the batch is none of those that are smaller than others.
+        """
+        full = count if is_full else self.num_microbatches
+        hints = self._constraints.users_hints(count, full=full)
         return TrainingJob(
             work=self._sizes.resized(step.work, self.chain),
             hardware=self.machine,
             dtype=rate_name(self.machine, self._autocast_dtype or widest_dtype(self._module)),
             storage=self._storage,
-            shape=_SHAPE,
+            shape=shape,
             num_microbatches=count,
+            num_batches=num_batches,
+            batch_sequences=batch_sequences,
+            timing=self._timing,
             hints=self._constraints.completed(hints, step, count),
             search=search,
             effort=_EFFORT,
@@ -418,7 +455,7 @@ class StepPlanner:
         Raises:
             FitError: It does not fit.
         """
-        job = self._job(step, count, search=search)
+        job = self.job(step, count, search=search)
         given = self._given_plan
         if given is not None and given.num_microbatches == count:
             layout = given.layout
@@ -484,7 +521,7 @@ class StepPlanner:
 
         def lacks(seq_len: int) -> float:
             step = self._dry_run(shortened(given, seq_len), arguments)
-            return shortage(self._job(step.pieces(count) if joined else step, count))
+            return shortage(self.job(step.pieces(count) if joined else step, count))
 
         try:
             most = longest_that_fits(lacks, too_long=length)
@@ -503,7 +540,7 @@ class StepPlanner:
             except BatchError:
                 return None
             step = self._step_work(part, arguments, count=num_microbatches, joined=joined)
-            return self._job(step, num_microbatches)
+            return self.job(step, num_microbatches)
 
         try:
             most = batch_size_of(given) * (1 if joined else count)

@@ -1,0 +1,587 @@
+"""A training as it is configured: what `train.py` and `roundpipe-plan` share.
+
+```
+configuration ─▶ Job: words filled in, machine, model, strategy
+                  ├─▶ planner: on a model without values: memory, plans, predictions
+                  └─▶ build.py: data, Trainer, callbacks
+```
+
+No device is touched, and no weights are drawn or read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import StrategyRegistry
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from roundpipe_lightning.cli.objects import build, read_adapters
+from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.microbatch import loss_of
+from roundpipe_lightning.errors import (
+    BatchError,
+    ConfigurationError,
+    HardwareError,
+)
+from roundpipe_lightning.models.blocks import find_stacks
+from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+from roundpipe_lightning.planning.model.hardware import (
+    HardwareSpec,
+    hardware_from_mapping,
+    load_hardware,
+)
+from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
+from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
+from roundpipe_lightning.planning.search.request import PartitionHints
+from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
+from roundpipe_lightning.strategy.options import Options
+from roundpipe_lightning.strategy.planning.inputs import SilentMetric, find_machine, storage_of
+from roundpipe_lightning.strategy.planning.planned import StepWork
+from roundpipe_lightning.strategy.planning.planner import StepPlanner
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+
+_MOST_SEQUENCES = 8
+"""Sequences of a microbatch that are tried where the number of microbatches is not given."""
+
+_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class Job:
+    """A training as it is configured.
+
+    Args:
+        config: The composed configuration, see `conf/train.yaml`; it is not changed.
+        models: Models of other jobs, which this one shares where it has the same.
+
+    Attributes:
+        config: The configuration with a value for every word `auto` but those that the strategy
+            itself takes.
+        source: The model.
+        strategy: The strategy; None for one of Lightning's own.
+        hardware: The machine; `"auto"`: the one at hand.
+        num_devices: Devices, each with a worker or several; 0 where that is left to Lightning.
+        computes_on_host: Whether the devices are CPU workers.
+
+    Raises:
+        RoundPipeError: A setting cannot work.
+    """
+
+    def __init__(self, config: DictConfig, *, models: dict[str, MetaModel] | None = None) -> None:
+        self._given = config
+        self._models = {} if models is None else models
+        self.config = config = config.copy()
+        spec = read_hardware(config)
+        self.computes_on_host = self._choose_accelerator(spec)
+        self.num_devices = self._choose_devices(spec)
+        self.hardware = self._choose_hardware(spec)
+        self._complete()
+        self.source: ModelSource = build(config.model)
+        self.strategy = self.new_strategy()
+        if self.strategy is not None:
+            _check_word("trainer.precision", config.trainer.precision, SUPPORTED_PRECISIONS)
+            self.strategy.precision_plugin = RoundPipePrecision(config.trainer.precision)
+        self._check()
+
+    # --- words that are filled in ----------------------------------------------------------------
+
+    def _choose_accelerator(self, spec: HardwareSpec | None) -> bool:
+        """Set `trainer.accelerator` where a machine is named; return whether CPUs compute."""
+        trainer = self.config.trainer
+        kind, there = trainer.accelerator, torch.accelerator.is_available()
+        if spec is not None:
+            meant = "cpu" if spec.shares_host_memory else "gpu"
+            if kind == "auto":
+                trainer.accelerator = meant
+            elif (kind == "cpu") != (meant == "cpu"):
+                raise ConfigurationError(
+                    f"hardware={spec.name} computes on {meant}s, but trainer.accelerator={kind}: "
+                    "drop one of the two."
+                )
+            return spec.shares_host_memory
+        if kind not in ("auto", "cpu") and not there:
+            raise HardwareError(
+                f"hardware={_choice('hardware')}: this machine has no accelerator. Train with "
+                "hardware=cpu; or plan for a machine by name, such as hardware=rtx4090x8 "
+                "(conf/hardware has them all), or by its figures: hardware_file=path/to/mine.yaml."
+            )
+        return kind == "cpu" or not there
+
+    def _choose_devices(self, spec: HardwareSpec | None) -> int:
+        """Set `trainer.devices` where it is auto; for CPU workers it is `hardware.cpu_workers`.
+
+        Only round-robin workers share one process; for Lightning's own strategies, where every CPU
+        device would be a process, `auto` is left to Lightning.
+        """
+        trainer = self.config.trainer
+        devices: Any = trainer.devices
+        if isinstance(devices, DictConfig):  # the number of each device by name
+            devices = trainer.devices = sum(devices.values())
+        if devices == "auto" and _is_roundpipe(trainer.get("strategy", "auto")):
+            if self.computes_on_host:
+                devices = trainer.devices = int(self.config.hardware.cpu_workers)
+            elif spec is not None:
+                devices = trainer.devices = spec.num_devices
+        if isinstance(devices, str) and devices not in ("auto", "-1"):
+            return len(devices.split(","))
+        if isinstance(devices, int) and devices >= 0:
+            return devices
+        if OmegaConf.is_list(devices):
+            return len(devices)
+        return torch.accelerator.device_count() if not self.computes_on_host else 0
+
+    def _choose_hardware(self, spec: HardwareSpec | None) -> HardwareSpec | Literal["auto"]:
+        """The machine with the memory that the configuration gives it."""
+        hardware = self.config.hardware
+        sizes = {
+            "host_bytes": _size("hardware.host_memory", hardware.get("host_memory")),
+            "device_bytes": _size("hardware.device_memory", hardware.get("device_memory")),
+        }
+        if spec is None:
+            sizes["host_bytes"] = sizes["host_bytes"] or hardware.get("host_bytes")
+        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+        if spec is None and not given:
+            return "auto"
+        if spec is None:
+            spec = self._machine_at_hand(1)
+        if self.computes_on_host and self.num_devices:
+            spec = replace(spec, num_devices=self.num_devices, devices_per_root=self.num_devices)
+            given.setdefault("device_bytes", given.get("host_bytes", spec.device_bytes))
+        return replace(spec, **given)
+
+    def _machine_at_hand(self, workers_per_device: int) -> HardwareSpec:
+        return find_machine(
+            "auto",
+            num_workers=max(1, self.num_devices),
+            workers_per_device=workers_per_device,
+            computes_on_host=self.computes_on_host,
+        )
+
+    def _complete(self) -> None:
+        """Choose number formats where they are auto, and the dtype of a frozen base."""
+        trainer, model = self.config.trainer, self.config.model
+        if trainer.get("precision") == "auto":
+            mixed = "bf16-mixed" if self._computes_in_bfloat16() else "16-mixed"
+            trainer.precision = "32-true" if self.computes_on_host else mixed
+        precision, strategy = trainer.get("precision"), trainer.get("strategy")
+        if isinstance(strategy, DictConfig) and strategy.get("upload_dtype") == "auto":
+            formats = {} if self.computes_on_host else {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+            strategy.upload_dtype = formats.get(precision)
+        has_own = model.get("frozen_weights") == "mmap" or model.get("frozen_bits", 16) < 16
+        is_open = model.get("dtype", "") is None and not has_own
+        if self.is_adapted and precision == "bf16-mixed" and is_open:
+            model.dtype = "bfloat16"  # a frozen base needs no masters in float32
+
+    def _computes_in_bfloat16(self) -> bool:
+        if isinstance(self.hardware, HardwareSpec):
+            return self.hardware.matrix_rates.bfloat16 is not None
+        supported = getattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+        return not torch.cuda.is_available() or bool(supported(including_emulation=False))
+
+    def new_strategy(self) -> RoundPipeStrategy | None:
+        """The strategy as configured; None for one of Lightning's own."""
+        config = self.config.trainer.get("strategy", "auto")
+        if not _is_roundpipe(config):
+            return None
+        if isinstance(config, DictConfig):
+            make: Any = build(config, _partial_=True)  # Hydra would take a machine for settings
+        else:
+            make = StrategyRegistry[str(config)]["strategy"]
+        strategy: RoundPipeStrategy = make(hardware=self.hardware)
+        return strategy
+
+    # --- what is trained -------------------------------------------------------------------------
+
+    @property
+    def options(self) -> Options:
+        """The settings of the strategy."""
+        assert self.strategy is not None
+        return self.strategy.options
+
+    @property
+    def precision(self) -> RoundPipePrecision:
+        """How numbers are kept and computed with."""
+        if self.strategy is None:
+            name = self.config.trainer.get("precision")
+            return RoundPipePrecision(name if name in SUPPORTED_PRECISIONS else "32-true")
+        return self.strategy.precision_plugin
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return _whole("data.seq_len", self.config.data.get("seq_len"))
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a batch."""
+        return _whole("data.batch_size", self.config.data.get("batch_size"))
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that are accumulated."""
+        count = self.config.trainer.get("accumulate_grad_batches", 1)
+        return _whole("trainer.accumulate_grad_batches", count)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are trained and the model is frozen."""
+        return self.config.peft is not None and self.config.peft.get("_target_") is not None
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Parts of a batch; None: they are to be chosen."""
+        count = self.options.num_microbatches
+        if self.options.given_plan is not None:
+            return self.options.given_plan.num_microbatches
+        return None if count == "auto" else count
+
+    @property
+    def longest_position(self) -> int | None:
+        """Positions that the model knows; None where it has no such limit."""
+        limit = getattr(
+            self.source.load_config().get_text_config(), "max_position_embeddings", None
+        )
+        return limit if isinstance(limit, int) else None
+
+    def new_module(self) -> LightningModule:
+        """The module that is trained; its model is built by `configure_model`."""
+        config = self.config
+        module: LightningModule = build(config.module)(
+            self.source,
+            optimizer=build(config.optimizer),
+            scheduler=build(config.scheduler),
+            adapters=read_adapters(config.peft),
+        )
+        return module
+
+    def _check(self) -> None:
+        """Refuse a batch that cannot be split, and sequences that the model cannot take."""
+        sizes = {name: self.config.data.get(name) for name in ("seq_len", "batch_size")}
+        seq_len, size = (
+            None if value is None else _whole(f"data.{name}", value)
+            for name, value in sizes.items()
+        )
+        _ = self.num_batches
+        count = None if self.strategy is None else self.num_microbatches
+        if count is not None and size is not None and count > size:
+            raise BatchError(
+                f"partition.num_microbatches={count} is more than the data.batch_size={size} "
+                "windows of a batch. Lower the one or raise the other."
+            )
+        longest = self.longest_position
+        is_asked = self.config.get("longest", False)
+        if longest is not None and seq_len is not None and seq_len > longest and not is_asked:
+            raise ConfigurationError(
+                f"data.seq_len={seq_len} is longer than the {longest} positions of the model "
+                "(max_position_embeddings). Lower data.seq_len, choose another model, or raise "
+                "model.architecture.max_position_embeddings."
+            )
+
+    # --- without values --------------------------------------------------------------------------
+
+    @cached_property
+    def planner(self) -> StepPlanner:
+        """Plans this training on the machine, as the strategy will.
+
+        Raises:
+            RoundPipeError: The model cannot be built, or the plan that was given is for another
+                model or another number of devices.
+        """
+        options = replace(self.options, hardware=self.hardware)
+        return StepPlanner(
+            self.model.module,
+            stacks=self.model.stacks,
+            devices=[CpuDevice(index) for index in range(self.num_workers)],
+            computes_on_host=self.computes_on_host,
+            precision=self.precision,
+            options=options,
+            optimizers=self._optimizers(),
+            mapped=self.source.keeps_weights_in_files,
+        )
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_devices * self.options.workers_per_device
+
+    @property
+    def machine(self) -> HardwareSpec:
+        """What is planned for, every worker a device."""
+        return self.planner.machine
+
+    @cached_property
+    def model(self) -> MetaModel:
+        """The module without values.
+
+        Raises:
+            RoundPipeError: It cannot be built so.
+        """
+        config, options = self.config, self.strategy and self.options
+        groups = {name: config.get(name) for name in ("model", "module", "peft")}
+        text = OmegaConf.to_yaml(OmegaConf.create(groups, parent=config), resolve=True)
+        names, loss = (options.block_names, options.loss) if options else (None, "eager")
+        key = repr((text, names, loss, config.trainer.get("precision")))
+        if key not in self._models:
+            module = self._module_without_values()
+            self._models[key] = MetaModel(
+                module,
+                stacks=find_stacks(module, names),
+                compute_dtype=self.precision.autocast_dtype,
+                is_fused=loss != "eager",
+            )
+        return self._models[key]
+
+    def _module_without_values(self) -> LightningModule:
+        module: Any = self.new_module()
+        if getattr(module, "adapters", None) is not None:  # what is saved are values
+            module.adapters = replace(module.adapters, adapter=None)
+        if getattr(module, "pad_token_id", 0) is None:
+            module.pad_token_id = 0  # the data's, which is not there
+        try:
+            with self.precision.module_init_context(), torch.device("meta"):
+                module.configure_model()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"The model cannot be built without weights, so it cannot be planned ({error}). "
+                "With adapters, choose peft=lora, whose layers can."
+            ) from error
+        result: LightningModule = module
+        return result
+
+    def training(self, num_microbatches: int, *, seq_len: int | None = None) -> TrainingJob:
+        """The planner's view of this training.
+
+        Args:
+            num_microbatches: Parts of a batch.
+            seq_len: Tokens of a sequence; None: as configured.
+        """
+        step = StepWork(
+            work=self.model.work,
+            knows_activations=True,
+            writes_buffers=False,
+            may_write_buffers=False,
+        )
+        sequences = -(-self.batch_size // num_microbatches)
+        if self.options.microbatching == "blocks":
+            step, sequences = step.pieces(num_microbatches), self.batch_size
+        job = self.planner.job(
+            step,
+            num_microbatches,
+            shape=MicrobatchShape(sequences=sequences, seq_len=seq_len or self.seq_len),
+            num_batches=self.num_batches,
+            batch_sequences=self.batch_size,
+            is_full=True,
+        )
+        given = self.options.given_plan
+        return job if given is None else replace(job, hints=_hints_of(given))
+
+    def microbatch_counts(self) -> list[int]:
+        """Numbers of microbatches to choose from: one sequence each, or more for every device."""
+        if self.num_microbatches is not None:
+            return [self.num_microbatches]
+        hints = self.options.partition_hints
+        fewest = max(hints.team_size or 1, hints.round_size or 1)
+        fewest = min(max(fewest, self.num_workers), self.batch_size)
+        sizes = (2**power for power in range(_MOST_SEQUENCES.bit_length()))
+        counts = dict.fromkeys(-(-self.batch_size // size) for size in sizes)
+        return [count for count in counts if count >= fewest] or [self.batch_size]
+
+    def answer(self) -> FitAnswer:
+        """The best plan over all numbers of microbatches that are to be chosen from.
+
+        Raises:
+            RoundPipeError: The model cannot be measured, or a hint cannot be kept.
+        """
+        return fit_training(*map(self.training, self.microbatch_counts()))
+
+    def first_job(self) -> TrainingJob:
+        """The planner's view before anything is measured: parameters, not activations."""
+        job, given = self.planner.first_job(), self.options.given_plan
+        return job if given is None else replace(job, hints=_hints_of(given))
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of parameters, gradients and optimizer state on one device."""
+        parameters = list(self.model.module.parameters())
+        storage = storage_of(self._optimizers())
+        each = storage.gradient_bytes + storage.optimizer_bytes
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        return sum(parameter.nbytes for parameter in parameters) + each * trained
+
+    def _optimizers(self) -> list[Optimizer]:
+        parameters = self.model.module.parameters()
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not (trained and self.config.train):
+            return []
+        optimizer: Optimizer = build(self.config.optimizer)(trained)
+        return [optimizer]
+
+    def with_microbatches(self) -> Job:
+        """This job with a number of microbatches, the best one where it was left open."""
+        if self.strategy is None or self.num_microbatches is not None:
+            return self
+        try:
+            answer = self.answer()
+        except ConfigurationError:  # code that needs values: the strategy chooses
+            return self
+        return self.with_changes({"partition.num_microbatches": answer.job.num_microbatches})
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Job:
+        """This job with other settings.
+
+        Args:
+            changes: Values by dotted key; None for a key removes a setting.
+        """
+        config = self._given.copy()
+        OmegaConf.set_struct(config, False)
+        for key, value in changes.items():
+            OmegaConf.update(config, key, value, merge=False)
+        return Job(config, models=self._models)
+
+
+class MetaModel:
+    """A module without values, and what it does, measured when it is first asked for.
+
+    Args:
+        module: On the meta device.
+        stacks: Its stacks of blocks.
+        compute_dtype: What autocast computes in; None: what the parameters are.
+        is_fused: Whether a causal language model's logits are read once.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        *,
+        stacks: Sequence[BlockStack],
+        compute_dtype: torch.dtype | None,
+        is_fused: bool,
+    ) -> None:
+        self.module = module
+        self.stacks = stacks
+        self._compute_dtype = compute_dtype
+        self._is_fused = is_fused and isinstance(module, CausalLanguageModule)
+
+    @cached_property
+    def work(self) -> WorkProfile:
+        """Work of a microbatch as a function of its shape.
+
+        Raises:
+            ConfigurationError: The model's code cannot be run without values.
+        """
+
+        def say_nothing(*_: Any, **__: Any) -> None:
+            """Stand in for `log`."""
+
+        parts = self.module.modules()
+        metrics = [part for part in parts if isinstance(part, Metric)]
+        return work_profile(
+            self.module,
+            self.stacks[0] if self.stacks else None,
+            call=self._call,
+            compute_dtype=self._compute_dtype,
+            settings={"log": say_nothing, "_device": torch.device("meta")},
+            replaced=[(metric, SilentMetric()) for metric in metrics],
+        )
+
+    def _call(self, root: Any, sequences: int, seq_len: int) -> Tensor:
+        if self._is_fused:
+            return causal_lm_call(root.model, sequences, seq_len)
+        with torch.device("meta"):
+            loss = loss_of(root.training_step(root.example_batch(sequences, seq_len)))
+        assert loss is not None, "our modules return one"
+        return loss
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def read_hardware(config: DictConfig) -> HardwareSpec | None:
+    """The machine that is named or described; None: the one at hand.
+
+    Raises:
+        HardwareError: A figure is missing, unknown or out of its range.
+    """
+    if config.hardware_file is not None:
+        return load_hardware(config.hardware_file)
+    name = _choice("hardware")
+    figures: Any = OmegaConf.to_container(config.hardware, resolve=True)
+    if "device_name" not in figures and not isinstance(figures.get("devices"), dict):
+        return None
+    for key in ("host_memory", "device_memory"):
+        figures.pop(key, None)
+    try:
+        return hardware_from_mapping({"name": name, **figures})
+    except HardwareError as error:
+        raise HardwareError(f"hardware={name}: {error}") from error
+
+
+def _choice(group: str) -> str:
+    """The file that was chosen in a group, as far as Hydra knows it."""
+    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    return str(chosen.get(group, group))
+
+
+def _size(name: str, value: object) -> int | None:
+    """Bytes of `600GiB`, or of a number of them; None: not given.
+
+    Raises:
+        HardwareError: It is no size.
+    """
+    if value is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
+    unit = found and found[2].upper()
+    if found is None or (unit or "B") not in _SIZES or float(found[1]) <= 0:
+        raise HardwareError(f"{name}={value}: give a size with its unit, such as {name}=600GiB.")
+    return int(float(found[1]) * _SIZES[unit or "B"])
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _is_roundpipe(strategy: Any) -> bool:
+    name = strategy.get("_target_", "") if isinstance(strategy, DictConfig) else str(strategy)
+    return "roundpipe" in name.lower()
+
+
+def _whole(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give a whole number.")
+    if value < 1:
+        raise ConfigurationError(f"{name}={value} must be 1 or more.")
+    return value
+
+
+def _check_word(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+        hint = f" The nearest is {near[0]}." if near else ""
+        raise ConfigurationError(f"{name}={value} is not one of {', '.join(known)}.{hint}")
+
+
+def _hints_of(plan: Plan) -> PartitionHints:
+    """Everything that a plan fixes."""
+    return PartitionHints(
+        forward=plan.partition.forward,
+        backward=plan.partition.backward,
+        team_size=plan.team_size,
+        round_size=plan.round_size,
+        recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
+        weight_slots=plan.weight_slots,
+    )

@@ -1,0 +1,91 @@
+"""Objects of a configuration, and its errors in a form that a person can mend them by."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT
+from roundpipe_lightning.errors import ConfigurationError, FitError, RoundPipeError
+from roundpipe_lightning.modules import Adapters
+from roundpipe_lightning.modules.adapters import peft_config
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
+"""Errors that say themselves which setting is to be changed."""
+
+USER_ERRORS = (*SETTING_ERRORS, InstantiationException)
+"""Errors that a person mends by changing a setting: their message is all there is to show."""
+
+
+def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Result | int:
+    """Run a job of a command: an error that a user can mend is one message and an exit status.
+
+    With HYDRA_FULL_ERROR=1 it is a traceback.
+    """
+    try:
+        return job(config)
+    except USER_ERRORS as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        log.error("%s", error)
+        notes = getattr(error, "__notes__", [])
+        sys.stderr.write("\n".join([f"\nError: {error}", *notes]) + "\n")
+        return EXIT_DOES_NOT_FIT if isinstance(error, FitError) else EXIT_BAD_INPUT
+
+
+def build(config: Any, **extra: Any) -> Any:
+    """Hydra's `instantiate`, with plain containers and with the error that really happened.
+
+    Args:
+        config: Node with a `_target_`, or null for None.
+        extra: Further keyword arguments for the target.
+    """
+    try:
+        return instantiate(config, _convert_="all", **extra)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, SETTING_ERRORS):
+            raise error.__cause__ from None
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            missing = str(error.__cause__).splitlines()[0]
+            raise ConfigurationError(
+                f"{config['_target_']} needs a library that is not installed: {missing}"
+            ) from None
+        raise
+
+
+def build_each(config: DictConfig | None) -> list[Any]:
+    """The objects of a group that holds several of them, such as callbacks and loggers."""
+    return [build(node) for node in (config or {}).values() if node is not None]
+
+
+def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
+    """Turn the group `peft` into adapters; None if every parameter is trained.
+
+    Raises:
+        ConfigurationError: The method or a setting is unknown, or out of its range.
+    """
+    found = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+    settings: dict[str, Any] = dict(found)  # type: ignore[arg-type]
+    if "method" in settings:
+        raise ConfigurationError(
+            "peft.method is called peft._target_ now, and names a configuration class of peft, "
+            "such as peft.LoraConfig. Choose a file of conf/peft: peft=lora, or peft=none."
+        )
+    target, adapter, seed = (settings.pop(key, None) for key in ("_target_", "adapter", "seed"))
+    settings.pop("frozen_bits", None)  # for the model, see conf/model
+    if target is None:
+        return None
+    return Adapters(config=peft_config(target, settings), adapter=adapter, seed=seed)
