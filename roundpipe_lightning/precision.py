@@ -105,9 +105,11 @@ class RoundPipePrecision(Precision):
         self._num_steps = 0
         self.precision = precision  # type: ignore[assignment]  # a plain str in our signature
         self.scaler = scaler
-        self.takes_clipping: Callable[[Callable[[], None]], bool] | None = None
-        """Called with how to clip gradients; returns whether it will do so when they are there. The
-        strategy sets it for the time of a training."""
+        self.takes_clipping: (
+            Callable[[Callable[[], None], Optimizer, float, GradClipAlgorithmType], bool] | None
+        ) = None
+        """Called with how to clip gradients, and whose, to what and by what; returns whether that
+        will be done later. The strategy sets it for the time of a training."""
         self.compute_device_type = "cpu"
         """Device type the workers compute on; the strategy sets it, autocast needs it."""
 
@@ -249,7 +251,12 @@ class RoundPipePrecision(Precision):
                 "for clipping. Build it with fused=False, or leave gradient_clip_val out."
             )
         clip = partial(super().clip_gradients, optimizer, clip_val, gradient_clip_algorithm)
-        if clip_val <= 0 or self.takes_clipping is None or not self.takes_clipping(clip):
+        takes = self.takes_clipping
+        if (
+            clip_val <= 0
+            or takes is None
+            or not takes(clip, optimizer, clip_val, gradient_clip_algorithm)
+        ):
             clip()
 
     # Stochastic rounding -------------------------------------------------------------------------

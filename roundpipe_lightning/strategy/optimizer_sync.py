@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_se
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat, sync_hooks
+from roundpipe_lightning.strategy.clipping import late_clipping
 from roundpipe_lightning.strategy.parameter_watch import Access, ParameterWatch, describe_code
 from roundpipe_lightning.strategy.runtime import PipelineRuntime
 
@@ -84,6 +86,8 @@ class OptimizerSync:
         self._whole = {o: reason_not_separable(o) for o in optimizers if self._overlaps}
         self._warned: set[CodeType | str] = set()
         self._num_steps = 0
+        self._is_submitting = False
+        self._clip: Callable[[Tensor], Any] | None = None  # of the step that is about to be made
         self._state_is_read = self._gradients_are_read = False
         self._stepped_early: Collection[Tensor] = ()  # in the last step
         precision.takes_clipping = self._take_clipping
@@ -168,7 +172,14 @@ class OptimizerSync:
         """Step blocks while the backward pass still runs, if no code can see the difference."""
         updater = self._runtime.updater
         if updater is None or not self._may_begin():
-            yield
+            if updater is not None and self._may_measure():
+                updater.measure_norms()
+            try:
+                yield
+            except BaseException:
+                if updater is not None:
+                    updater.abandon()
+                raise
             return
         if self._stale:
             self._runtime.defers_update = updater.can_defer(optimizer)
@@ -206,6 +217,18 @@ class OptimizerSync:
             or self._has_gradient_hooks
         )
 
+    def _may_measure(self) -> bool:
+        """Return whether the norm of a gradient that comes is one that clipping asks for."""
+        trainer: Any = self._trainer
+        return bool(
+            trainer.gradient_clip_val
+            and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+            and trainer.accumulate_grad_batches == 1
+            and self._begins_early
+            and not compat.skips_backward(trainer)
+            and not self._has_gradient_hooks
+        )
+
     @property
     def _has_gradient_hooks(self) -> bool:
         return any(True for _ in sync_hooks.gradient_hooks(self._trainer))
@@ -215,12 +238,23 @@ class OptimizerSync:
         seen = self._watch.sees_all and not self._state_is_read
         return not seen or sync_hooks.always_wait(self._trainer)
 
-    def _take_clipping(self, clip: Callable[[], None]) -> bool:
-        """Put clipping off until gradients are there; return whether they are still to come."""
-        batch = self._runtime.in_flight
+    def _take_clipping(
+        self,
+        clip: Callable[[], None],
+        optimizer: Optimizer,
+        limit: float,
+        algorithm: GradClipAlgorithmType,
+    ) -> bool:
+        """Put clipping off until gradients are there, or each is stepped; return whether it is."""
+        batch, updater = self._runtime.in_flight, self._runtime.updater
         if batch is not None:
             batch.clips.append(clip)
-        return batch is not None
+            return True
+        if updater is None or not self._is_submitting or self._has_gradient_hooks:
+            return False
+        updater.join()
+        self._clip = late_clipping(optimizer, limit, algorithm, norm_of=updater.norm_of)
+        return self._clip is not None
 
     @contextmanager
     def _submitting(self, optimizer: Optimizer) -> Iterator[None]:
@@ -244,7 +278,8 @@ class OptimizerSync:
                 batch.defer_update(updater, optimizer)
                 return result
             is_kept = self._watch.views_are_kept()
-            self._stepped_early = updater.submit(optimizer)
+            clip, self._clip = self._clip, None
+            self._stepped_early = updater.submit(optimizer, clip=clip)
             if not any(sync_hooks.reads_before_zeroing(self._trainer)):
                 members = (p for group in optimizer.param_groups for p in group["params"])
                 self._runtime.spent = list(members)
@@ -258,9 +293,11 @@ class OptimizerSync:
             return result
 
         attributes["step"] = submit
+        self._is_submitting, self._clip = True, None
         try:
             yield
         finally:
+            self._is_submitting = False
             del attributes["step"]
             if before is not None:
                 attributes["step"] = before

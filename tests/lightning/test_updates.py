@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -1003,6 +1003,28 @@ def test_clipping_is_that_of_one_device(
         max_epochs=2,
     )
     assert all(same_bits(module, runs[0][0]) for module, _ in runs)
+
+
+@pytest.mark.parametrize("kind", [Overlapping, EmulatedStrategy])
+def test_norms_are_measured_while_the_backward_pass_runs(
+    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of gradients that come last, outside the blocks, are left for the end."""
+    threads: Counter[str] = Counter()
+    norm = torch.linalg.vector_norm
+
+    def counted(x: Tensor, *args: Any) -> Any:
+        threads[threading.current_thread().name] += x.ndim > 0
+        return norm(x, *args)
+
+    expected, _ = fit(tmp_path, PlainLoop(2), gradient_clip_val=0.05, max_steps=3)
+    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    flags: Any = {"gradient_clip_val": 0.05, "max_steps": 3, "devices": 2}
+    module, _ = fit(tmp_path, kind(num_microbatches=2, dry_run=False), **flags)
+    assert same_bits(module, expected)
+    in_blocks = len([name for name, _ in module.named_parameters() if "layers" in name])
+    outside = len(list(module.parameters())) - in_blocks
+    assert threads == {"roundpipe-updates": 3 * in_blocks, "MainThread": 3 * (outside + 1)}
 
 
 class Scales(Grouped):

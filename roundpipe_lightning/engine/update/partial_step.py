@@ -30,12 +30,18 @@ class CapturedStep:
     Args:
         optimizer: Whose step. Its parameters and its state are changed where a part is run.
         gradients: Those to step with, as far as they are there; None: every parameter's `.grad`.
+        clip: Called with each gradient right before its part is run; changes it in place.
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, gradients: Mapping[Tensor, Tensor] | None = None
+        self,
+        optimizer: Optimizer,
+        *,
+        gradients: Mapping[Tensor, Tensor] | None = None,
+        clip: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._clip = clip
         self._groups = [
             (list(group["params"]), _options(group)) for group in optimizer.param_groups
         ]
@@ -95,6 +101,8 @@ class CapturedStep:
         )
         alias.__dict__.update(parameter.__dict__)
         gradient = self._gradients.pop(parameter, None)
+        if gradient is not None and self._clip is not None:
+            self._clip(gradient)
         if gradient is not None and gradient.dtype != alias.dtype:
             alias.grad_dtype = gradient.dtype
         alias.grad = gradient

@@ -46,7 +46,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +174,7 @@ class Updater:
         self._num_updated = 0
         self._num_put = self._num_done = 0  # jobs
         self._begun: BegunStep | None = None
+        self._norms: dict[Tensor, Tensor] = {}  # of this step's gradients
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="roundpipe-updates", daemon=True)
@@ -190,6 +191,23 @@ class Updater:
         step = CapturedStep(optimizer, gradients={})
         self._begun = BegunStep(step=step, num_before=self._num_put)
         self._store.take_gradients = self._take
+
+    def measure_norms(self) -> None:
+        """Measure the norm of each gradient of the next step when it is there; see `norm_of`.
+
+        For who knows that these will be `.grad`: nothing is added to them, and no factor applied.
+        """
+        self._norms.clear()
+        self._store.take_gradients = self._measure
+
+    def norm_of(self, parameter: Tensor) -> Tensor:
+        """Return the norm of a parameter's `.grad`; what was submitted must have been joined."""
+        gradient, known = parameter.grad, self._norms.get(parameter)
+        assert gradient is not None
+        if known is not None and known.dtype is gradient.dtype:
+            return known
+        norm: Tensor = torch.linalg.vector_norm(gradient)
+        return norm
 
     def can_defer(self, optimizer: Optimizer) -> bool:
         """Return whether all that it steps has a place for a copy, beside which nothing is."""
@@ -225,7 +243,11 @@ class Updater:
         return 0 if begun is None else len(begun.taken)
 
     def submit(
-        self, optimizer: Optimizer, *, release_gradients: bool = False
+        self,
+        optimizer: Optimizer,
+        *,
+        release_gradients: bool = False,
+        clip: Callable[[Tensor], Any] | None = None,
     ) -> Collection[Tensor]:
         """Submit an optimizer's step. The one before must have been joined.
 
@@ -236,11 +258,16 @@ class Updater:
             release_gradients: Whether parameters give their `.grad` away now: it is freed when it
                 has been used, and what is written into `.grad` meanwhile (zeros, say) is not what
                 the update reads.
+            clip: As for `CapturedStep`; not of a step that was begun.
+
+        Returns:
+            Parameters whose gradients were taken before: a step was begun for them.
         """
         begun, self._begun = self._begun, None
         self._store.take_gradients = None
+        self._norms.clear()
         if begun is None:
-            step = CapturedStep(optimizer)
+            step = CapturedStep(optimizer, clip=clip)
             left: Collection[Tensor] = step.parameters
         else:
             step, left = begun.step, [p for p in begun.step.parameters if p not in begun.taken]
@@ -412,7 +439,16 @@ class Updater:
             is_new = False
         return [parameter for parameter in gradients if parameter in mine]
 
+    def _measure(self, gradients: dict[nn.Parameter, Tensor]) -> Collection[nn.Parameter]:
+        self._put(partial(self._note_norms, dict(gradients)))
+        return ()
+
     # ------------------------------------------------------------------------ the updater's thread
+
+    def _note_norms(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        for parameter, gradient in gradients.items():
+            if gradient.layout is torch.strided:
+                self._norms[parameter] = torch.linalg.vector_norm(gradient)
 
     def _serve(self) -> None:
         torch.set_num_threads(self._num_threads)
