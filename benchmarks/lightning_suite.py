@@ -1,18 +1,19 @@
 """Run Lightning's own tests with their trainers pointed at the strategy; compare with one device.
 
-    python benchmarks/lightning_suite.py path/to/pytorch-lightning/tests --only models loops
+    python benchmarks/lightning_suite.py path/to/pytorch-lightning [--only loops tuner]
+        [--settings '{"num_microbatches": 1}'] [--devices 2] [--output json]
 
-Takes a checkout of Lightning's tests of the installed version (the package that pip installs has
-none) and runs them twice, in processes of their own: as they are, and with every Trainer whose test
-leaves the strategy open (`strategy="auto"`, one CPU device) given a `RoundPipeStrategy` with one
-microbatch. Tests that fail on one device are set aside: they need other packages, devices or
-versions. Prints, as JSON:
+Takes a checkout of Lightning (the package that pip installs has no tests), with its own source
+where it has one, and runs the tests in processes of their own: as they are, and then those that
+pass once more, with every Trainer that leaves the strategy open (`strategy="auto"`, one CPU device)
+given a `RoundPipeStrategy` on CPU workers. Tests that fail on one device are set aside: they need
+other packages, devices or versions. `--only` names files or folders of `tests_pytorch`; without, it
+takes those that the strategy can have to do with, which needs half an hour. Prints
 
-    collected       tests found
-    passed          of them on one device
-    pointed         of these, those that made a Trainer with the strategy
-    passed_pointed  of these, those that pass with it
-    failed          names of those that do not, with the first line of what went wrong
+    passed          tests that pass on one device
+    pointed         of these, those with a Trainer that leaves the strategy open
+    passed_pointed  of these, those that pass with the strategy
+    failed          those that do not, by test, with the first line of what went wrong
 
 This file is also the pytest plugin that points the trainers.
 """
@@ -26,18 +27,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-DEVICES = "LIGHTNING_SUITE_DEVICES"
-"""Environment variable of the plugin: number of workers; 0 leaves the trainers as they are."""
-RESULTS = "LIGHTNING_SUITE_RESULTS"
-"""Environment variable of the plugin: the file that gets one JSON object per test and line."""
+PARTS = (
+    *("models/test_hooks.py", "models/test_restore.py", "trainer/optimization/test_optimizers.py"),
+    "trainer/logging_/test_train_loop_logging.py",
+    "trainer/logging_/test_eval_loop_logging.py",
+    *("core/test_metric_result_integration.py", "core/test_lightning_module.py"),
+    *("trainer/flags", "accelerators/test_cpu.py", "checkpointing/test_model_checkpoint.py"),
+    *("loops", "tuner", "trainer/test_trainer.py", "trainer/test_dataloaders.py", "callbacks"),
+)
+JOB = "LIGHTNING_SUITE"
+"""Environment variable of the plugin: a `Job` as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,34 +54,44 @@ class Outcome:
     Attributes:
         name: The test's name, as pytest writes it.
         outcome: `"passed"`, `"failed"` or `"skipped"`.
-        pointed: Whether it made a Trainer with the strategy.
+        is_open: Whether it made a Trainer that leaves the strategy open.
         reason: First line of what went wrong.
     """
 
     name: str
     outcome: str
-    pointed: bool = False
+    is_open: bool = False
     reason: str = ""
 
 
-class Pointer:
-    """The pytest plugin: points trainers at the strategy and notes what becomes of the tests.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the plugin does.
 
-    Args:
-        num_devices: Workers; 0 leaves the trainers as they are.
-        results: File for the outcomes.
+    Attributes:
+        results: File that gets one outcome per line, as JSON.
+        devices: Number of workers; 0 leaves the trainers as they are.
+        settings: Those of the strategy.
+        names: The tests to run; None is all.
     """
 
-    def __init__(self, num_devices: int, results: Path) -> None:
-        self._num_devices = num_devices
-        self._results = results
-        self._num_pointed = 0
+    results: str
+    devices: int = 0
+    settings: dict[str, Any]
+    names: list[str] | None = None
+
+
+class Pointer:
+    """The pytest plugin: points trainers at the strategy and notes what becomes of the tests."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_open = False
 
     def pytest_configure(self) -> None:
         """Put the strategy into the trainers that leave it open."""
         trainer = importlib.import_module("lightning.pytorch").Trainer
-        if self._num_devices:
-            trainer.__init__ = self._pointing(trainer.__init__)
+        trainer.__init__ = self._pointing(trainer.__init__)
 
     def _pointing(self, init: Callable[..., None]) -> Callable[..., None]:
         strategy = importlib.import_module("roundpipe_lightning").RoundPipeStrategy
@@ -82,20 +99,24 @@ class Pointer:
         @wraps(init)
         def pointed(trainer: Any, *args: Any, **flags: Any) -> None:
             if _is_open(flags):
-                self._num_pointed += 1
-                flags.update(
-                    accelerator="cpu",
-                    devices=self._num_devices,
-                    strategy=strategy(num_microbatches=1),
-                )
+                self._is_open = True
+                if self._job.devices:
+                    ours = strategy(**self._job.settings)
+                    flags.update(accelerator="cpu", devices=self._job.devices, strategy=ours)
             init(trainer, *args, **flags)
 
         return pointed
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out tests that are not asked for."""
+        if self._job.names is not None:
+            names = set(self._job.names)
+            items[:] = [item for item in items if item.nodeid in names]
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[Any]:
-        """Count the trainers of one test."""
-        self._num_pointed = 0
+        """Look at the trainers of one test."""
+        self._is_open = False
         return (yield)
 
     @pytest.hookimpl
@@ -107,10 +128,10 @@ class Pointer:
         outcome = Outcome(
             name=report.nodeid,
             outcome=report.outcome,
-            pointed=self._num_pointed > 0,
+            is_open=self._is_open,
             reason=str(getattr(crash, "message", "")).partition("\n")[0],
         )
-        with self._results.open("a") as file:
+        with Path(self._job.results).open("a") as file:
             print(json.dumps(asdict(outcome)), file=file)
 
 
@@ -126,107 +147,129 @@ def _is_open(flags: dict[str, Any]) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plugin where the script asks for it."""
-    if RESULTS in os.environ:
-        pointer = Pointer(int(os.environ[DEVICES]), Path(os.environ[RESULTS]))
-        config.pluginmanager.register(pointer)
+    if JOB in os.environ:
+        config.pluginmanager.register(Pointer(Job(**json.loads(os.environ[JOB]))))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Summary that the script prints; see the top of this file."""
-
-    versions: dict[str, str]
-    devices: int
-    collected: int
-    passed: int
-    pointed: int
-    passed_pointed: int
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-def run(tests: Path, selection: list[str], *, num_devices: int, seconds: int) -> list[Outcome]:
-    """Run the tests in a process of its own.
+def run(
+    checkout: Path,
+    parts: Sequence[str] = PARTS,
+    *,
+    devices: int = 0,
+    settings: dict[str, Any] | None = None,
+    names: list[str] | None = None,
+    seconds: int = 60,
+) -> list[Outcome]:
+    """Run tests, each part in a process of its own.
 
     Args:
-        tests: The folder that `tests_pytorch` is in.
-        selection: What of it, relative to `tests_pytorch`; nothing is all.
-        num_devices: Workers; 0 leaves the trainers as they are.
+        checkout: The folder of Lightning's repository.
+        parts: Files and folders of `tests_pytorch`.
+        devices: Workers; 0 leaves the trainers as they are.
+        settings: Those of the strategy.
+        names: The tests to run; None is all.
         seconds: Limit of one test.
 
     Returns:
         One outcome per test.
     """
+    tests, outcomes = checkout / "tests", dict[str, Outcome]()
+    paths = [Path(__file__).resolve().parent, checkout / "src", tests]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
-        results.touch()
-        here = str(Path(__file__).resolve().parent)
+        job = Job(results=str(results), devices=devices, settings=settings or {}, names=names)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([here, str(tests), os.environ.get("PYTHONPATH", "")]),
-            DEVICES: str(num_devices),
-            RESULTS: str(results),
+            "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+            JOB: json.dumps(asdict(job)),
         }
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-p", "lightning_suite"),
-                *("-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", str(seconds)),
-                *("--rootdir", str(tests), "-c", os.devnull, "--import-mode", "importlib"),
-                *[str(tests / "tests_pytorch" / part) for part in selection or ["."]],
-            ],
-            cwd=folder,
-            env=environment,
-            stdout=sys.stderr,
-            check=False,
-        )
-        outcomes: dict[str, Outcome] = {}
-        for line in results.read_text().splitlines():
-            outcome = Outcome(**json.loads(line))
-            known = outcomes.get(outcome.name)
-            if known is None or known.outcome == "passed":  # a teardown may fail, too
-                outcomes[outcome.name] = outcome
-        return list(outcomes.values())
+        for part in parts:
+            results.touch()
+            process = subprocess.run(
+                [
+                    *(
+                        sys.executable,
+                        "-m",
+                        "pytest",
+                        "-q",
+                        "-W",
+                        "ignore",
+                        "-p",
+                        "lightning_suite",
+                    ),
+                    *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:rerunfailures"),
+                    *("--timeout", str(seconds), "--tb", "line", "--import-mode", "importlib"),
+                    *("--rootdir", str(tests), "-c", os.devnull),
+                    str(tests / "tests_pytorch" / part),
+                ],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            print(process.stdout, file=sys.stderr)
+            for line in results.read_text().splitlines():
+                outcome = Outcome(**json.loads(line))
+                known = outcomes.get(outcome.name)
+                if known is None or known.outcome == "passed":  # a teardown may fail, too
+                    outcomes[outcome.name] = outcome
+            results.unlink()
+    return list(outcomes.values())
 
 
-def compare(alone: list[Outcome], pointed: list[Outcome], *, num_devices: int) -> Counts:
-    """Count what passes on one device and what of it with the strategy.
-
-    Args:
-        alone: Of the run that left the trainers as they are.
-        pointed: Of the other one.
-        num_devices: Its workers.
-    """
-    passed = {outcome.name for outcome in alone if outcome.outcome == "passed"}
-    judged = [outcome for outcome in pointed if outcome.pointed and outcome.name in passed]
-    failed = {o.name: o.reason for o in judged if o.outcome != "passed"}
-    versions = {
-        name: str(importlib.import_module(name).__version__) for name in ("lightning", "torch")
-    }
-    return Counts(
-        versions=versions,
-        devices=num_devices,
-        collected=len(alone),
-        passed=len(passed),
-        pointed=len(judged),
-        passed_pointed=len(judged) - len(failed),
-        failed=failed,
-    )
+def groups(failed: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
+    """Return, by test without its parameters, how often it failed and the first reason."""
+    found: dict[str, dict[str, Any]] = {}
+    for outcome in failed:
+        name = outcome.name.partition("[")[0].removeprefix("tests_pytorch/")
+        group = found.setdefault(name, {"count": 0, "reason": outcome.reason})
+        group["count"] += 1
+    return found
 
 
 def main() -> None:
     """Run, compare and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tests", type=Path, help="the folder that tests_pytorch is in")
-    parser.add_argument("--only", nargs="*", default=[], help="files or folders of tests_pytorch")
-    parser.add_argument("--devices", type=int, default=1, help="workers")
+    parser.add_argument("checkout", type=Path, help="the folder of Lightning's repository")
+    parser.add_argument("--only", nargs="*", default=PARTS, help="files, folders of tests_pytorch")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of the strategy, as JSON")
+    parser.add_argument("--devices", type=int, default=2, help="workers")
     parser.add_argument("--seconds", type=int, default=60, help="limit of one test")
-    flags = parser.parse_args()
-    tests = flags.tests.resolve()
-    alone, pointed = (
-        run(tests, flags.only, num_devices=devices, seconds=flags.seconds)
-        for devices in (0, flags.devices)
+    parser.add_argument("--output", choices=("table", "json"), default="table")
+    given = parser.parse_args()
+    checkout = given.checkout.resolve()
+    alone = run(checkout, given.only, seconds=given.seconds)
+    passed = [outcome for outcome in alone if outcome.outcome == "passed"]
+    names = [outcome.name for outcome in passed if outcome.is_open]
+    ended = run(
+        checkout,
+        given.only,
+        devices=given.devices,
+        settings=given.settings,
+        names=names,
+        seconds=given.seconds,
     )
-    counts = compare(alone, pointed, num_devices=flags.devices)
-    print(json.dumps(asdict(counts), indent=2))
+    known = {outcome.name: outcome for outcome in ended}
+    pointed = [
+        known.get(name, Outcome(name=name, outcome="failed", reason="It did not end."))
+        for name in names
+    ]
+    failed = [outcome for outcome in pointed if outcome.outcome != "passed"]
+    summary = {
+        "passed": len(passed),
+        "pointed": len(pointed),
+        "passed_pointed": len(pointed) - len(failed),
+        "failed": groups(failed),
+    }
+    if given.output == "json":
+        print(json.dumps(summary, indent=2))
+        return
+    print(f"{len(passed)} pass on one device, {len(pointed)} of them leave the strategy open.")
+    print(f"{len(pointed) - len(failed)} of these pass with the strategy. The others:")
+    for name, group in groups(failed).items():
+        print(f"{group['count']:4d}  {name}: {group['reason'][:160]}")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_session, logging_overhead
+from benchmarks import gpu_session, lightning_suite, logging_overhead
 from benchmarks.gpu_session import JOBS, Job
-from benchmarks.lightning_suite import Outcome, compare, run
 from benchmarks.throughput_systems import Ours, Resident, System, Task, serve
 from tests.emulation.test_benchmark import BENCHMARKS, TIMINGS
 from tests.kit.programs import run_program
@@ -89,36 +88,16 @@ def test_needs_what_is_not_here():
 """
 
 
-def test_points_the_trainers_that_leave_the_strategy_open(tmp_path: Path) -> None:
-    folder = tmp_path / "tests_pytorch"
-    folder.mkdir()
+@pytest.mark.soak
+def test_lightnings_tests_with_and_without_the_strategy(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "tests_pytorch"
+    folder.mkdir(parents=True)
     (folder / "test_some.py").write_text(TESTS)
-    outcomes = run(tmp_path, [], num_devices=2, seconds=120)
-    outcomes_of = {o.name.rpartition("::")[2]: (o.outcome, o.pointed) for o in outcomes}
-    assert outcomes_of == {
-        "test_trains": ("passed", True),
-        "test_says_which_strategy": ("failed", True),
-        "test_has_a_strategy_of_its_own": ("passed", False),
-        "test_needs_what_is_not_here": ("failed", False),
-    }
-
-
-def test_counts_what_passes_on_one_device() -> None:
-    names = ("both", "not ours", "elsewhere", "neither")
-    alone = [Outcome(name=n, outcome="failed" if n == "neither" else "passed") for n in names]
-    pointed = [
-        Outcome(
-            name=name,
-            outcome="passed" if name in ("both", "elsewhere") else "failed",
-            pointed=name != "elsewhere",
-            reason="why" if name == "not ours" else "",
-        )
-        for name in names
-    ]
-    counts = compare(alone, pointed, num_devices=2)
-    assert (counts.collected, counts.passed) == (4, 3)
-    assert (counts.pointed, counts.passed_pointed) == (2, 1)
-    assert counts.failed == {"not ours": "why"}
+    flags = ["--only", "test_some.py", "--settings", '{"num_microbatches": 1}', "--output", "json"]
+    process = run_program(lightning_suite.main, tmp_path, str(tmp_path), *flags)
+    found = json.loads(process.stdout)
+    assert (found["passed"], found["pointed"], found["passed_pointed"]) == (3, 2, 1)
+    assert found["failed"].keys() == {"test_some.py::test_says_which_strategy"}
 
 
 # --- the callbacks' cost -------------------------------------------------------------------------

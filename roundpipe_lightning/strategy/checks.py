@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.view import is_compiled, is_rebound
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
 
 _STEPS: Mapping[TrainerFn | None, Sequence[str]] = {
@@ -183,8 +184,20 @@ def several_optimizers_explained(module: LightningModule) -> Iterator[None]:
         ) from error
 
 
-def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(
+    module: LightningModule,
+    optimizers: Sequence[Optimizer],
+    *,
+    update: str,
+    precision: RoundPipePrecision,
+) -> None:
     """Refuse optimizers that cannot step here.
+
+    Args:
+        module: The user's module.
+        optimizers: Its optimizers.
+        update: `"exact"` or `"async"`.
+        precision: The precision plugin.
 
     Raises:
         ConfigurationError: Naming the optimizer.
@@ -199,13 +212,16 @@ def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -
             )
         closure = inspect.signature(kind.step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-        if needs_closure and module.automatic_optimization:
+        steps_later = update == "async" or precision.scaler is not None
+        if (
+            needs_closure
+            and module.automatic_optimization
+            and (steps_later or precision.widens(optimizer))
+        ):
             raise ConfigurationError(
-                f"{kind.__name__} evaluates the loss several times within a step, while "
-                "a roundpipe step is one pass over the batch whose gradients are handed out once. "
-                "Return an optimizer whose step needs no closure (AdamW, SGD, ...) from "
-                "configure_optimizers, or set automatic_optimization=False and call its "
-                "step(closure) in training_step."
+                f"{kind.__name__} evaluates the loss within its step, which update='async', "
+                "precision='16-mixed' and stochastic_rounding=True make without it. Leave these "
+                "out, or return an optimizer whose step needs no closure (AdamW, SGD, ...)."
             )
 
 

@@ -262,6 +262,16 @@ def log_epoch_metrics(trainer: Trainer) -> None:
     trainer._logger_connector.update_train_epoch_metrics()
 
 
+def iterate_when_epoch_begins(trainer: Trainer) -> bool:
+    """Let loaders be asked for new iterators as if nothing was resumed, where an epoch begins next.
+
+    Returns:
+        Whether they will be asked.
+    """
+    trainer.fit_loop._resuming_from_checkpoint = False
+    return trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting
+
+
 def can_stop_early(trainer: Trainer) -> bool:
     """Whether the least numbers of epochs and steps are reached."""
     return bool(trainer.fit_loop._can_stop_early)

@@ -525,7 +525,9 @@ class RoundPipeStrategy(ParallelStrategy):
         self._gradient_format.begin(self._module)
         with checks.several_optimizers_explained(self._module):
             super().setup_optimizers(trainer)
-        checks.check_optimizers(self._module, self.optimizers)
+        checks.check_optimizers(
+            self._module, self.optimizers, update=self._options.update, precision=precision
+        )
         widened = [o for o in self.optimizers if precision.widens(o)]
         self._gradient_format.check(self.optimizers, widened=widened)
 

@@ -21,7 +21,14 @@ from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
+from tests.kit.training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+    train_with,
+)
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),
@@ -92,6 +99,31 @@ def test_a_trainer_can_be_copied_and_pickled(tmp_path: Path) -> None:
         copied.fit_loop.max_epochs = 2
         copied.fit(copied.lightning_module, regression_data())
         assert copied.global_step == 2 * trainer.global_step
+
+
+class _Closing(torch.optim.AdamW):
+    """Needs a closure and evaluates it without gradients, as some libraries' optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    "make_optimizer", [functools.partial(torch.optim.LBFGS, max_iter=4), _Closing]
+)
+def test_optimizers_that_evaluate_the_loss_themselves(tmp_path: Path, make_optimizer: Any) -> None:
+    class Closes(Regressor):
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.parameters(), lr=0.1)
+
+    ours = [kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy)]
+    (expected, _), *runs = train_with(
+        tmp_path, ["auto", *ours], Closes, accumulate_grad_batches=2, gradient_clip_val=0.1
+    )
+    for module, _ in runs:
+        assert same_bits(module, expected)
 
 
 class _Entries(Callback):

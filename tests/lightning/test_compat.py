@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -51,6 +52,7 @@ class _Asking(Callback):
             compat.has_last_batch,
             compat.is_validation_due,
             compat.can_stop_early,
+            compat.parallel_devices,
         )
         self.answers = {ask.__name__: ask(trainer) for ask in questions}
         self.answers["consumed_loaders"] = compat.consumed_loaders(compat.combined_loader(trainer))
@@ -106,6 +108,7 @@ def test_what_is_asked_of_a_training(tmp_path: Path) -> None:
         "_progress_bar_metrics",
     }
     assert answers["unloaded_states"] == []
+    assert answers["parallel_devices"] == [torch.device("cpu")]
     assert answers["consumed_loaders"] == [False]
     assert answers["combined_loader"].flattened
     assert callback.fetches[:2] == ["began", "ended"]
@@ -134,6 +137,7 @@ class _Changing(Callback):
         compat.restart_after_batch(trainer)
         compat.restart_in_validation(trainer)
         compat.set_first_loop_iter(trainer, None)
+        assert compat.iterate_when_epoch_begins(trainer)
         connector = vars(trainer)["_logger_connector"]
         assert "_first_loop_iter" in vars(connector)
         assert {one: set(vars(one)) for one in before} == before, "these names are Lightning's"

@@ -277,6 +277,13 @@ def test_stream_without_a_state_is_read_again(tmp_path: Path, num_workers: int) 
         )
 
 
+def test_stream_whose_next_epoch_begins(tmp_path: Path) -> None:
+    """Its first batch is fetched ahead, to learn whether it is the last."""
+    hooks = ["on_train_epoch_end"]
+    data = lambda: DataLoader(Stream(), batch_size=8)  # noqa: E731
+    resumed_everywhere(tmp_path, hooks, picked=[0], train_data=data, max_epochs=2)
+
+
 class _Estimating(Restless):
     """Has the loaders made before the checkpoint is read."""
 

@@ -143,16 +143,17 @@ class _Captured(_Steps):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "settings", "message"),
     [
-        (_Several, r"several optimizers.*automatic_optimization=False"),
-        (_Searching, r"LBFGS evaluates the loss several times.*automatic_optimization=False"),
-        (_Captured, r"AdamW\(capturable=True\) .* Leave capturable"),
+        (_Several, {}, r"several optimizers.*automatic_optimization=False"),
+        (_Searching, {"update": "async"}, r"LBFGS evaluates the loss within its step.*Leave these"),
+        (_Captured, {}, r"AdamW\(capturable=True\) .* Leave capturable"),
     ],
 )
-def test_optimizers(tmp_path: Path, kind: type[_Steps], message: str) -> None:
+def test_optimizers(tmp_path: Path, kind: type[_Steps], settings: Any, message: str) -> None:
+    strategy = RoundPipeStrategy(**settings)
     with pytest.raises(ConfigurationError, match=message):
-        make_trainer(tmp_path, strategy="roundpipe").fit(kind(), regression_data())
+        make_trainer(tmp_path, strategy=strategy).fit(kind(), regression_data())
 
 
 def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:

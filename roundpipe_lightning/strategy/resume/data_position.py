@@ -58,6 +58,9 @@ class PositionedLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(vars(self)["loader"], name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(vars(self)["loader"], name)
+
     @property  # type: ignore[misc]  # isinstance() is to find the user's class
     def __class__(self) -> type:
         return type(vars(self)["loader"])

@@ -242,7 +242,10 @@ class ResumePoint:
                 position.resume(place, epoch=state["epoch"])
         # Lightning loads the states of loaders inside an epoch only, and not of early ones.
         pending = compat.unloaded_states(trainer)
-        if begun or pending:  # set up before the checkpoint was loaded, or read ahead
+        begins = found and not any("constructed" in place for place in state["data"] if place)
+        if begun and begins and compat.iterate_when_epoch_begins(trainer):
+            combined.reset()  # what was fetched ahead comes after draws of on_train_epoch_start
+        elif begun or pending:  # set up before the checkpoint was loaded, or read ahead
             combined.reset()
             compat.load_loader_states(combined, self._stateful)
             pending.clear()
