@@ -159,17 +159,22 @@ def _compare(jobs: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     common = set.intersection(*(set(entry["overrides"]) for entry in jobs))
-    figures = ("loss_last", "val_loss", "test_loss", "tokens_per_second")
-    table = Table("", "job", *figures, "folder", title="This sweep", title_justify="left")
-    for number, entry in enumerate(jobs):
+    summaries = []
+    for entry in jobs:
         file = Path(entry["folder"]) / "summary.json"
-        summary = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        summaries.append(json.loads(file.read_text("utf-8")) if file.is_file() else {})
+    wanted = ("loss_last", "val_loss", "test_loss", "tokens_per_second")
+    figures = [name for name in wanted if any(s.get(name) is not None for s in summaries)]
+    table = Table("", "job", *figures, title="This sweep", title_justify="left")
+    table.columns[1].overflow = "fold"
+    for number, (entry, summary) in enumerate(zip(jobs, summaries, strict=True)):
         special = " ".join(text for text in entry["overrides"] if text not in common)
         failed = "failed: " if entry["status"] else ""
         values = (summary.get(figure) for figure in figures)
         texts = ("" if value is None else f"{value:.5g}" for value in values)
-        table.add_row(str(number), failed + special, *texts, entry["folder"])
+        table.add_row(str(number), failed + special, *texts)
     Console().print(table)
+    sys.stdout.write(f"Each job's folder is in {Path(jobs[0]['folder']).parent}\n")
 
 
 def _explain(error: Exception, name: str, folder: Path) -> str:
