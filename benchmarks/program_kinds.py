@@ -10,6 +10,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -1161,6 +1162,50 @@ class KeptBalance(Program):
     def on_train_batch_end(self, *_: Any) -> None:
         for block in self.blocks:
             block.balance = block.balance.detach()
+
+
+class Capacity(Program):
+    """Experts that have no room for all rows."""
+
+    class Experts(Experts):
+        """Drops what its experts have no room for."""
+
+        def __init__(self) -> None:
+            super().__init__(keeps=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            best = F.one_hot(self.router(x).argmax(-1), 2)
+            place = (best.cumsum(0) * best).sum(-1, keepdim=True)
+            out, _ = super().forward(x)
+            return torch.where(place <= max(1, len(x) // 2), out, x)
+
+    def block(self) -> nn.Module:
+        return self.Experts()
+
+
+_STRENGTH: ContextVar[float] = ContextVar("strength", default=1.0)
+
+
+class PastArguments(Program):
+    """Blocks that take a context variable, and an attribute with the batch's rows."""
+
+    class Reading(Block):
+        """Takes more than its arguments."""
+
+        gate: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if self.gate is None else x * self.gate
+            return super().forward(x) * _STRENGTH.get()
+
+    def block(self) -> nn.Module:
+        return self.Reading()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        _STRENGTH.set(0.8)
+        self.blocks[2].gate = x[:, :1].sigmoid()
+        return F.cross_entropy(self(x), y)
 
 
 class SharedBlocks(Program):

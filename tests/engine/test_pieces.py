@@ -190,6 +190,7 @@ class KeepsScale(Block):
         (KeepsScale, "buffers"),
         (partial(KeepsScale, assigns=True), "buffers"),
         (lambda: KeepsMean(None), "attributes"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity()), "other rows"),
     ],
 )
 def test_blocks_that_mix_rows_run_on_the_whole_batch(
@@ -219,6 +220,15 @@ class KeepsMean(Block):
         else:
             self.kept.append(mean)
         return super().forward(x)
+
+
+class Capacity(nn.Module):
+    """Drops rows of one sign beyond the half of all, which a few rows need not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sign = x.sum(1, keepdim=True) > 0
+        place = torch.where(sign, sign.cumsum(0), (~sign).cumsum(0))
+        return x * (place <= max(2, len(x) // 2))
 
 
 class Centred(nn.Module):

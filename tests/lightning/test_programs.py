@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
 PROGRAMS = """
     clip summed_loss vae byol stateful_rnn detection encoder_decoder metrics graphs running_scales
-    kept_balance mixtral
+    kept_balance mixtral past_arguments
 """.split()
 
 

@@ -1,9 +1,10 @@
-"""The state of autocast, which belongs to a thread."""
+"""The state of autocast, and of context variables, which belong to a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,22 @@ def autocast_as(states: Iterable[Autocast]) -> Iterator[None]:
             if state != Autocast.now(state.device_type):
                 contexts.enter_context(state.restored())
         yield
+
+
+@contextmanager
+def variables_as(context: Context | None) -> Iterator[None]:
+    """Give context variables the values of a context until the end of this one."""
+    missing = object()
+    tokens = [
+        (variable, variable.set(value))
+        for variable, value in (context or {}).items()
+        if variable.get(missing) is not value
+    ]
+    try:
+        yield
+    finally:
+        for variable, token in reversed(tokens):
+            variable.reset(token)
 
 
 @contextmanager

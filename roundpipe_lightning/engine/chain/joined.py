@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -80,6 +81,7 @@ class PostedCall:
         sizes: Rows of every piece; one without rows leaves the call out.
         gradient: Whether gradients are enabled.
         autocast: The state around the call.
+        variables: The context variables around the call.
         writes: What user code has written into the block's attributes.
         begins_segment: Whether it is the first call after a segment of user code.
         calls: The pieces' calls, by their numbers.
@@ -92,6 +94,7 @@ class PostedCall:
     sizes: Sequence[int]
     gradient: bool
     autocast: Sequence[Autocast]
+    variables: Context
     writes: ModuleWrites
     begins_segment: bool
     calls: dict[int, BlockCall] = field(default_factory=dict)

@@ -17,13 +17,14 @@ import threading
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies
-from roundpipe_lightning.engine.capture.autocast import autocast_as, autocast_now
+from roundpipe_lightning.engine.capture.autocast import autocast_as, autocast_now, variables_as
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.trees import tensors_in
@@ -136,7 +137,11 @@ class PieceForward(ForwardPass):
         if posted.begins_segment and self.segments.last.start != len(self.calls):
             self.segments.open_next()
         self._numbers.append(posted.number)
-        with torch.set_grad_enabled(posted.gradient), autocast_as(posted.autocast):
+        with (
+            torch.set_grad_enabled(posted.gradient),
+            autocast_as(posted.autocast),
+            variables_as(posted.variables),
+        ):
             self._call(posted.block, posted.given_for(self._piece))
         for joined in posted.taken():
             joined.note_pending(-1, [self._piece])
@@ -233,6 +238,7 @@ class DriverForward(ForwardPass):
             sizes=sizes,
             gradient=torch.is_grad_enabled(),
             autocast=autocast_now(),
+            variables=copy_context(),
             writes=self.writes_within(block),
             begins_segment=self.segments.last.start == len(self.calls),
         )
@@ -384,17 +390,25 @@ class DriverForward(ForwardPass):
         number = {id(a.tensor): i for i, a in enumerate(arguments)}
         marks = RowMarks()
         results: list[Sequence[Tensor]] = []
-        with self._resident(block, position) as resident, resident.undone(block) as buffers:
+        writes = self.writes_within(block)
+        with (
+            self._resident(block, position) as resident,
+            resident.undone(block) as buffers,
+            resident.written(writes),
+        ):
             written: list[Any] = []
-            for part in range(3):
+            for part in range(4):  # the first rows, the next, both, and as many that are alike
 
                 def take(tensor: Any, in_object: bool, part: int = part) -> Any:  # noqa: FBT001
                     joined = _joined_in(tensor)
                     if in_object and joined is not None and joined.in_object:
                         return tensor
-                    place = number[id(tensor)]
-                    here = shadows[place][part].clone()
-                    return here if dims[place] is None else marks.mark(here)
+                    shadow, dim = shadows[number[id(tensor)]], dims[number[id(tensor)]]
+                    if dim is None:
+                        return shadow.first.clone()
+                    return marks.mark(
+                        shadow[part].clone() if part < 3 else _alike(shadow.both, dim)
+                    )
 
                 try:
                     with marks:
@@ -413,14 +427,14 @@ class DriverForward(ForwardPass):
             raise CaptureError(_KEPT.format(self._names[block]))
         if len({len(result) for result in results}) != 1:
             return "it gives other outputs for another number of rows"
-        made = [Shadow(*parts) for parts in zip(*results, strict=True)]
-        return self._compared(made, marks)
+        made = [Shadow(*parts) for parts in zip(*results[:3], strict=True)]
+        return self._compared(made, results[3], marks)
 
     def _compared(
-        self, made: Sequence[Shadow], marks: RowMarks
+        self, made: Sequence[Shadow], of_alike: Sequence[Tensor], marks: RowMarks
     ) -> tuple[tuple[int | None, ...], Sequence[Shadow]] | str:
         dims: list[int | None] = []
-        for first, second, both in made:
+        for (first, second, both), alike in zip(made, of_alike, strict=True):
             differing = [
                 d for d, (a, b) in enumerate(zip(first.shape, both.shape, strict=False)) if a != b
             ]
@@ -432,7 +446,8 @@ class DriverForward(ForwardPass):
             elif first.shape[dim] + second.shape[dim] != both.shape[dim]:
                 return "its output has another number of rows than its input"
             else:
-                same = _close(torch.cat([first, second], dim), both)
+                row = alike.narrow(dim, 0, 1).expand_as(alike)
+                same = _close(torch.cat([first, second], dim), both) and _close(row, alike)
             if not (same or self._forms.trusts_rows):
                 return "what it gives for a row depends on the other rows"
             dims.append(dim)
@@ -545,6 +560,18 @@ def _keeps_values(first: BlockWrites, later: BlockWrites, marks: RowMarks) -> bo
         for writes in (first, later)
     ]
     return plain[0] != plain[1]
+
+
+def _alike(tensor: Tensor, dim: int) -> Tensor:
+    """Return a tensor of the same shape whose rows are one row, and its tokens one token.
+
+    A block that treats rows independently makes rows of them that are alike, too. One that has no
+    more than so much room for all rows, such as experts with a capacity, does not.
+    """
+    narrowed = range(tensor.dim() - 1) if tensor.is_floating_point() else ()
+    for other in {dim, *narrowed}:
+        tensor = tensor.narrow(other, 0, 1).expand_as(tensor)
+    return tensor.clone()
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

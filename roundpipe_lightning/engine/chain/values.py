@@ -7,12 +7,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference, Swap
-from roundpipe_lightning.engine.capture.autocast import Autocast, autocast_as, autocast_now
+from roundpipe_lightning.engine.capture.autocast import (
+    Autocast,
+    autocast_as,
+    autocast_now,
+    variables_as,
+)
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.capture.trees import tensors_in
@@ -205,6 +211,7 @@ class BlockCall:
         self._sample: Sample | None = None
         self._idle_hooks: set[int] = set()
         self._autocast: list[Autocast] = []
+        self._variables: Context | None = None
         self._versions: list[int] = []
         if gradient:
             self._given = Copies(self._keep).copied(given)
@@ -214,7 +221,7 @@ class BlockCall:
             or any(value.needs_gradient for value in self.inputs)
         )
         if self.wanted:
-            self._autocast = autocast_now()
+            self._autocast, self._variables = autocast_now(), copy_context()
             self._versions = [tensor._version for tensor in self.arguments]
         else:  # it never runs again
             self._given = None
@@ -324,7 +331,7 @@ class BlockCall:
         return noting
 
     def run_again(self, block: nn.Module, take: Swap, *, watched: Watched) -> Outcome:
-        """Run the block on the same arguments, under the same autocast.
+        """Run the block on the same arguments, under the same autocast and context variables.
 
         Raises:
             CaptureError: If it gives other tensors than the first time, or cannot get the same.
@@ -335,7 +342,7 @@ class BlockCall:
                 "its recompute would find other values. Give the block a copy "
                 "(`block(x, mask.clone())`), or make a new tensor instead of writing into it."
             )
-        with autocast_as(self._autocast):
+        with autocast_as(self._autocast), variables_as(self._variables):
             assert self._given is not None, "kept where a gradient is wanted"
             outcome = self.run_forward(block, take, given=self._given, watched=watched, again=True)
         forms = [(tensor.shape, tensor.dtype) for tensor, _ in outcome.tensors]
