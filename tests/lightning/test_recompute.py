@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
@@ -82,6 +83,30 @@ def test_every_policy_trains_as_full_does(tmp_path: Path, policy: str) -> None:
     assert strategy.last_plan is not None
     assert strategy.last_plan.recompute is RecomputePolicy(policy)
     assert same_bits(full, module)
+
+
+class Sloped(Attending):
+    """A penalty on the gradient of the output by the input."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        output = super().training_step([x])
+        (slope,) = torch.autograd.grad(output, x, create_graph=True)
+        return output + slope.square().sum()
+
+
+def test_gradients_of_gradients_where_blocks_are_not_recomputed(tmp_path: Path) -> None:
+    """With products and sums of its own: PyTorch's fused attention has no second derivative."""
+    strategy = RoundPipeStrategy(num_microbatches=1, recompute="none")
+    modules = []
+    data = DataLoader(TensorDataset(torch.randn(8, 5, WIDTH)), batch_size=4)
+    for one, devices in (("auto", 1), (strategy, 2)):
+        module = Sloped(0.0)
+        trainer = make_trainer(tmp_path, strategy=one, devices=devices, max_epochs=2)
+        with sdpa_kernel(SDPBackend.MATH):
+            trainer.fit(module, data)
+        modules.append(module)
+    assert same_bits(*modules)
 
 
 def test_compiled_blocks_train_as_plain_ones_do(

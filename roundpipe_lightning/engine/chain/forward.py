@@ -333,6 +333,11 @@ class ForwardPass:
 
     # --------------------------------------------------------------------------- running blocks
 
+    def _is_in_one_graph(self, tensor: Tensor) -> bool:
+        """Return whether user code may ask for gradients by a leaf that a block takes."""
+        one_graph = self.segments.number == 0 and tensor.requires_grad
+        return one_graph and self.turns.worker.device.holds(tensor)
+
     def _run_forward(self, call: BlockCall, given: Given) -> Outcome:
         leaves = self._here if call.segment is None else self.segments.last.leaves
 
@@ -349,7 +354,7 @@ class ForwardPass:
                     return value.here
             elif (
                 call.segment is not None
-                and value.grad_fn is not None
+                and (value.grad_fn is not None or self._is_in_one_graph(value))
                 and not self.segments.is_earlier(value)
             ):
                 return value  # part of the graph of the FUSED stage
