@@ -17,6 +17,9 @@ The process keeps to one core (`--cores`). All its threads, the engine's and tho
 take turns with Python's interpreter lock; from core to core each turn costs more than what is done
 in it: on two cores the same step takes two to three times the processor time.
 
+With `--speeds 1 1 1 1 .5 .5 .5 .5` devices are unequal and get shares of the work by their speeds.
+`worst` is the idle share of the device that idles most, of its own time.
+
 With `--optimizer-seconds-share 0.5` steps are also measured from one's first computation to the
 next one's, without an optimizer and with one whose update takes half a simulated step.
 """
@@ -164,6 +167,7 @@ def case_of(model: PublishedModel, timings: PublishedTimings, **choices: Any) ->
         partition=plan.partition,
         hop_seconds=model.hop_seconds,
         recompute=plan.recompute,
+        speeds=plan.speeds,
     )
     simulated = simulate_transfers(
         plan.schedule,
@@ -186,12 +190,14 @@ class Measured:
         begin_seconds: When its first computation began.
         makespan_seconds: From the first computation to the end of the last, of the unscaled time.
         bubble_fraction: Share of the workers' time in which they did not compute.
+        worst_fraction: The same of the worker that computed the least.
         host_share: Processor time of the whole process over the time of the step.
     """
 
     begin_seconds: float
     makespan_seconds: float
     bubble_fraction: float
+    worst_fraction: float
     host_share: float
 
 
@@ -258,7 +264,11 @@ def measure(
     batches = [torch.zeros(math.ceil(boundary / _NUMBER_BYTES))] * plan.num_microbatches
     chunk_bytes = _CHUNK_BYTES // BYTES_PER_BYTE
     with EmulatedServer(
-        plan.num_workers, timing=timing, tags=tags, chunk_bytes=chunk_bytes
+        plan.num_workers,
+        timing=timing,
+        tags=tags,
+        chunk_bytes=chunk_bytes,
+        speeds=plan.speeds or None,
     ) as server:
         model = TimedModel(case.profile, server=server, time_scale=time_scale)
         names = tuple(f"layers.{index}" for index in range(len(model.layers)))
@@ -327,11 +337,12 @@ def _step(
     starts = [start for row in rows for start, _ in row]
     ends = [end for row in rows for _, end in row]
     makespan = max(ends) - min(starts)
-    busy = sum(end - start for row in rows for start, end in row)
+    busy = [sum(end - start for start, end in row) for row in rows]
     measured = Measured(
         begin_seconds=min(starts) / time_scale,
         makespan_seconds=makespan / time_scale,
-        bubble_fraction=1 - busy / (makespan * len(rows)),
+        bubble_fraction=1 - sum(busy) / (makespan * len(rows)),
+        worst_fraction=1 - min(busy) / makespan,
         host_share=host_share,
     )
     return measured, result
@@ -365,15 +376,23 @@ def measure_updates(
     return found
 
 
+def worst_share(timeline: Timeline) -> float:
+    """Idle share of the worker that computes the least."""
+    busy = [sum(entry.busy_seconds for entry in row) for row in timeline.rows()]
+    return 1 - min(busy) / timeline.makespan_seconds
+
+
 def run_model(
     model: PublishedModel, timings: PublishedTimings, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Plan, predict and measure one model."""
-    case = case_of(model, timings)
+    case = case_of(model, timings, speeds=tuple(options.speeds))
     steps = measure(case, num_steps=options.steps, time_scale=options.time_scale, tags=options.tags)
     result = {
         "simulated_idle_share": case.simulated.bubble_fraction,
         "measured_idle_share": statistics.median(step.bubble_fraction for step in steps),
+        "simulated_worst_share": worst_share(case.simulated),
+        "measured_worst_share": statistics.median(step.worst_fraction for step in steps),
         "simulated_makespan_ms": case.simulated.makespan_seconds * 1e3,
         "measured_makespan_ms": statistics.median(step.makespan_seconds for step in steps) * 1e3,
         "measured_idle_shares": [step.bubble_fraction for step in steps],
@@ -395,12 +414,15 @@ def run_model(
 def format_text(result: dict[str, Any]) -> str:
     """Write the result as text."""
     lines = [
-        f"{'':16}{'idle':>21}{'makespan':>23}{'host':>8}",
-        f"{'':16}{'simulated':>11}{'measured':>10}{'simulated':>12}{'measured':>11}",
+        f"{'':16}{'idle':>21}{'worst':>21}{'makespan':>23}{'host':>8}",
+        f"{'':16}"
+        + 2 * f"{'simulated':>11}{'measured':>10}"
+        + f"{'simulated':>12}{'measured':>11}",
     ]
     for name, row in result["models"].items():
         lines.append(
             f"{name:16}{row['simulated_idle_share']:11.2%}{row['measured_idle_share']:10.2%}"
+            f"{row['simulated_worst_share']:11.2%}{row['measured_worst_share']:10.2%}"
             f"{row['simulated_makespan_ms']:9.0f} ms{row['measured_makespan_ms']:8.0f} ms"
             f"{row['host_share']:8.0%}"
         )
@@ -423,6 +445,10 @@ def main() -> None:
         "--time-scale", type=float, default=1.0, help="make everything but the host slower"
     )
     parser.add_argument(
+        "--speeds", type=float, nargs="*", default=(), help="of each device (default equal)"
+    )
+    parser.add_argument("--microbatches", type=int, help="of a step (default as published)")
+    parser.add_argument(
         "--optimizer-seconds-share",
         type=float,
         help="measure steps with updates of so many simulated steps' time, too",
@@ -438,6 +464,10 @@ def main() -> None:
     torch.set_num_threads(1)
     num_cores = keep_to_cores(options.cores)
     timings = load_timings(options.timings)
+    if options.microbatches:
+        timings = replace(timings, num_microbatches=options.microbatches)
+    if options.speeds and len(options.speeds) != timings.num_devices:
+        parser.error(f"--speeds: give {timings.num_devices}, one for each device")
     names = [model.name for model in timings.models]
     unknown = sorted(set(options.models or ()) - set(names))
     if unknown:

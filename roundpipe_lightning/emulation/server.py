@@ -103,6 +103,7 @@ class EmulatedServer:
         poison: Whether targets of copies and new buffers hold not-a-numbers until they are filled.
         tags: Whether tensors refuse to mix. Without, they are plain ones, and cost the host less.
         chunk_bytes: Longest copy that a more urgent one cannot overtake; None: that of hardware.
+        speeds: How fast each device computes; None: all at speed 1.
 
     Attributes:
         devices: The devices.
@@ -120,7 +121,9 @@ class EmulatedServer:
         poison: bool = False,
         tags: bool = True,
         chunk_bytes: int | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
+        self.speeds = (1.0,) * num_devices if speeds is None else tuple(speeds)
         self.chunk_bytes = chunk_bytes
         self.timing = EmulatedTiming() if timing is None else timing
         self.checker = checker
@@ -160,7 +163,7 @@ class EmulatedServer:
         """Let the calling thread's device compute for so long."""
         device: ServedDevice | None = getattr(self._active, "device", None)
         if device is not None and seconds:
-            device.compute.launch(seconds)
+            device.compute.launch(seconds / device.speed)
 
     def work(self, tensor: Tensor, *, forward_seconds: float, backward_seconds: float) -> Tensor:
         """Let the device compute for so long whenever a tensor's gradient passes here, or itself.
@@ -207,6 +210,7 @@ class ServedDevice(EmulatedDevice):
     def __init__(self, index: int, *, server: EmulatedServer) -> None:
         super().__init__(index)
         self.server = server
+        self.speed = server.speeds[index]
         if not server.tags:
             self.torch_device = torch.device("cpu")
         if server.chunk_bytes is not None:

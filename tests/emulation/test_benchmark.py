@@ -32,15 +32,21 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("emulated_server")
 
 
-def test_measured_beside_simulated(benchmark: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("speeds", [(), (1.0, 0.5)])
+def test_measured_beside_simulated(
+    benchmark: ModuleType, tmp_path: Path, speeds: tuple[float, ...]
+) -> None:
     path = tmp_path / "timings.yaml"
     path.write_text(TIMINGS, encoding="utf-8")
     timings = benchmark.load_timings(path)
-    options = argparse.Namespace(steps=1, time_scale=1.0, tags=False, optimizer_seconds_share=0.5)
+    options = argparse.Namespace(
+        steps=1, time_scale=1.0, tags=False, optimizer_seconds_share=0.5, speeds=speeds
+    )
     row = benchmark.run_model(timings.models[0], timings, options)
     work_ms = 2 * (3 * 12 + 12)  # without recomputes, of both microbatches
     assert row["measured_makespan_ms"] >= work_ms / 2
-    assert 0 <= row["measured_idle_share"] < 1
+    assert 0 <= row["measured_idle_share"] <= row["measured_worst_share"] < 1
+    assert 0 <= row["simulated_worst_share"] < 1
     idle, makespan = row["measured_idle_share"], row["measured_makespan_ms"]
     assert makespan * 2 * (1 - idle) == pytest.approx(
         row["simulated_makespan_ms"] * 2 * (1 - row["simulated_idle_share"]), rel=1e-3

@@ -126,6 +126,7 @@ class StageCosts:
         hop_seconds: Time for a boundary or gradient to get from one worker to another.
         recompute_start: When a recompute may begin.
         route: The way that boundaries take, which the hop is of.
+        speeds: How fast every worker is: the costs are those of speed 1. Empty: all are.
     """
 
     forward: tuple[ActionCost, ...]
@@ -133,9 +134,18 @@ class StageCosts:
     hop_seconds: float = 0.0
     recompute_start: RecomputeStart = RecomputeStart.EARLY
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST
+    speeds: tuple[float, ...] = ()
 
-    def of(self, kind: StageKind, index: int) -> ActionCost:
-        return self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
+    def of(self, kind: StageKind, index: int, worker: int = 0) -> ActionCost:
+        """Return the cost of a stage on a worker."""
+        cost = self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
+        if not self.speeds:
+            return cost
+        speed = self.speeds[worker]
+        return ActionCost(
+            recompute_seconds=cost.recompute_seconds / speed,
+            compute_seconds=cost.compute_seconds / speed,
+        )
 
     @property
     def work_seconds(self) -> float:
@@ -151,6 +161,7 @@ def stage_costs(
     recompute_start: RecomputeStart = RecomputeStart.EARLY,
     recompute: RecomputePolicy = RecomputePolicy.FULL,
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
+    speeds: tuple[float, ...] = (),
 ) -> StageCosts:
     """Add up the blocks of every stage.
 
@@ -166,6 +177,7 @@ def stage_costs(
         hop_seconds=hop_seconds,
         recompute_start=recompute_start,
         route=route,
+        speeds=speeds,
     )
 
 

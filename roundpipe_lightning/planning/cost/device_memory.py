@@ -76,14 +76,21 @@ class DeviceNeed:
     Attributes:
         stage: That stage.
         num_bytes: Bytes by kind.
+        available_bytes: Memory of the smallest device that runs it.
     """
 
     stage: Stage
     num_bytes: dict[MemoryKind, float]
+    available_bytes: int
 
     @property
     def total_bytes(self) -> float:
         return sum(self.num_bytes.values())
+
+    @property
+    def missing_bytes(self) -> float:
+        """What is needed beyond what there is; less than 0 where there is room."""
+        return self.total_bytes - self.available_bytes
 
 
 class Footprint:
@@ -113,7 +120,8 @@ class Footprint:
         self.boundary_bytes = max((block.boundary_bytes for block in blocks), default=0)
 
     def fits(self, layout: PipelineLayout) -> bool:
-        return self.most_bytes(layout) <= self.hardware.device_bytes
+        need = self.need(layout)
+        return need.missing_bytes <= 0
 
     def most_bytes(self, layout: PipelineLayout) -> float:
         """Return the memory of a device at the stage that needs the most."""
@@ -121,16 +129,33 @@ class Footprint:
             return self.need(layout).total_bytes
         return float(_total(self.stage_bytes(layout)).max())
 
-    def most_bytes_of_each(self, table: PartitionTable, *, config: PipelineConfig) -> Floats:
-        """Return the memory of a device for each of many partitions."""
-        most: Floats = _total(self._sizes(config, table)).max(axis=1)
-        return most
+    def fits_each(self, table: PartitionTable, *, config: PipelineConfig) -> npt.NDArray[np.bool_]:
+        """Return whether every stage of each of many partitions fits its workers."""
+        short = _total(self._sizes(config, table)) - self.room(table, config=config)
+        fits = np.where(table.is_stage, short, 0.0) <= 0
+        fit: npt.NDArray[np.bool_] = np.all(fits, axis=1)
+        return fit
+
+    def room(self, table: PartitionTable, *, config: PipelineConfig) -> Floats:
+        """Return the memory of the smallest worker that runs each stage."""
+        hardware, columns = self.hardware, np.arange(table.start.shape[1])[None, :]
+        rooms: Floats = np.full(table.start.shape, np.inf)
+        if not hardware.unequal:
+            return np.full_like(rooms, hardware.device_bytes)
+        teams = config.teams(hardware.num_devices)
+        least = np.array([min(hardware.workers[w].device_bytes for w in team) for team in teams])
+        first, count = table.first[:, None], (table.last - table.first + 1)[:, None]
+        for index in range(min(config.num_rounds, len(teams))):
+            turn = columns - first + index * count
+            rooms = np.minimum(rooms, least[turn % len(teams)])
+        return rooms
 
     def need(self, layout: PipelineLayout) -> DeviceNeed:
         by_kind = self.stage_bytes(layout)
+        rooms = self.room(PartitionTable.of([layout.partition]), config=layout)[0]
         if layout.resident:
-            return self._need_with_residents(layout, by_kind)
-        return self._need_at(layout, by_kind, int(_total(by_kind).argmax()))
+            return self._need_with_residents(layout, by_kind, rooms)
+        return self._need_at(layout, by_kind, int((_total(by_kind) - rooms).argmax()), rooms)
 
     def stage_bytes(self, layout: PipelineLayout) -> dict[MemoryKind, Floats]:
         """Return bytes by kind while a device runs each stage; no block stays on it."""
@@ -143,7 +168,7 @@ class Footprint:
         return max(self.hardware.num_devices // config.team_size, 1)
 
     def _sizes(self, config: PipelineConfig, table: PartitionTable) -> dict[MemoryKind, Floats]:
-        inputs = -(-config.round_size // config.team_size)
+        inputs = config.most_members(self.hardware.num_devices)
         ones = np.ones(table.start.shape)
         sizes = {
             MemoryKind.BOUNDARIES: (inputs + _IN_FLIGHT) * self.boundary_bytes * ones,
@@ -223,16 +248,15 @@ class Footprint:
         return has
 
     def _need_with_residents(
-        self, layout: PipelineLayout, by_kind: dict[MemoryKind, Floats]
+        self, layout: PipelineLayout, by_kind: dict[MemoryKind, Floats], rooms: Floats
     ) -> DeviceNeed:
         """Find the worker and the stage that need the most."""
         worst: DeviceNeed | None = None
-        for team in range(self.num_teams(layout)):
+        for team, members in enumerate(layout.teams(self.hardware.num_devices)):
             places = sorted(set(self.team_stages(layout, team=team)))
-            members = layout.resident[team * layout.team_size : (team + 1) * layout.team_size]
-            for blocks in dict.fromkeys(members):
-                need = self._resident_need(layout, by_kind, places, blocks)
-                if worst is None or need.total_bytes > worst.total_bytes:
+            for blocks in dict.fromkeys(layout.resident[worker] for worker in members):
+                need = self._resident_need(layout, by_kind, places, blocks, rooms)
+                if worst is None or need.missing_bytes > worst.missing_bytes:
                     worst = need
         assert worst is not None
         return worst
@@ -243,6 +267,7 @@ class Footprint:
         by_kind: dict[MemoryKind, Floats],
         places: Sequence[int],
         blocks: Sequence[int],
+        rooms: Floats,
     ) -> DeviceNeed:
         table = PartitionTable.of([layout.partition])
         sizes = {kind: values.copy() for kind, values in by_kind.items()}
@@ -253,16 +278,18 @@ class Footprint:
             sizes[MemoryKind.WEIGHTS] -= size * self.slots_of(table, block, layout=layout)
         total = _total(sizes)
         sizes[MemoryKind.RESIDENT] = np.full(len(total), float(resident))
-        place = max(places, key=lambda index: total[index]) if places else int(total.argmin())
-        return self._need_at(layout, sizes, place)
+        short = total - rooms
+        place = max(places, key=lambda index: short[index]) if places else int(short.argmin())
+        return self._need_at(layout, sizes, place, rooms)
 
     @staticmethod
     def _need_at(
-        layout: PipelineLayout, by_kind: dict[MemoryKind, Floats], place: int
+        layout: PipelineLayout, by_kind: dict[MemoryKind, Floats], place: int, rooms: Floats
     ) -> DeviceNeed:
         return DeviceNeed(
             stage=layout.partition.stages()[place],
             num_bytes={kind: float(values[place]) for kind, values in by_kind.items()},
+            available_bytes=int(rooms[place]),
         )
 
 

@@ -120,7 +120,7 @@ class MemoryModel:
             place="device",
             stage=str(need.stage),
             num_bytes=_by_size(need.num_bytes),
-            available_bytes=self.hardware.device_bytes,
+            available_bytes=need.available_bytes,
         )
         return MemoryReport(device=device, host=self._host_need(layout, shape, device.total_bytes))
 

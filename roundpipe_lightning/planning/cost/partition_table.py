@@ -177,6 +177,8 @@ class Evaluator:
         recompute: What BACKWARD stages start from.
         team_size: Pipelines beside each other.
         host: What a step takes beside its pipeline.
+        pipelines: Speeds of the workers of each pipeline and its microbatches of each round, where
+            workers are unequal; the slowest one counts. Empty: all are as above, of speed 1.
         pipeline_share: Part of the pipeline that a step is longer by, because transfers and the
             pipeline hinder each other; of steps that the host limits the quicker pipeline is best.
     """
@@ -192,6 +194,7 @@ class Evaluator:
     recompute: RecomputePolicy = RecomputePolicy.FULL
     team_size: int = 1
     host: HostCosts = field(default_factory=HostCosts)
+    pipelines: tuple[tuple[tuple[float, ...], tuple[int, ...]], ...] = ()
     pipeline_share: float = 0.0
 
     @property
@@ -231,13 +234,22 @@ class Evaluator:
 
     def makespans(self, table: PartitionTable) -> Floats:
         """Return the pipeline's part: of one step, or from one to the next where it goes on."""
+        pipelines = self.pipelines or (((1.0,) * self.num_workers, self.rounds),)
         chunks = [
-            self._makespans(table[slice(first, first + _CHUNK)])
+            np.max(
+                [
+                    self._makespans(table[slice(first, first + _CHUNK)], speeds, rounds)
+                    for speeds, rounds in pipelines
+                ],
+                axis=0,
+            )
             for first in range(0, len(table), _CHUNK)
         ]
         return np.concatenate(chunks) if chunks else np.zeros(0)
 
-    def _makespans(self, table: PartitionTable) -> Floats:
+    def _makespans(
+        self, table: PartitionTable, speeds: tuple[float, ...], rounds: tuple[int, ...]
+    ) -> Floats:
         recompute, compute = self._durations(table)
         upload = self._upload_durations(table)
         present = table.is_stage.T
@@ -251,8 +263,11 @@ class Evaluator:
         turns = np.zeros(len(table), dtype=np.int64)
         hop = self.hop_seconds if self.num_workers > 1 else 0.0
         before = upload[table.first, rows]
-        for index, round_size in enumerate(self.rounds * (2 if self.host.goes_on else 1)):
-            if index == len(self.rounds):
+        slowness = 1.0 / np.asarray([*speeds, 1.0])
+        for index, round_size in enumerate(rounds * (2 if self.host.goes_on else 1)):
+            if round_size == 0:
+                continue
+            if index == len(rounds):
                 before = free.max(axis=0)
             places = np.arange(round_size, dtype=np.float64)[:, None]
             ends = np.zeros((round_size, len(table)))
@@ -268,11 +283,12 @@ class Evaluator:
                 weights = np.maximum(uploaded[worker, rows], slot_free)
                 weights += upload[stage]
                 start = np.maximum(free_now, weights)
-                np.maximum(ends[0], start + recompute[stage], out=ends[0])
-                offsets = places * period[stage]
+                slow = slowness[worker]
+                np.maximum(ends[0], start + recompute[stage] * slow, out=ends[0])
+                offsets = places * (period[stage] * slow)
                 ends -= offsets
                 np.maximum.accumulate(ends, axis=0, out=ends)
-                offsets += compute[stage]
+                offsets += compute[stage] * slow
                 ends += offsets
                 uploaded[worker, rows] = weights
                 free_before[worker, rows] = free_now

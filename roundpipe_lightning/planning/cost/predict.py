@@ -199,6 +199,7 @@ class StepModel:
             recompute_start=self.recompute_start,
             recompute=layout.recompute,
             route=route,
+            speeds=layout.speeds,
         )
         storage = self.storage
         if storage is None or not any(b.expanded_bytes for b in self.footprint.profile.blocks):

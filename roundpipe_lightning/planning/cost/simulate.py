@@ -87,7 +87,7 @@ def simulate(schedule: Schedule, *, partition: Partition, costs: StageCosts) -> 
 
 
 def _entry(action: Action, *, start: float, gradient: float, costs: StageCosts) -> TimelineEntry:
-    cost = costs.of(action.kind, action.stage)
+    cost = costs.of(action.kind, action.stage, action.worker)
     recomputed = start + cost.recompute_seconds
     waiting = max(0.0, gradient - recomputed)
     return TimelineEntry(
@@ -234,7 +234,10 @@ class _Simulation:
         # by link: root times two, uploads first
         num_roots = -(-max(len(self._workers), 1) // per_root)
         self._busy = [0] * (2 * num_roots)
-        self._own = (hardware.upload_bytes_per_second, hardware.download_bytes_per_second)
+        self._own = [
+            (each.upload_bytes_per_second, each.download_bytes_per_second)
+            for each in hardware.workers
+        ]
         self._root = (
             hardware.root_upload_bytes_per_second,
             hardware.root_download_bytes_per_second,
@@ -288,7 +291,8 @@ class _Simulation:
         for flow in self._flows:
             link = flow.link
             direction = link % 2
-            rate = min(self._own[direction], self._root[direction] / self._busy[link], host_share)
+            own = self._own[flow.worker][direction]
+            rate = min(own, self._root[direction] / self._busy[link], host_share)
             flow.bytes_per_second = rate
             end = self._now + max(flow.remaining_bytes, 0.0) / rate
             self._flow_end = min(self._flow_end, end)
@@ -418,7 +422,7 @@ def _transfers(
         rules = stage_dependencies(kind, index, partition)
         at_start = [(late or needed is NeededFor.START) for _, _, needed in rules]
         places = [place(other, number) for other, number, _ in rules]
-        cost = costs.of(kind, index)
+        cost = costs.of(kind, index, run.actions[0].worker)
         forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
         num_blocks = max(1, len(run.stage.blocks)) if forward else 1
         found.append(

@@ -86,7 +86,7 @@ def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
         for turn in range(first * count, (first + rounds) * count):
             kept[turn % teams] += made[turn % count]
         most = max(most, *kept)
-    return -(-layout.round_size // layout.team_size) * most
+    return layout.most_members(footprint.hardware.num_devices) * most
 
 
 def _attention_bytes(profile: ModelProfile, stage: Stage, recompute: RecomputePolicy) -> int:

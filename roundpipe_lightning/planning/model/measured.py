@@ -60,12 +60,15 @@ class MeasuredProfile:
     def is_ready(self) -> bool:
         return any(seconds is not None for seconds in self._seconds)
 
-    def observe(self, timeline: Timeline, *, partition: Partition) -> None:
+    def observe(
+        self, timeline: Timeline, *, partition: Partition, speeds: Sequence[float] = ()
+    ) -> None:
         """Take in a step.
 
         Args:
             timeline: When its actions ran.
             partition: Its stages, of this model's blocks.
+            speeds: How fast every worker is; empty: as fast as the estimate says.
         """
         self.num_steps += 1
         if partition != self._partition:
@@ -73,7 +76,8 @@ class MeasuredProfile:
         durations: dict[_Key, list[float]] = {}
         for entry in timeline.entries:
             key = (entry.action.kind, entry.action.stage)
-            durations.setdefault(key, []).append(entry.busy_seconds)
+            speed = speeds[entry.action.worker] if speeds else 1.0
+            durations.setdefault(key, []).append(entry.busy_seconds * speed)
         for key, values in durations.items():
             window = self._windows.setdefault(key, deque(maxlen=_WINDOW))
             window.append(median(values))

@@ -137,4 +137,5 @@ class ParameterStorage:
             root_upload_bytes_per_second=min(
                 hardware.root_upload_bytes_per_second, copied / hardware.num_roots
             ),
+            unequal=tuple(map(self.links, hardware.unequal)),
         )

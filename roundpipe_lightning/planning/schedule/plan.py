@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -79,6 +80,7 @@ class PipelineConfig:
             while this one computes; or 1, which needs less memory.
         recompute: What BACKWARD stages start from; NONE: there are none.
         num_batches: Accumulated batches in one stream.
+        speeds: How fast every worker is, relative to each other; empty: they are equal.
     """
 
     num_microbatches: int
@@ -87,6 +89,7 @@ class PipelineConfig:
     weight_slots: int = 2
     recompute: RecomputePolicy = RecomputePolicy.FULL
     num_batches: int = 1
+    speeds: tuple[float, ...] = ()
 
     @property
     def batch_microbatches(self) -> int:
@@ -101,6 +104,41 @@ class PipelineConfig:
     @property
     def num_rounds(self) -> int:
         return -(-self.num_microbatches // self.round_size)
+
+    def teams(self, num_workers: int) -> tuple[tuple[int, ...], ...]:
+        """Return the workers of every team; members of one number make up a pipeline.
+
+        Of unequal workers the fastest are the first members, so that pipelines are nearly even.
+        """
+        count, size = max(num_workers // self.team_size, 1), self.team_size
+        if not self.speeds or size == 1:
+            return tuple(tuple(range(t * size, (t + 1) * size)) for t in range(count))
+        ranked = sorted(range(num_workers), key=lambda worker: -self.speeds[worker])
+        return tuple(tuple(ranked[t::count]) for t in range(count))
+
+    def members(self, round_size: int, num_workers: int) -> tuple[int, ...]:
+        """Return which member of its team runs each microbatch of a round.
+
+        Shares follow the speeds of the pipelines; equal ones take turns.
+        """
+        if not self.speeds:
+            return tuple(place % self.team_size for place in range(round_size))
+        pipelines = [
+            sum(self.speeds[worker] for worker in workers)
+            for workers in zip(*self.teams(num_workers), strict=True)
+        ]
+        counts = [0] * self.team_size
+        found = []
+        for _ in range(round_size):
+            ends = [(n + 1) / speed for n, speed in zip(counts, pipelines, strict=True)]
+            member = ends.index(min(ends))
+            counts[member] += 1
+            found.append(member)
+        return tuple(found)
+
+    def most_members(self, num_workers: int) -> int:
+        """Return the microbatches of a round on the worker that runs the most of them."""
+        return max(Counter(self.members(self.round_size, num_workers)).values())
 
     def with_stages(
         self, partition: Partition, *, resident: tuple[tuple[int, ...], ...] = ()
@@ -166,6 +204,8 @@ class Plan(PipelineLayout):
                 f"round_size={self.round_size} is more than "
                 f"num_microbatches={self.num_microbatches}."
             )
+        if self.speeds and (len(self.speeds) != self.num_workers or min(self.speeds) <= 0):
+            raise PlanError(f"speeds={self.speeds}: give one above 0 for each worker, or none.")
         if self.schedule.num_workers != self.num_workers:
             raise PlanError(
                 f"The schedule has {self.schedule.num_workers} workers, but "
@@ -241,6 +281,7 @@ class Plan(PipelineLayout):
             **counts,
             "recompute": self.recompute.value,
             "resident": format_resident(self.resident),
+            **({"speeds": " ".join(map(repr, self.speeds))} if self.speeds else {}),
             "block_names": list(self.block_names),
             "schedule": self.schedule.to_text().splitlines(),
         }
@@ -307,6 +348,7 @@ class Plan(PipelineLayout):
                 schedule=Schedule.from_text("\n".join(values["schedule"])),
                 recompute=RecomputePolicy(values["recompute"]),
                 resident=parse_resident(values["resident"]),
+                speeds=tuple(map(float, values.get("speeds", "").split())),
                 **counts,
             )
         except PlanError:

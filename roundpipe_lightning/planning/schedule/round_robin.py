@@ -10,6 +10,9 @@ worker 0:  F0.0 F0.1  B1.0 B1.1            X0.2 X0.3
 worker 1:       X0.0  X0.1       F0.2 F0.3            B1.2 B1.3
 ```
 
+Unequal workers: stages of one worker each are as large as its speed asks for; within a team each
+member gets microbatches by its speed (`PipelineConfig.teams`, `members`).
+
 With teams of T, the workers 0..T-1 take the place of worker 0, T..2T-1 that of worker 1, and so on;
 microbatch j of a round goes to the team's member j mod T.
 
@@ -31,7 +34,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 
@@ -43,6 +46,7 @@ def round_robin_schedule(
     num_microbatches: int,
     round_size: int,
     team_size: int = 1,
+    speeds: tuple[float, ...] = (),
 ) -> Schedule:
     """Lay the stages round the workers.
 
@@ -52,6 +56,7 @@ def round_robin_schedule(
         num_microbatches: Number of microbatches.
         round_size: Microbatches that travel together; the last round may have fewer.
         team_size: Workers that share a stage's microbatches; divides `num_workers`.
+        speeds: How fast every worker is; empty: they are equal.
 
     Raises:
         PlanError: If the numbers do not fit together.
@@ -66,16 +71,23 @@ def round_robin_schedule(
             raise PlanError(f"{name}={value} must be 1 or more.")
     if num_workers % team_size:
         raise PlanError(f"team_size={team_size} does not divide num_workers={num_workers}.")
-    num_teams = num_workers // team_size
+    config = PipelineConfig(
+        num_microbatches=num_microbatches,
+        round_size=round_size,
+        team_size=team_size,
+        speeds=speeds,
+    )
+    teams = config.teams(num_workers)
     rows: list[list[Action]] = [[] for _ in range(num_workers)]
     turn = 0
     for first in range(0, num_microbatches, round_size):
         microbatches = range(first, min(first + round_size, num_microbatches))
+        members = config.members(len(microbatches), num_workers)
         for stage in partition.stages():
-            leader = turn % num_teams * team_size
+            team = teams[turn % len(teams)]
             turn += 1
-            for place, microbatch in enumerate(microbatches):
-                worker = leader + place % team_size
+            for member, microbatch in zip(members, microbatches, strict=True):
+                worker = team[member]
                 rows[worker].append(
                     Action(kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=worker)
                 )
@@ -92,6 +104,7 @@ def schedule_of(
         num_microbatches=num_microbatches or layout.num_microbatches,
         round_size=layout.round_size,
         team_size=layout.team_size,
+        speeds=layout.speeds,
     )
 
 
@@ -116,7 +129,7 @@ def turns_of_batch(plan: Plan) -> int:
 
 
 def _may_rotate(plan: Plan) -> bool:
-    if len(set(plan.resident)) > 1 and plan.num_batches == 1:
+    if plan.speeds or (len(set(plan.resident)) > 1 and plan.num_batches == 1):
         return False
     return plan.schedule == schedule_of(plan, num_workers=plan.num_workers)
 

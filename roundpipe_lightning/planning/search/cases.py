@@ -27,7 +27,11 @@ from roundpipe_lightning.planning.search.limits import (
     resident_blocks,
     widest_limits,
 )
-from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
+from roundpipe_lightning.planning.search.partition import (
+    StageLimits,
+    even_partitions,
+    speed_partitions,
+)
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
 _FEW = 8
@@ -80,8 +84,7 @@ class Case:
 
     def fits(self, table: PartitionTable) -> npt.NDArray[np.bool_]:
         """Return a mask of partitions that keep the devices' memory and the recompute policies."""
-        most = self.footprint.most_bytes_of_each(table, config=self.config)
-        fit: npt.NDArray[np.bool_] = most <= self.hardware.device_bytes
+        fit = self.footprint.fits_each(table, config=self.config)
         if self.profile.num_blocks:
             policies = self.request.recompute
             fit &= np.where(
@@ -110,6 +113,10 @@ class Case:
             most = max(_FEW // 2, _EVEN_STAGES // max(self.profile.num_blocks, 1))
             count = min(self.request.effort.num_even, most)
             self.known_even[limits] = even_partitions(self.profile, limits=limits, count=count)
+            if self.request.speeds:
+                self.known_even[limits] += speed_partitions(
+                    self.profile, limits=limits, speeds=self.request.speeds
+                )
         return self.known_even[limits]
 
     def estimates(self, partitions: Sequence[Partition]) -> Floats:
@@ -133,6 +140,14 @@ class Case:
         hop = self.step.hop
         if hop is None:
             hop = hop_seconds(hardware, self.footprint.boundary_bytes, route=quickest)
+        pipelines: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
+        if config.speeds:
+            teams, count = config.teams(hardware.num_devices), hardware.num_devices
+            shares = [config.members(size, count) for size in rounds]
+            pipelines = [
+                (tuple(config.speeds[w] for w in workers), tuple(s.count(member) for s in shares))
+                for member, workers in enumerate(zip(*teams, strict=True))
+            ]
         return Evaluator(
             profile=self.profile,
             num_workers=hardware.num_devices // config.team_size,
@@ -145,6 +160,7 @@ class Case:
             recompute=config.recompute,
             team_size=config.team_size,
             host=self.step.host,
+            pipelines=tuple(dict.fromkeys(pipelines)),
             pipeline_share=_PIPELINE_SHARE,
         )
 
@@ -242,6 +258,7 @@ def pipeline_configs(
             weight_slots=weight_slots,
             recompute=policy,
             num_batches=num_batches,
+            speeds=request.speeds,
         )
         for team_size in request.team_sizes or divisors
         for count, round_size in _rounds(num_workers, request)

@@ -161,7 +161,7 @@ class _Island:
         self._effort = effort
         self._random = random
         self._calls = calls
-        self._in_order = in_order
+        self._in_order = in_order and not evaluator.pipelines  # else stages fit their workers
         self._fits = fits
         self._makespans: dict[Partition, float] = {}
 

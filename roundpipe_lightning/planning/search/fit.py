@@ -1,7 +1,7 @@
 """Plans a training within a machine's memory, says what is missing, and improves a running one.
 
 `plan_training` chooses within the memory of the devices, and here within that of the host, too,
-where any plan does. `MemoryModel` says what the choice needs, `predict_step` how long a step takes.
+where any plan does. `MemoryModel` says what the choice needs, `StepModel` how long a step takes.
 
 `improved_plan` looks for better stages once durations have been measured. The number of
 microbatches, teams and rounds stay: they decide in which order gradients are summed up, so results
@@ -89,6 +89,20 @@ class TrainingJob:
     def profile(self) -> ModelProfile:
         """The model on the machine, parameters of 16 bits."""
         return time_model(self.work, hardware=self.hardware, shape=self.shape, dtype=self.dtype)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast every device computes a microbatch, relative to `profile`; empty: alike."""
+        if not self.hardware.unequal:
+            return ()
+        alone = self.profile.busy_seconds
+        seconds = {
+            one: time_model(
+                self.work, hardware=one, shape=self.shape, dtype=self.dtype
+            ).busy_seconds
+            for one in dict.fromkeys(self.hardware.unequal)
+        }
+        return tuple(alone / seconds[one] for one in self.hardware.unequal)
 
     @property
     def recompute_start(self) -> RecomputeStart:
@@ -276,6 +290,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
         weight_slots=(2, 1) if hints.weight_slots is None else (hints.weight_slots,),
         at_least_resident=hints.resident or 0,
         at_most_resident=hints.resident,
+        speeds=job.speeds,
     )
 
 
@@ -383,5 +398,6 @@ def _planned(
             weight_slots=(plan.weight_slots,),
             at_most_resident=max(map(len, plan.resident), default=0),
             recompute_start=job.recompute_start,
+            speeds=plan.speeds,
         ),
     )

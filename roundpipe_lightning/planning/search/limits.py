@@ -86,8 +86,13 @@ def even_share(
 
 
 def _are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfig) -> bool:
-    """Return whether every device can hold its part where all stages are as large as the limits."""
-    return footprint.fits(config.with_stages(largest_stages(footprint.profile, limits)))
+    """Return whether every device can hold its part where all stages are as large as the limits.
+
+    Of unequal devices the largest one: which stage runs where is looked at with each partition.
+    """
+    layout = config.with_stages(largest_stages(footprint.profile, limits))
+    largest = max(one.device_bytes for one in footprint.hardware.workers)
+    return footprint.most_bytes(layout) <= largest
 
 
 def _narrower(limits: StageLimits) -> StageLimits:
@@ -167,10 +172,12 @@ def resident_blocks(
     if nothing_moves or at_most == 0:
         return ()
     choice = _Residents(footprint, layout, at_least=at_least, at_most=at_most)
-    teams = max(hardware.num_devices // layout.team_size, 1)
-    by_team = [choice.blocks(team) for team in range(teams)]
-    by_worker = tuple(blocks for blocks in by_team for _ in range(layout.team_size))
-    return by_worker if any(by_worker) else ()
+    by_worker: list[tuple[int, ...]] = [()] * hardware.num_devices
+    for team, members in enumerate(layout.teams(hardware.num_devices)):
+        blocks = choice.blocks(team)
+        for worker in members:
+            by_worker[worker] = blocks
+    return tuple(by_worker) if any(by_worker) else ()
 
 
 class _Residents:
@@ -194,13 +201,16 @@ class _Residents:
             return ()
         places = sorted(set(runs))
         needs, ranked = self._needs[places], self._ranked(runs)
+        workers = footprint.hardware.workers
+        members = layout.teams(len(workers))[team]
+        room = min(workers[worker].device_bytes for worker in members)
         chosen: list[int] = []
         resident = 0
         for block in ranked:
             size = footprint.profile.blocks[block].parameter_bytes
             slots = footprint.slots_of(self._table, block, layout=layout)
             left = needs - size * slots[places]
-            if resident + size + left.max() <= footprint.hardware.device_bytes:
+            if resident + size + left.max() <= room:
                 chosen.append(block)
                 needs, resident = left, resident + size
             if len(chosen) == self._at_most:

@@ -187,6 +187,63 @@ def even_partitions(
     return tuple(dict.fromkeys(found))
 
 
+def speed_partitions(
+    profile: ModelProfile, *, limits: StageLimits, speeds: Sequence[float]
+) -> tuple[Partition, ...]:
+    """Return partitions whose stages are as long as their workers are fast, laid round them.
+
+    Stages are filled one after the other, each up to a duration times its worker's speed.
+    """
+    blocks, tail = profile.blocks, profile.tail
+    last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])
+    work = profile.busy_seconds + profile.seconds_to_recompute()
+    shares = [2 ** (power / 8) / sum(speeds) for power in range(-40, 9)]
+    found = []
+    for fused in range(min(limits.fused, last_call, 4) + 1):
+        rest = profile.num_blocks - fused
+        both = sum(b.forward_seconds + b.backward_seconds for b in (*blocks[rest:], tail))
+        cuts = cuts_before(rest, profile.cuts)
+        behind = [b.recompute_seconds + b.backward_seconds for b in reversed(blocks[:rest])]
+        ahead = [b.forward_seconds for b in blocks[:rest]]
+        for share in shares:
+            seconds = max(share * work, both / max(speeds))
+            forward = _filled(ahead, seconds, speeds, 0, most=limits.forward, cuts=cuts)
+            backward = _filled(
+                behind,
+                seconds,
+                speeds,
+                len(forward) + 1,
+                most=limits.backward,
+                cuts=reversed_cuts(rest, cuts),
+            )
+            found.append(Partition(forward=forward, backward=(fused, *backward)))
+    return tuple(dict.fromkeys(found))
+
+
+def _filled(
+    weights: Sequence[float],
+    seconds: float,
+    speeds: Sequence[float],
+    turn: int,
+    *,
+    most: int,
+    cuts: Sequence[int],
+) -> tuple[int, ...]:
+    """Fill stages up to their workers' share, rounded, with at least a block each."""
+    sizes: list[int] = []
+    ahead, start = {*cuts, len(weights)}, 0
+    while start < len(weights):
+        limit = seconds * speeds[(turn + len(sizes)) % len(speeds)]
+        stop = start + 1
+        filled = weights[start]
+        while stop not in ahead and stop - start < most and filled + weights[stop] / 2 <= limit:
+            filled += weights[stop]
+            stop += 1
+        sizes.append(stop - start)
+        start = stop
+    return tuple(sizes)
+
+
 def _fewest(calls: Sequence[int], limit: int) -> int:
     """Fewest stages that keep the cuts and a limit."""
     return sum(-(-call // limit) for call in calls)

@@ -300,6 +300,7 @@ class PlanningRequest:
         at_least_resident: Blocks that must stay on every worker.
         at_most_resident: Blocks that may stay on a worker; None: as many as fit and save uploads.
         effort: How long to search per team and round size.
+        speeds: How fast every worker is: durations are those of speed 1. Empty: all are.
 
     Raises:
         PlanError: If a count is less than 1, or a partition breaks the limits.
@@ -318,6 +319,7 @@ class PlanningRequest:
     at_least_resident: int = 0
     at_most_resident: int | None = None
     effort: Effort = field(default_factory=Effort)
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         counts = [

@@ -87,6 +87,11 @@ def find_machine(
         spec,
         num_devices=num_workers,
         device_bytes=spec.device_bytes // workers_per_device,
+        unequal=tuple(
+            replace(one, device_bytes=one.device_bytes // workers_per_device)
+            for one in spec.unequal
+            for _ in range(workers_per_device)
+        ),
         devices_reach_each_other=spec.devices_reach_each_other or num_devices == 1,
     )
 

@@ -341,7 +341,8 @@ class StepPlanner:
         """
         if planned.plan is self._given_plan or not self._options.replan:
             return
-        planned.measured.observe(timeline, partition=planned.plan.partition)
+        plan = planned.plan
+        planned.measured.observe(timeline, partition=plan.partition, speeds=plan.speeds)
         if not self._is_due(planned):
             return
         planned.next_look = 2 * planned.measured.num_steps

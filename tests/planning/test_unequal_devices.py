@@ -1,0 +1,119 @@
+"""Unequal devices: shares of the work and of the memory follow what each device has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+
+from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.search.fit import TrainingJob
+from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
+from roundpipe_lightning.planning.search.request import PlanningRequest
+from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.profiles import machine, uniform_profile
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
+from tests.planning.test_fit import job
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+def idle_shares(timeline: Timeline) -> list[float]:
+    """Idle share of every worker's own time."""
+    busy = [sum(entry.busy_seconds for entry in row) for row in timeline.rows()]
+    return [1 - each / timeline.makespan_seconds for each in busy]
+
+
+def planned(
+    speeds: tuple[float, ...], *, count: int, team: int = 0, batches: int = 1
+) -> PlannedTraining:
+    spec = machine(len(speeds))
+    spec = replace(spec, unequal=(replace(spec, num_devices=1),) * len(speeds))
+    request = PlanningRequest(
+        num_microbatches=count,
+        num_batches=batches,
+        speeds=speeds,
+        team_sizes=(team,) if team else (),
+    )
+    return plan_training(uniform_profile(24), hardware=spec, request=request)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "count", "team", "batches", "most_idle"),
+    [
+        ((1.0,) * 4 + (0.5,) * 4, 24, 0, 1, 0.05),  # any team: microbatches are dealt by speed
+        ((1.0, 0.5, 0.5), 12, 3, 1, 0.05),  # a team of three
+        ((1.0, 0.5, 0.5), 6, 1, 3, 0.1),  # stages by speed, a stream
+    ],
+)
+def test_shares_of_the_work_follow_speed(
+    speeds: tuple[float, ...], count: int, team: int, batches: int, most_idle: float
+) -> None:
+    found = planned(speeds, count=count, team=team, batches=batches)
+    assert max(idle_shares(found.timeline)) <= most_idle
+    assert found.plan.speeds == speeds
+    assert Plan.from_json(found.plan.to_json()) == found.plan
+    assert Plan.from_text(found.plan.to_text()) == found.plan
+
+
+def test_speeds_are_those_of_the_devices_rates() -> None:
+    mixed = job(hardware=load_hardware("rtx4090x1+rtx3090x2"))
+    rates = [one.matrix_rates.of("bfloat16") for one in mixed.hardware.workers]
+    assert mixed.speeds == pytest.approx([rate / rates[0] for rate in rates])
+    assert isinstance(mixed, TrainingJob)
+    assert job().speeds == ()
+
+
+def with_memory(*sizes: int) -> HardwareSpec:
+    spec = machine(len(sizes))
+    ones = tuple(replace(spec, num_devices=1, device_bytes=RESERVED_BYTES + s) for s in sizes)
+    return replace(spec, device_bytes=min(one.device_bytes for one in ones), unequal=ones)
+
+
+def test_a_stage_may_be_as_large_as_its_own_device_allows() -> None:
+    block = BlockProfile(
+        name="block", forward_seconds=1.0, backward_seconds=2.0, activation_bytes=100
+    )
+    profile = ModelProfile(blocks=(block,) * 12, fingerprint="")
+
+    def largest(sizes: tuple[int, int], speeds: tuple[float, ...]) -> dict[int, int]:
+        request = PlanningRequest(
+            num_microbatches=2, team_sizes=(1,), round_sizes=(2,), speeds=speeds
+        )
+        found = plan_training(profile, hardware=with_memory(*sizes), request=request)
+        most = {0: 0, 1: 0}
+        for action in found.plan.schedule:
+            stage = found.plan.partition.stage(action.kind, action.stage)
+            if stage.kind.value != "F":
+                most[action.worker] = max(most[action.worker], len(stage.blocks))
+        return most
+
+    most = largest((800, 250), (1.0, 0.3))
+    assert most[0] > 2
+    assert most[1] <= 2
+
+
+def test_a_mixed_machine_trains(tmp_path: Path) -> None:
+    def losses(strategy: EmulatedStrategy, devices: int) -> dict[str, torch.Tensor]:
+        lightning.seed_everything(1, verbose=False)
+        trainer = make_trainer(
+            tmp_path, strategy=strategy, devices=devices, max_steps=3, max_epochs=-1
+        )
+        module = Regressor("adamw")
+        trainer.fit(module, regression_data(64, batch_size=8))
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    mixed = EmulatedStrategy(hardware="rtx4090x1+rtx3090x2", num_microbatches=4)
+    weights = losses(mixed, 3)
+    assert mixed.plan is not None
+    assert len(set(mixed.plan.speeds)) == 2
+    even = losses(EmulatedStrategy(hardware="rtx4090x3", num_microbatches=4), 3)
+    for name, value in even.items():
+        torch.testing.assert_close(weights[name], value)
