@@ -87,6 +87,13 @@ def test_buffers_of_their_own_for_dtypes_and_frozen_parameters() -> None:
         assert torch.equal(untag(value), parameter)
 
 
+def test_a_kind_of_which_all_parameters_are_empty() -> None:
+    module = Regressor(2)
+    _blocks(module)[1].gap = nn.Parameter(torch.zeros(0), requires_grad=False)
+    store = HostStore(module, list(module.layers))
+    assert_uploads_all(store, list(module.layers), EmulatedDevice(0))
+
+
 def test_tied_and_shared_parameters_stay_one() -> None:
     module = Regressor(3)
     first, last = _blocks(module)[0], _blocks(module)[2]

@@ -102,7 +102,8 @@ class ParameterGroup:
             members[parameter] = end
             end += math.ceil(parameter.numel() / step) * step
         flat, narrow = own_pages(end, dtype), None
-        twin = torch.from_numpy(flat.view(torch.uint8).numpy()).view(dtype)
+        pages = flat.view(torch.uint8).numpy()
+        twin = torch.from_numpy(pages).view(dtype) if end else torch.empty_like(flat)
         for parameter, offset in members.items():
             place = view_like(twin, offset, parameter)
             place.copy_(parameter.detach())
