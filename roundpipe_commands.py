@@ -146,7 +146,7 @@ def _launch(name: str) -> None:
     if len(jobs) > 1:
         _compare(jobs)
     statuses = [entry["status"] for entry in jobs]
-    if statuses == [EXIT_BAD_INPUT]:
+    if statuses in ([EXIT_BAD_INPUT], [EXIT_DOES_NOT_FIT]):
         _remove_run(Path(jobs[0]["folder"]))
     status = EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0)
     if status:

@@ -50,7 +50,7 @@ from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
-from roundpipe_lightning.strategy.options import Options
+from roundpipe_lightning.strategy.options import GradientFormat, Options
 from roundpipe_lightning.strategy.planning.inputs import SilentMetric, find_machine, storage_of
 from roundpipe_lightning.strategy.planning.planned import StepWork
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
@@ -331,13 +331,16 @@ class Job:
         Raises:
             RoundPipeError: It cannot be built so.
         """
-        config, options = self.config, self.strategy and self.options
+        config, options = self.config, self.options if self.strategy else None
         groups = {name: config.get(name) for name in ("model", "module", "peft")}
         text = OmegaConf.to_yaml(OmegaConf.create(groups, parent=config), resolve=True)
         names, loss = (options.block_names, options.loss) if options else (None, "eager")
-        key = repr((text, names, loss, config.trainer.get("precision")))
+        formats = (config.trainer.get("precision"), options and options.gradient_dtype)
+        key = repr((text, names, loss, formats))
         if key not in self._models:
             module = self._module_without_values()
+            if options is not None:
+                GradientFormat(options, self.precision).begin(module)
             self._models[key] = MetaModel(
                 module,
                 stacks=find_stacks(module, names),

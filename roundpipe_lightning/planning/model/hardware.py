@@ -171,6 +171,11 @@ class HardwareSpec:
         for name in ("shares_host_memory", "devices_reach_each_other"):
             if not isinstance(getattr(self, name), bool):
                 raise HardwareError(f"{name}={getattr(self, name)!r}: give true or false.")
+        if self.devices_per_root > self.num_devices:
+            raise HardwareError(
+                f"devices_per_root={self.devices_per_root}, but there are {self.num_devices} "
+                "devices: correct one of the two."
+            )
         if self.unequal and len(self.unequal) != self.num_devices:
             raise HardwareError(
                 f"num_devices={self.num_devices}, but there are figures of {len(self.unequal)}."
