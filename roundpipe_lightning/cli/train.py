@@ -115,7 +115,7 @@ def _check_optimizer(config: DictConfig) -> None:
         build(OmegaConf.create(settings))([torch.nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{name}={value}" for name, value in settings.items() if name[0] != "_")
-        raise ConfigurationError(f"optimizer ({given}): {error}") from error
+        raise ConfigurationError(f"{error} (optimizer: {given})") from error
 
 
 def _with_interval(config: DictConfig) -> DictConfig:

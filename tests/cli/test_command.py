@@ -108,7 +108,7 @@ def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
     table = done.stdout.partition("This sweep")[2]
     assert all(f"{loss:.5g}" in table for loss in losses)
     assert table.count("failed:") == 2
-    assert "Invalid learning rate: -1" in done.stderr
+    assert "lr=-1.0: give a number of 0 or more" in done.stderr
     assert "Traceback" not in done.stderr
 
 
