@@ -37,6 +37,9 @@ from roundpipe_lightning.planning.search.request import PlanningRequest
 _FEW = 8
 """Even partitions that fit, fewer than which call for smaller ones."""
 
+_ROUND = 8
+"""Microbatches of a round that few workers may take, beside one each and all of a batch."""
+
 _PIPELINE_SHARE = 0.05
 """Part of a pipeline's estimate by which the estimate of its step is longer."""
 
@@ -278,5 +281,7 @@ def pipeline_configs(
 def _rounds(num_workers: int, request: PlanningRequest) -> Iterator[tuple[int, int]]:
     """Numbers of microbatches of a batch, each with the round sizes to choose from."""
     for count in request.microbatch_choices:
-        for size in dict.fromkeys(request.round_sizes or (count, min(num_workers, count))):
+        few = (num_workers, max(num_workers, _ROUND))
+        sizes = request.round_sizes or (count, *(min(size, count) for size in few))
+        for size in dict.fromkeys(sizes):
             yield count, size

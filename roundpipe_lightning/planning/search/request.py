@@ -287,7 +287,7 @@ class PlanningRequest:
         num_batches: Batches that are accumulated before the weights change: one continuous stream,
             a batch fills the pipeline while the one before drains.
         team_sizes: Team sizes to choose from; empty: all that divide the number of devices.
-        round_sizes: Round sizes to choose from; empty: the whole batch, and one per worker.
+        round_sizes: Round sizes to choose from; empty: the whole batch, one per worker, and 8.
         limits: Blocks per stage at most, whatever would fit; None: what fits the devices' memory.
         partitions: Partitions to choose from; empty: the search finds them.
         hop_seconds: From one worker to another; None: that of the largest boundary, by way of the
