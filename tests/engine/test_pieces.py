@@ -228,7 +228,7 @@ class Capacity(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         sign = x.sum(1, keepdim=True) > 0
         place = torch.where(sign, sign.cumsum(0), (~sign).cumsum(0))
-        return x * (place <= max(2, len(x) // 2))
+        return (x * (place <= max(2, len(x) // 2))).view(len(x), -1)
 
 
 class Centred(nn.Module):

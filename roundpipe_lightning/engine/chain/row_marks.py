@@ -35,8 +35,11 @@ class RowMarks(TorchFunctionMode):
         return known is not None and known() is tensor
 
     def alive(self, *, besides: Iterable[Tensor]) -> bool:
-        """Return whether anybody keeps a marked tensor that is not one of those given."""
-        given = set(map(id, besides))
+        """Return whether anybody keeps a marked tensor that is not one of those given.
+
+        Those are often views, which keep what they are views of.
+        """
+        given = {id(t) for tensor in besides for t in (tensor, tensor._base)}  # noqa: SLF001
         for collect in (False, True):
             if collect:
                 gc.collect()
