@@ -60,7 +60,7 @@ class MemoryNeed:
         """E.g. `device: 20.1 of 24.0 GiB (F0[0:4]: weights 12.0, activations 8.1)`."""
         parts = ", ".join(f"{kind.value} {size / _GIB:.1f}" for kind, size in self.num_bytes)
         where = f"{self.stage}: " if self.stage else ""
-        total, there = self.total_bytes / _GIB, self.available_bytes / _GIB
+        total, there = self.total_bytes / _GIB, max(0, self.available_bytes) / _GIB
         return f"{self.place}: {total:.1f} of {there:.1f} GiB ({where}{parts})"
 
 
