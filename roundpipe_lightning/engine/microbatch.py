@@ -166,7 +166,12 @@ class Microbatch:
     @property
     def must_be_waited_for(self) -> bool:
         """Whether the microbatch has written attributes or buffers, or called unplanned blocks."""
-        return self._user.writes.were_any or bool(self.num_streamed)
+        return self.has_written or bool(self.num_streamed)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the microbatch has written attributes or buffers."""
+        return self._user.writes.were_any
 
     def write_attributes(self) -> None:
         """Let the modules have the attributes that the user's code has written."""

@@ -86,6 +86,7 @@ class StepResult(StepOutputs):
         num_calls: How many calls of blocks all microbatches made.
         num_streamed: How many of them were not planned.
         traffic: What each worker has moved, and how long its compute has waited for it.
+        wrote: Whether user code or a block has written into attributes or buffers of modules.
     """
 
     gradients: dict[nn.Parameter, Tensor]
@@ -95,6 +96,7 @@ class StepResult(StepOutputs):
     num_streamed: int
     traffic: tuple[WorkerTraffic, ...] = ()
     clock_seconds: float | None = None
+    wrote: bool = False
 
 
 class Step:
@@ -288,6 +290,7 @@ class Step:
             num_calls=sum(len(one.links) for one in self.microbatches),
             num_streamed=sum(one.num_streamed for one in self.microbatches),
             traffic=moved,
+            wrote=any(one.has_written for one in self.microbatches),
         )
         self._on_success(self, self._result)
 

@@ -96,23 +96,31 @@ def check_trainer_is_alone(*, is_alone: bool) -> None:
         )
 
 
-def check_module(module: LightningModule, *, num_microbatches: int | str, update: str) -> None:
+def check_module(
+    module: LightningModule, *, num_microbatches: int | str, microbatching: str, update: str
+) -> None:
     """Refuse ways of training that cannot be cut into microbatches, or stepped later.
 
     Args:
         module: The user's module, after its `setup` and `configure_model`.
         num_microbatches: What was asked for: a number, or `"auto"`.
+        microbatching: `"auto"`, `"blocks"` or `"step"`.
         update: `"exact"` or `"async"`.
 
     Raises:
         ConfigurationError: The module trains in such a way.
     """
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+    splits = microbatching == "step"
+    takes_iterator = is_param_in_hook_signature(
+        module.training_step, "dataloader_iter", explicit=True
+    )
+    if splits and takes_iterator:
         raise ConfigurationError(
             f"{type(module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
-            "so they cannot be split into microbatches. Write training_step(batch, batch_idx)."
+            "so microbatching='step' cannot split them. Leave it out, or write "
+            "training_step(batch, batch_idx)."
         )
-    if not module.automatic_optimization and num_microbatches not in ("auto", 1):
+    if splits and not module.automatic_optimization and num_microbatches not in ("auto", 1):
         raise ConfigurationError(
             f"{type(module).__name__} sets automatic_optimization=False and "
             f"num_microbatches={num_microbatches}: its training_step steps one or several "

@@ -32,6 +32,11 @@ from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat, sync_hooks
 from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
 from roundpipe_lightning.strategy.metrics import MetricStandIns
+from roundpipe_lightning.strategy.microbatching import (
+    FirstBatch,
+    MicrobatchedBatch,
+    ModeChoice,
+)
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.parameter_watch import ParameterWatch
 from roundpipe_lightning.strategy.planning.inputs import num_values
@@ -178,7 +183,7 @@ class PipelineRuntime:
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
         self._metrics = MetricStandIns(module, in_place=self._on_host)
         self._own_log = OwnLog(module)
-        self._is_joined = options.microbatching == "blocks"
+        self._choice = ModeChoice(module, self._stacks, options.microbatching)
 
     # The engine ----------------------------------------------------------------------------------
 
@@ -292,24 +297,23 @@ class PipelineRuntime:
 
         A batch that has not ended is in flight then.
         """
-        module, trainer = self._module, self._module.trainer
-        joined, count = self._is_joined, self._planner.num_microbatches
-        microbatches: Sequence[Any] = [batch]
-        shares: Sequence[float] = (1.0,)
-        if joined:
-            count = self._num_pieces(batch)
-        else:
-            shrinks = self._options.num_microbatches == "auto"
-            microbatches = split_into_microbatches(module, batch, count, shrinks=shrinks)
-            count = len(microbatches)
-            shares = shares_of_loss(module, batch, microbatches, self._options.microbatch_weight)
+        trainer = self._module.trainer
+        cut = self._choice.begin(
+            batch,
+            lambda: self._split(batch),
+            num_pieces=self._num_pieces(batch),
+            fusion=self._fusion,
+            trains=trains,
+        )
+        first, microbatches, shares = cut.first, cut.parts, cut.shares
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
         recorders, logged = [LogRecorder() for _ in microbatches], LoggedBatch(batch)
-        planned = self._plan_for(microbatches[0], arguments, count=count)
+        planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
-        overlaps = trains and self._may_overlap()
+        overlaps = trains and first is None and self._may_overlap()
 
         def call(view: Any, microbatch: Any, index: int) -> Any:  # in the microbatch's thread
+            cut.begin(index)
             with self._own_log.recording_into(view.log):
                 output = view.training_step(microbatch, *arguments)
             if index == 0:
@@ -323,7 +327,7 @@ class PipelineRuntime:
             seed = int(torch.randint(0, 2**62, (), device="cpu"))
         with (
             self._metrics.for_microbatches(shares) as stand_ins,
-            nullcontext() if joined else host_generator_seeded(self._batch_number),
+            nullcontext() if cut.joined else host_generator_seeded(self._batch_number),
             self._own_log.recorded(),
         ):
             step = engine.begin_step(
@@ -332,12 +336,12 @@ class PipelineRuntime:
                 plan=planned.plan,
                 loss_scales=[share * backward_scale for share in shares],
                 backward=trains,
-                joined=joined,
+                joined=cut.joined,
                 step_seed=seed,
                 thread_context=self._precision.thread_context,
                 overrides=lambda microbatch: {"log": recorders[microbatch]},
                 stand_ins=stand_ins,
-                outside=self._fusion,
+                outside=cut.outside,
             )
             present = InFlightBatch(
                 step,
@@ -352,11 +356,14 @@ class PipelineRuntime:
                     step.result()
                 raise
             known = step.outputs() if overlaps else step.result()
+        cut.check_shares()
         self._log_once(recorders, logged, shares=shares, losses=known.losses)
         loss = loss_of_batch(known.losses, shares)
         ended = step.is_over or loss is None
         if ended:
             result: StepResult = present.end()
+            if first is not None and loss is not None:
+                self._choose(first, batch, arguments, result)
             if loss is not None and trains:
                 loss = present.precomputed(loss, result)
         elif loss is not None:
@@ -397,9 +404,37 @@ class PipelineRuntime:
         except BatchError:
             return count
 
-    def _plan_for(self, given: Any, arguments: Sequence[Any], *, count: int) -> Planned:
+    def _choose(
+        self, first: FirstBatch, batch: Any, arguments: Sequence[Any], result: StepResult
+    ) -> None:
+        """Choose where microbatches begin in the batches to come."""
+        assert self._engine is not None
+        reason = "it writes into attributes or buffers of modules" if result.wrote else ""
+        if self._engine.forms.whole:
+            name, why = next(iter(self._engine.forms.whole.items()))
+            reason = f"block {name!r} runs on the whole batch: {why}"
+        self._choice.decide(
+            batch,
+            arguments,
+            first,
+            num_microbatches=self._planner.num_microbatches,
+            reason=reason,
+        )
+
+    def _split(self, batch: Any) -> tuple[Sequence[Any], Sequence[float]]:
+        """Return the microbatches of a batch, and their shares of the loss."""
+        module, options = self._module, self._options
+        parts = split_into_microbatches(
+            module,
+            batch,
+            self._planner.num_microbatches,
+            shrinks=options.num_microbatches == "auto",
+        )
+        return parts, shares_of_loss(module, batch, parts, options.microbatch_weight)
+
+    def _plan_for(self, cut: MicrobatchedBatch, arguments: Sequence[Any]) -> Planned:
         """Return the plan for a batch and show it if the batch is the largest so far."""
-        planned = self._planner.planned(given, arguments, count=count, joined=self._is_joined)
+        planned = self._planner.planned(cut.parts[0], arguments, count=cut.count, joined=cut.joined)
         if self._plan_listeners:
             event = self._planner.event_of(planned, assumed_rates=self._assumed_rates)
             if event is not None:
@@ -565,11 +600,13 @@ class PipelineRuntime:
         state = self._planner.state_dict()
         if self.compiler is not None:
             state["compiler"] = self.compiler.state_dict()
+        state["microbatching"] = self._choice.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned."""
         self._planner.load_state_dict(state)
+        self._choice.load_state_dict(state.get("microbatching", {}))
         if self.compiler is not None and "compiler" in state:
             self.compiler.load_state_dict(state["compiler"])
 

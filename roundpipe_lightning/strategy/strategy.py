@@ -487,7 +487,10 @@ class RoundPipeStrategy(ParallelStrategy):
             self._runtime = self._fit_runtime = None  # an earlier run's batches say nothing
             self._resume.begin()
             checks.check_module(
-                module, num_microbatches=self._wanted_microbatches, update=options.update
+                module,
+                num_microbatches=self._wanted_microbatches,
+                microbatching=options.microbatching,
+                update=options.update,
             )
             checks.tell_of_compiled_modules(module)
         self._is_set_up = True

@@ -199,7 +199,7 @@ def step_profile(
             raise ConfigurationError("The step returned no loss to train on.")
         return loss
 
-    with _gradients(copy.module), _alone():
+    with _gradients(copy.module), alone():
         run = measure_run(copy.module, meta_stack, run_step, 1, 1)
     if copy.reason_not_copied is not None:  # and the user's code went on without it
         raise ConfigurationError(f"Something could not be copied: {copy.reason_not_copied}.")
@@ -349,7 +349,7 @@ def _without_fusion(fusion: LossFusion, forward: Callable[..., Any]) -> Callable
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Keep a run quiet and on the meta device."""
     with (
         torch.device("meta"),

@@ -30,11 +30,14 @@ from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, all
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
+from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
-from roundpipe_lightning.models.work.work_profile import StepProfile, step_profile
+from roundpipe_lightning.models.work.meta_copy import MetaCopy
+from roundpipe_lightning.models.work.step_proof import LossKind, Unproven, prove_step
+from roundpipe_lightning.models.work.work_profile import StepProfile, alone, step_profile
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.rounding import rounds_itself
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
@@ -403,6 +406,48 @@ def _reason(error: Exception) -> str:
     return text if isinstance(source, RoundPipeError) else f"{type(source).__name__}: {text}"
 
 
+def prove(
+    module: LightningModule,
+    stacks: Sequence[BlockStack],
+    *,
+    batch: Any,
+    arguments: Sequence[Any],
+) -> LossKind:
+    """Return what a batch's loss is of those of its microbatches; see `prove_step`.
+
+    Raises:
+        Unproven: It is not proven to be either.
+    """
+
+    def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[Any]]:
+        logged: list[Any] = []
+
+        def log(name: Any, value: Any = None, **_: Any) -> None:
+            logged.extend(name.values() if isinstance(name, Mapping) else [value])
+
+        settings = {**_settings(module), "log": log, "log_dict": log}
+        copy = MetaCopy(module, settings=settings, replaced=list(_replaced(module, _NoMetric)))
+        for stack in stacks:
+            for block in map(copy.module_copy, stack.blocks):
+                block.__dict__["forward"] = around(block.forward)
+        root: Any = copy.module
+        loss = loss_of(root.training_step(given, *arguments))
+        if copy.wrote_buffers:
+            raise Unproven("it writes into buffers")
+        return loss, logged
+
+    before = random_state()
+    try:
+        with alone():
+            return prove_step(batch=batch, run=run)
+    except Unproven:
+        raise
+    except Exception as error:
+        raise Unproven(f"it cannot be run without values ({_reason(error)})") from error
+    finally:
+        set_random_state(before)
+
+
 def _settings(module: LightningModule) -> Mapping[str, Any]:
     """Return the copy's replacements for attributes that reach out of the module."""
 
@@ -416,10 +461,14 @@ def _settings(module: LightningModule) -> Mapping[str, Any]:
     }
 
 
-def _replaced(module: LightningModule) -> Iterator[tuple[object, object]]:
+def _replaced(
+    module: LightningModule, metric: Callable[[], nn.Module] | None = None
+) -> Iterator[tuple[object, object]]:
     yield module.trainer, _ReadOnlyTrainer(module.trainer)
     for child in module.modules():
-        if isinstance(child, MetricCollection):
+        if metric is not None and isinstance(child, Metric | MetricCollection):
+            yield child, metric()
+        elif isinstance(child, MetricCollection):
             yield child, MetricCollection([])
         elif isinstance(child, Metric):
             yield child, SilentMetric()
@@ -455,3 +504,12 @@ class SilentMetric(nn.Module):
 
     def reset(self) -> None:
         """There is nothing to forget."""
+
+
+class _NoMetric(nn.Module):
+    """Ends a proof: what a metric keeps of microbatches is not what it keeps of the batch."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        raise Unproven("it uses a metric")
+
+    compute = update = reset = forward

@@ -241,7 +241,8 @@ class StepPlanner:
         found.planning_seconds = perf_counter() - began
         self._take_over(found)
         self._planned.append(found)
-        self._constraints.keep_rounds(found.plan)
+        if not joined:
+            self._constraints.keep_rounds(found.plan)
         if len(self._planned) == 1 or count == self.num_microbatches:
             self.profile = found.job.profile
         rank_zero_info(

@@ -1,0 +1,465 @@
+"""Proof that a training step may run once per microbatch: its loss is a weighted mean over rows.
+
+The step runs twice without values, on batches of two numbers of rows. Where a tensor's size differs
+between the two, it has the rows. Every operation outside the blocks then has to keep the rows
+apart, and in their order, until a mean or a sum ends them:
+
+```
+ids (rows, 9) ─ embed, blocks ─▶ (rows, 9, 8) ─ head, view ─▶ (9 rows, 64) ─ cross_entropy ─▶ ()
+      rows                            rows                         rows            mean over targets
+```
+
+What follows a mean or a sum has to be linear. What is not known to keep rows apart is taken not to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+
+_NUM_ROWS = (97, 101)
+_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+
+
+class LossKind(Enum):
+    """What the loss of a batch is of the losses of its microbatches."""
+
+    ROWS = "rows"
+    """Their mean, each weighted by its rows."""
+
+    TARGETS = "targets"
+    """Their mean, each weighted by its targets."""
+
+    SUM = "sum"
+    """Their sum."""
+
+
+class Unproven(Exception):  # noqa: N818 - an answer
+    """Why a step may not run once per microbatch."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A tensor with rows, `num_each` entries of a dimension for each.
+
+    Attributes:
+        are_numbers: Whether it holds the numbers of the rows.
+    """
+
+    dim: int
+    num_each: int
+    are_numbers: bool = False
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """A tensor without rows that a mean or a sum over them has given, or what is linear in it."""
+
+    kind: LossKind
+    targets: int = 0  # identity of those that a mean counts
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """A tensor that depends on rows in another way."""
+
+    reason: str
+
+
+_State: TypeAlias = _Rows | _Reduced | _Mixed | None  # None: no row goes into it
+
+
+@dataclass(kw_only=True)
+class _Op:
+    """One operation; `name` is that of a block's call where it has no function."""
+
+    name: str
+    tags: Sequence[Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    taken: list[Tensor]
+    made: list[Tensor]
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """What a step did on so many rows.
+
+    Attributes:
+        inputs: The batch's tensors.
+        ops: What it computed outside the blocks, and the calls of these.
+        loss: The loss.
+        logged: What it logged.
+    """
+
+    inputs: list[Tensor]
+    ops: list[_Op] = field(default_factory=list)
+    loss: Tensor | None = None
+    logged: list[Tensor] = field(default_factory=list)
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(self, ops: list[_Op]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ops = ops
+        self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and _asks_about_a_mask():
+            return False
+        result = func(*args, **kwargs)
+        if not self._is_paused:
+            self._ops.append(
+                _Op(
+                    name=func._schema.name.removeprefix("aten::"),  # noqa: SLF001
+                    tags=func.tags,
+                    args=args,
+                    kwargs=kwargs,
+                    taken=_tensors((args, kwargs)),
+                    made=_tensors(result),
+                )
+            )
+        return result
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a block's `forward` that counts as one operation."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_paused = self._is_paused, True
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self._is_paused = before
+            if not before:
+                taken, made = _tensors((args, kwargs)), _tensors(result)
+                op = _Op(name="block", tags=(), args=(), kwargs={}, taken=taken, made=made)
+                self._ops.append(op)
+            return result
+
+        return call
+
+
+def _asks_about_a_mask() -> bool:
+    """Return whether transformers asks if a mask leaves all: it computes the same if not."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _MASKS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _tensors(node: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(node) if isinstance(leaf, Tensor)]
+
+
+def prove_step(
+    *,
+    batch: Any,
+    run: Callable[[Any, Callable[[Callable[..., Any]], Callable[..., Any]]], tuple[Any, list[Any]]],
+) -> LossKind:
+    """Return what the loss of a batch is of the losses of its microbatches.
+
+    Args:
+        batch: A batch, of which only shapes and dtypes are looked at.
+        run: Runs the step on a copy of the batch without values. It wraps the blocks' `forward`
+            with what it is given, and returns the loss and what was logged.
+
+    Raises:
+        Unproven: With the reason, if no proof is found.
+    """
+    num_rows = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_in(batch)}
+    if len(num_rows) != 1 or None in num_rows:
+        raise Unproven("the batch's tensors have not all the same first dimension")
+    runs = [_run(batch, number, run) for number in _NUM_ROWS]
+    return _Proof(*runs).kind()
+
+
+def _run(batch: Any, num_rows: int, run: Callable[..., Any]) -> _Run:
+    def sized(tensor: Tensor) -> Tensor:
+        return torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+    given = map_tensors(sized, batch)
+    made = _Run(inputs=list(tensors_in(given)))
+    tracer = _Tracer(made.ops)
+    with tracer:
+        loss, logged = run(given, tracer.around)
+    made.loss, made.logged = loss, [value for value in logged if isinstance(value, Tensor)]
+    return made
+
+
+class _Proof:
+    """Follows the rows through two runs of a step."""
+
+    def __init__(self, one: _Run, other: _Run) -> None:
+        names = [op.name for op in one.ops], [op.name for op in other.ops]
+        if names[0] != names[1] or len(one.logged) != len(other.logged):
+            raise Unproven("it computes something else for another number of rows")
+        self._runs = one, other
+        self._states: dict[int, _State] = {}
+
+    def kind(self) -> LossKind:
+        one, other = self._runs
+        for a, b in zip(one.inputs, other.inputs, strict=True):
+            self._states[id(a)] = self._rows_of(a, b)
+        for mine, theirs in zip(one.ops, other.ops, strict=True):
+            self._follow(mine, theirs)
+        if not isinstance(one.loss, Tensor):
+            raise Unproven("it returns no loss")
+        state = self._states.get(id(one.loss))
+        if not isinstance(state, _Reduced):
+            raise Unproven(_reason(state))
+        for value in one.logged:
+            logged = self._states.get(id(value))
+            if logged is not None and logged != state:
+                raise Unproven(f"it logs what is no such mean: {_reason(logged)}")
+        return state.kind
+
+    def _rows_of(self, a: Tensor, b: Tensor) -> _State:
+        """Return the rows of a tensor: where its sizes differ; None if they do not."""
+        if a.dim() != b.dim():
+            return _Mixed("a tensor has more dimensions for more rows")
+        dims = [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
+        if not dims:
+            return None
+        each = [a.shape[dims[0]] / _NUM_ROWS[0], b.shape[dims[0]] / _NUM_ROWS[1]]
+        if len(dims) > 1 or each[0] != each[1] or each[0] != int(each[0]):
+            return _Mixed("rows are compared with each other, or left out")
+        return _Rows(dims[0], int(each[0]))
+
+    def _follow(self, op: _Op, other: _Op) -> None:
+        taken = [self._states.get(id(tensor)) for tensor in op.taken]
+        for a, b in zip(op.made, other.made, strict=True):
+            if any(a is tensor for tensor in op.taken) and op.name in ("detach", "alias"):
+                continue
+            self._states[id(a)] = self._state_of(op, taken, a, self._rows_of(a, b))
+
+    def _state_of(self, op: _Op, taken: Sequence[_State], made: Tensor, rows: _State) -> _State:
+        mixed = next((s for s in (*taken, rows) if isinstance(s, _Mixed)), None)
+        if mixed is not None:
+            return mixed
+        if torch.Tag.nondeterministic_seeded in op.tags and op.name not in _DROPOUTS:
+            return _Mixed(f"it draws random numbers ({op.name})")
+        if any(isinstance(state, _Reduced) for state in taken):
+            return _linear(op, taken, rows)
+        if not any(isinstance(state, _Rows) for state in taken):
+            if rows is None or op.name in _CONSTANT:
+                return rows
+            if op.name == "arange" and not made.is_floating_point() and rows == _Rows(0, 1):
+                return _Rows(0, 1, are_numbers=True)
+            return _Mixed(f"it numbers the rows, or the like ({op.name})")
+        if rows is None:
+            return self._reduction(op, taken)
+        assert isinstance(rows, _Rows)
+        if op.name == "index":
+            return rows if self._looks_up_rows(op, made, rows) else _mixing(op)
+        if any(isinstance(state, _Rows) and state.are_numbers for state in taken):
+            moved = op.name in _VIEWS or op.name in _MOVES or op.name in _SAME
+            if not (moved and self._keeps_rows(op, taken, made, rows)):
+                return _mixing(op)
+            return replace(rows, are_numbers=True)
+        return rows if self._keeps_rows(op, taken, made, rows) else _mixing(op)
+
+    def _keeps_rows(self, op: _Op, taken: Sequence[_State], made: Tensor, rows: _Rows) -> bool:
+        """Return whether every row of what was made follows from the same row of what was taken."""
+        with_rows = [
+            (tensor, state)
+            for tensor, state in zip(op.taken, taken, strict=True)
+            if isinstance(state, _Rows)
+        ]
+        if op.name == "block":
+            return all(state.num_each == rows.num_each for _, state in with_rows)
+        if torch.Tag.pointwise in op.tags or op.name in _POINTWISE:
+            return all(
+                tensor.dim() - state.dim == made.dim() - rows.dim
+                and state.num_each == rows.num_each
+                for tensor, state in with_rows
+            )
+        if op.name in _VIEWS:
+            (tensor, state), *others = with_rows
+            return not others and math.prod(tensor.shape[: state.dim]) == math.prod(
+                made.shape[: rows.dim]
+            )
+        if op.name in _MOVES:
+            return len(with_rows) == 1 and with_rows[0][1].num_each == rows.num_each
+        if op.name in _ALONG:
+            tensor, state = with_rows[0]
+            dims = _dims(op, tensor, made)
+            return len(with_rows) == 1 and state.dim not in dims
+        if op.name in _JOINS:
+            dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+            return dim % made.dim() != rows.dim and all(
+                state.num_each == rows.num_each for _, state in with_rows
+            )
+        if op.name in _PRODUCTS:
+            return _is_product_by_rows(op, taken, rows)
+        if op.name in _FIRST:
+            leads = all(state.dim == 0 and state.num_each == 1 for _, state in with_rows)
+            first = isinstance(taken[0], _Rows)
+            return leads and first and len(with_rows) == 1 and rows.dim == 0
+        if op.name in _TOGETHER:
+            return all(state.dim == rows.dim == 0 for _, state in with_rows)
+        if op.name == "embedding":
+            return taken[0] is None
+        return False
+
+    def _looks_up_rows(self, op: _Op, made: Tensor, rows: _Rows) -> bool:
+        """Return whether every row of `x[i, j]` follows from the same row of `x`, `i` and `j`."""
+        source, indices = op.args[0], op.args[1]
+        state = self._states.get(id(source))
+        for dim, index in enumerate(indices):
+            of_index = None if index is None else self._states.get(id(index))
+            if not isinstance(of_index, _Rows):
+                if isinstance(state, _Rows) and dim == state.dim and index is not None:
+                    return False
+                continue
+            is_row = isinstance(state, _Rows) and dim == state.dim
+            if of_index.are_numbers is not is_row or of_index.num_each != rows.num_each:
+                return False
+            if index.dim() - of_index.dim != made.dim() - rows.dim:
+                return False
+        return True
+
+    def _reduction(self, op: _Op, taken: Sequence[_State]) -> _State:
+        if op.name in ("nll_loss_forward", "nll_loss2d_forward"):
+            if not (isinstance(taken[0], _Rows) and isinstance(taken[1], _Rows)):
+                return _mixing(op)
+            if int(op.args[3]) == 1:
+                return _Reduced(LossKind.TARGETS, id(op.taken[1]))
+            return _Reduced(LossKind.SUM)
+        if op.name in _LOSSES:
+            reduction = [arg for arg in op.args[2:] if isinstance(arg, int)] or [1]
+            return _Reduced(LossKind.SUM if reduction[0] == 2 else LossKind.ROWS)
+        if op.name == "mean":
+            return _Reduced(LossKind.ROWS)
+        if op.name == "sum":
+            return _Reduced(LossKind.SUM)
+        return _mixing(op)
+
+
+def _mixing(op: _Op) -> _Mixed:
+    return _Mixed(f"its rows are not known to stay apart ({op.name})")
+
+
+def _reason(state: _State) -> str:
+    if isinstance(state, _Mixed):
+        return state.reason
+    return "it depends on no row" if state is None else "its rows are not reduced alike"
+
+
+def _linear(op: _Op, taken: Sequence[_State], rows: _State) -> _State:
+    """Return the state of what is made of a mean or sum over rows."""
+    result, *others = {state for state in taken if isinstance(state, _Reduced)}
+    kind = result.kind
+    constants = [state for state in taken if not isinstance(state, _Reduced)]
+    known = not others and rows is None and all(state is None for state in constants)
+    if known and op.name in ("add", "sub", "add_", "sub_") and kind is not LossKind.SUM:
+        return result
+    if known and op.name in ("add", "sub", "add_", "sub_") and not constants:
+        return result if not _numbers(op) else _mixing(op)
+    if known and op.name in ("mul", "mul_") and len(taken) - len(constants) == 1:
+        return result
+    if (
+        known
+        and op.name in ("div", "div_")
+        and isinstance(taken[0], _Reduced)
+        and not (len(taken) > 1 and isinstance(taken[1], _Reduced))
+    ):
+        return result
+    if known and (op.name in _VIEWS or op.name in _MOVES or op.name == "neg"):
+        return result
+    return _Mixed(f"it computes with a mean or sum over rows ({op.name})")
+
+
+def _numbers(op: _Op) -> bool:
+    """Whether a number stands where a tensor could, in an addition."""
+    return any(isinstance(arg, int | float) for arg in op.args[:2])
+
+
+def _dims(op: _Op, tensor: Tensor, made: Tensor) -> set[int]:
+    """Return the dimensions along which an operation looks at a tensor."""
+    given: Any = op.kwargs.get("dim")
+    if op.name in ("native_layer_norm", "_fused_rms_norm", "rms_norm"):
+        return set(range(tensor.dim() - len(op.args[1]), tensor.dim()))
+    if given is None:
+        given = next((arg for arg in op.args[1:] if isinstance(arg, int | list | tuple)), None)
+        if op.name == "topk":
+            given = op.args[2] if len(op.args) > 2 else -1
+        if op.name == "sort" and given is None:
+            given = -1
+    if op.name in ("slice", "select", "split", "split_with_sizes", "unbind") and given is None:
+        given = 0
+    if op.name in ("split", "split_with_sizes"):
+        given = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
+    if given is None:
+        return set(range(tensor.dim()))
+    dims = [given] if isinstance(given, int) else list(given)
+    if op.name == "slice" and tensor.shape[dims[0]] == made.shape[dims[0]]:
+        return set()  # all of it
+    return {dim % tensor.dim() for dim in dims} or set(range(tensor.dim()))
+
+
+def _is_product_by_rows(op: _Op, taken: Sequence[_State], rows: _Rows) -> bool:
+    """Return whether no row of a matrix product depends on another one."""
+    left, right = taken[-2:]
+    if op.name == "bmm":
+        if isinstance(right, _Rows):
+            return isinstance(left, _Rows) and left.dim == right.dim == rows.dim == 0
+        return isinstance(left, _Rows) and left.dim == rows.dim and left.dim != 2
+    return right is None and isinstance(left, _Rows) and left.dim == 0 and rows.dim == 0
+
+
+_DROPOUTS = frozenset({"native_dropout"})
+_CONSTANT = frozenset(
+    """
+    empty empty_like empty_strided expand full full_like new_empty new_full new_ones new_zeros ones
+    ones_like repeat scalar_tensor zeros zeros_like
+    """.split()
+)
+_POINTWISE = frozenset(
+    """
+    _to_copy clone copy copy_ detach alias lift_fresh fill_ zero_ zeros_like ones_like full_like
+    empty_like masked_fill masked_fill_ where native_dropout contiguous
+    """.split()
+)
+_SAME = frozenset("_to_copy clone detach alias lift_fresh".split())
+_VIEWS = frozenset(
+    "view _unsafe_view reshape _reshape_alias unsqueeze squeeze expand flatten".split()
+)
+_MOVES = frozenset("permute transpose t".split())
+_ALONG = frozenset(
+    """
+    slice select split split_with_sizes unbind _softmax _log_softmax native_layer_norm
+    _fused_rms_norm rms_norm sum mean amax amin max min argmax argmin any all prod logsumexp var std
+    linalg_vector_norm norm cumsum cumprod sort topk argsort flip gather scatter
+    """.split()
+)
+_JOINS = frozenset("cat stack".split())
+_PRODUCTS = frozenset("mm addmm bmm".split())
+_FIRST = frozenset(
+    """
+    convolution max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d native_group_norm
+    upsample_nearest2d upsample_bilinear2d pixel_shuffle constant_pad_nd
+    """.split()
+)
+_TOGETHER = frozenset(
+    """
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention nll_loss_forward
+    """.split()
+)
+_LOSSES = frozenset(
+    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss".split()
+)
