@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.trees import map_leaves, map_tensors, tensors_in
 
 _NUM_ROWS = (97, 101)
 _MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -106,7 +106,7 @@ class _Run:
     inputs: list[Tensor]
     ops: list[_Op] = field(default_factory=list)
     loss: Tensor | None = None
-    logged: list[Tensor] = field(default_factory=list)
+    logged: list[Any] = field(default_factory=list)
 
 
 class _Tracer(TorchDispatchMode):
@@ -117,7 +117,7 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and _asks_about_a_mask():
+        if func.name() == "aten::_local_scalar_dense" and _asks_about_a_mask():
             return False
         result = func(*args, **kwargs)
         if not self._is_paused:
@@ -180,7 +180,15 @@ def prove_step(
     Raises:
         Unproven: With the reason, if no proof is found.
     """
-    num_rows = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_in(batch)}
+    num_rows: set[int | None] = set()
+
+    def look(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            raise Unproven("the batch has more than tensors")
+        num_rows.add(leaf.shape[0] if leaf.dim() else None)
+        return leaf
+
+    map_leaves(look, batch)
     if len(num_rows) != 1 or None in num_rows:
         raise Unproven("the batch's tensors have not all the same first dimension")
     runs = [_run(batch, number, run) for number in _NUM_ROWS]
@@ -196,7 +204,7 @@ def _run(batch: Any, num_rows: int, run: Callable[..., Any]) -> _Run:
     tracer = _Tracer(made.ops)
     with tracer:
         loss, logged = run(given, tracer.around)
-    made.loss, made.logged = loss, [value for value in logged if isinstance(value, Tensor)]
+    made.loss, made.logged = loss, logged
     return made
 
 
@@ -221,10 +229,12 @@ class _Proof:
         state = self._states.get(id(one.loss))
         if not isinstance(state, _Reduced):
             raise Unproven(_reason(state))
-        for value in one.logged:
+        for value, again in zip(one.logged, other.logged, strict=True):
             logged = self._states.get(id(value))
             if logged is not None and logged != state:
                 raise Unproven(f"it logs what is no such mean: {_reason(logged)}")
+            if not isinstance(value, Tensor) and value != again:
+                raise Unproven("it logs a number that depends on the rows")
         return state.kind
 
     def _rows_of(self, a: Tensor, b: Tensor) -> _State:

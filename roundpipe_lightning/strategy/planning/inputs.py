@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning.engine.capture.trees import map_tensors
@@ -422,7 +423,9 @@ def prove(
     def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[Any]]:
         logged: list[Any] = []
 
-        def log(name: Any, value: Any = None, **_: Any) -> None:
+        def log(name: Any, value: Any = None, *_: Any, **how: Any) -> None:
+            if how.get("reduce_fx", "mean") not in ("mean", torch.mean):
+                raise Unproven("it logs what is no mean over batches")
             logged.extend(name.values() if isinstance(name, Mapping) else [value])
 
         settings = {**_settings(module), "log": log, "log_dict": log}
@@ -431,7 +434,10 @@ def prove(
             for block in map(copy.module_copy, stack.blocks):
                 block.__dict__["forward"] = around(block.forward)
         root: Any = copy.module
-        loss = loss_of(root.training_step(given, *arguments))
+        output = root.training_step(given, *arguments)
+        if isinstance(output, Mapping) and set(output) != {"loss"}:
+            raise Unproven("it returns more than the loss")
+        loss = loss_of(output)
         if copy.wrote_buffers:
             raise Unproven("it writes into buffers")
         return loss, logged
@@ -439,13 +445,21 @@ def prove(
     before = random_state()
     try:
         with alone():
-            return prove_step(batch=batch, run=run)
+            kind = prove_step(batch=batch, run=run)
+        states = [tree_leaves(state) for state in (before, random_state())]
+        if any(not _same(a, b) for a, b in zip(*states, strict=True)):
+            raise Unproven("it draws random numbers")
+        return kind
     except Unproven:
         raise
     except Exception as error:
         raise Unproven(f"it cannot be run without values ({_reason(error)})") from error
     finally:
         set_random_state(before)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def _settings(module: LightningModule) -> Mapping[str, Any]:
