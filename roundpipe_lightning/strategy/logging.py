@@ -31,18 +31,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import compat
 
-_NAMES_OF_BUILTINS: dict[Any, str] = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    sum: "sum",
-    min: "min",
-    max: "max",
-    "avg": "mean",
-}
+_MEANS = (torch.mean, "mean", "avg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +123,6 @@ _POSITIONAL = (
 )
 """Parameters of `LightningModule.log` after the value, in their order."""
 
-_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.sum,
-    "min": torch.amin,
-    "max": torch.amax,
-}
-
 
 def replay_logs(
     recorders: Sequence[LogRecorder],
@@ -189,11 +175,11 @@ def _merge(
     if _are_the_losses(values, [losses[microbatch] for microbatch in calls]):
         return weighted_mean(values, weights=own_shares), arguments
     reduce_fx = arguments.get("reduce_fx", "mean")
-    name = str(_NAMES_OF_BUILTINS.get(reduce_fx, reduce_fx)).lower()
-    if name in _REDUCTIONS:
-        stacked = torch.stack([_as_float64(value) for value in values])
-        return _like(values[0], _REDUCTIONS[name](stacked, 0)), arguments
-    # A mean; or something unknown, which Lightning refuses when it sees it.
+    if reduce_fx not in _MEANS:
+        raise ConfigurationError(
+            f"self.log(..., reduce_fx={reduce_fx!r}) with microbatching='step': microbatches are "
+            "put together as means. Set microbatching='blocks', or leave it out."
+        )
     weights = own_shares if None in sizes else [float(size or 0) for size in sizes]
     return weighted_mean(values, weights=weights), arguments
 

@@ -26,12 +26,13 @@ from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.models.batches import batch_size_of
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
+from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat, sync_hooks
 from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
-from roundpipe_lightning.strategy.metrics import MetricStandIns
+from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import (
     FirstBatch,
     MicrobatchedBatch,
@@ -49,7 +50,6 @@ from roundpipe_lightning.strategy.step import (
     host_generator_seeded,
     loss_of_batch,
     output_of_batch,
-    shares_of_loss,
     split_into_microbatches,
 )
 
@@ -181,7 +181,7 @@ class PipelineRuntime:
         self._plan_listeners = plan_listeners
         self._step_listeners = step_listeners
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
-        self._metrics = MetricStandIns(module, in_place=self._on_host)
+        self._metrics = LentMetrics(module, in_place=self._on_host)
         self._own_log = OwnLog(module)
         self._choice = ModeChoice(module, self._stacks, options.microbatching)
 
@@ -326,7 +326,7 @@ class PipelineRuntime:
         with host_generator_seeded(self._batch_number):
             seed = int(torch.randint(0, 2**62, (), device="cpu"))
         with (
-            self._metrics.for_microbatches(shares) as stand_ins,
+            self._metrics.of_step(len(microbatches)) as stand_ins,
             nullcontext() if cut.joined else host_generator_seeded(self._batch_number),
             self._own_log.recorded(),
         ):
@@ -340,7 +340,7 @@ class PipelineRuntime:
                 step_seed=seed,
                 thread_context=self._precision.thread_context,
                 overrides=lambda microbatch: {"log": recorders[microbatch]},
-                stand_ins=stand_ins,
+                stand_ins=lambda microbatch: stand_ins,
                 outside=cut.outside,
             )
             present = InFlightBatch(
@@ -369,7 +369,7 @@ class PipelineRuntime:
         elif loss is not None:
             self.in_flight = present
             loss = present.without_gradients(loss)
-        output = output_of_batch(loss, known.outputs, microbatches=microbatches, shares=shares)
+        output = output_of_batch(loss, known.outputs)
         return output, present if ended else None
 
     @property
@@ -423,14 +423,10 @@ class PipelineRuntime:
 
     def _split(self, batch: Any) -> tuple[Sequence[Any], Sequence[float]]:
         """Return the microbatches of a batch, and their shares of the loss."""
-        module, options = self._module, self._options
-        parts = split_into_microbatches(
-            module,
-            batch,
-            self._planner.num_microbatches,
-            shrinks=options.num_microbatches == "auto",
-        )
-        return parts, shares_of_loss(module, batch, parts, options.microbatch_weight)
+        options, count = self._options, self._planner.num_microbatches
+        shrinks = options.num_microbatches == "auto"
+        parts = split_into_microbatches(batch, count, shrinks=shrinks)
+        return parts, microbatch_weights(parts, options.microbatch_weight)
 
     def _plan_for(self, cut: MicrobatchedBatch, arguments: Sequence[Any]) -> Planned:
         """Return the plan for a batch and show it if the batch is the largest so far."""

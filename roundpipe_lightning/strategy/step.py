@@ -29,37 +29,26 @@ come later than `backward()`: the node notes what arrives, the batch is in fligh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.randomness import mix
-from roundpipe_lightning.engine.capture.trees import children_of
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.updater import Updater
-from roundpipe_lightning.errors import BatchError
-from roundpipe_lightning.models.batches import (
-    batch_size_of,
-    merge_outputs,
-    rows_of_parts,
-    split_batch,
-    split_parts,
-)
-from roundpipe_lightning.models.weights import MicrobatchWeight, microbatch_weights
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.planning.report.step_record import EngineCounters, StepRecord
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.logging import weighted_mean
 from roundpipe_lightning.strategy.planning.planned import Planned
 
@@ -297,48 +286,20 @@ class _PrecomputedGradients(torch.autograd.Function):
 # What goes in ------------------------------------------------------------------------------------
 
 
-def split_into_microbatches(
-    module: LightningModule, batch: Any, count: int, *, shrinks: bool
-) -> Sequence[Any]:
+def split_into_microbatches(batch: Any, count: int, *, shrinks: bool) -> Sequence[Any]:
     """Split a batch.
 
     Args:
-        module: The user's module, attached to its trainer.
         batch: On the host.
-        count: Number of microbatches; fewer for a batch of fewer samples if `shrinks`.
+        count: Number of microbatches; fewer for a batch of fewer rows if `shrinks`.
         shrinks: Whether a small batch is run with fewer microbatches instead of being refused.
 
     Raises:
         BatchError: The batch cannot be split.
     """
-    if count > 1 and _has_uneven_parts(module, batch):
-        if shrinks:
-            common = math.gcd(*rows_of_parts(batch).values())
-            count = max(n for n in range(1, count + 1) if common % n == 0)
-        return split_parts(batch, count) if count > 1 else [batch]
     if shrinks and count > 1:
         count = min(count, max(1, batch_size_of(batch)))
-    return split_batch(batch, count) if count > 1 else [batch]
-
-
-def shares_of_loss(
-    module: LightningModule, batch: Any, microbatches: Sequence[Any], weight: MicrobatchWeight
-) -> Sequence[float]:
-    """Return every microbatch's share in the batch's loss; together 1."""
-    count = len(microbatches)
-    even = not callable(weight) and count > 1 and _has_uneven_parts(module, batch)
-    if count == 1 or even:
-        return (1.0 / count,) * count
-    return microbatch_weights(microbatches, weight)
-
-
-def _has_uneven_parts(module: LightningModule, batch: Any) -> bool:
-    """Whether several loaders have given a part each, with rows of different numbers."""
-    loader = compat.combined_loader(module.trainer)
-    num_loaders = 1 if loader is None else len(loader.flattened)
-    if num_loaders < 2 or len(list(children_of(batch))) != num_loaders:
-        return False
-    return len(set(rows_of_parts(batch).values())) > 1
+    return split_batch(batch, count)
 
 
 @contextmanager
@@ -415,37 +376,18 @@ def loss_of_batch(losses: Sequence[Tensor | None], shares: Sequence[float]) -> T
     return mean if len(present) == len(losses) else mean * sum(weights)
 
 
-def output_of_batch(
-    loss: Tensor | None,
-    outputs: Sequence[Any],
-    *,
-    microbatches: Sequence[Any],
-    shares: Sequence[float],
-) -> STEP_OUTPUT:
-    if loss is None:
-        return None
-    mappings = {i: output for i, output in enumerate(outputs) if isinstance(output, Mapping)}
-    if not mappings:
+def output_of_batch(loss: Tensor | None, outputs: Sequence[Any]) -> STEP_OUTPUT:
+    """Return what one step on the full batch would have returned.
+
+    Raises:
+        ConfigurationError: It is more than a loss, of several microbatches.
+    """
+    mappings = [output for output in outputs if isinstance(output, Mapping)]
+    if loss is None or not mappings:
         return loss
-    merged: dict[str, Any] = {}
-    for key in dict.fromkeys(key for output in mappings.values() for key in output):
-        having = [i for i, output in mappings.items() if key in output]
-        if key == "loss":
-            continue
-        if len(microbatches) == 1:
-            merged[key] = mappings[0][key]
-            continue
-        merged[key] = merge_outputs(
-            [mappings[i][key] for i in having],
-            sizes=[_num_samples(microbatches[i]) for i in having],
-            weights=[shares[i] for i in having],
+    if len(outputs) > 1 and any(set(output) != {"loss"} for output in mappings):
+        raise ConfigurationError(
+            "training_step returns more than the loss, but microbatching='step' runs it once per "
+            "microbatch. Set microbatching='blocks', or leave it out."
         )
-    return {**merged, "loss": loss}
-
-
-def _num_samples(microbatch: Any) -> int:
-    """Count the samples; parts of several loaders have no number in common, so it is 0 then."""
-    try:
-        return batch_size_of(microbatch)
-    except BatchError:
-        return 0
+    return {**mappings[0], "loss": loss}
