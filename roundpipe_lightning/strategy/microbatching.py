@@ -118,6 +118,7 @@ class ModeChoice:
         split: Callable[[], tuple[Sequence[Any], Sequence[float]]],
         *,
         num_pieces: int,
+        may_split: bool,
         fusion: Outside | None,
         trains: bool,
     ) -> MicrobatchedBatch:
@@ -127,6 +128,7 @@ class ModeChoice:
             batch: The batch.
             split: Splits it into microbatches, and returns these and their shares of the loss.
             num_pieces: Microbatches of the whole batch.
+            may_split: Whether more than one microbatch was asked for.
             fusion: Asked before every torch function outside the blocks.
             trains: Whether gradients are wanted.
 
@@ -150,7 +152,7 @@ class ModeChoice:
                     fusion=fusion,
                     counts=chosen == LossKind.TARGETS.value,
                 )
-        looks = trains and chosen is None and num_pieces > 1
+        looks = trains and chosen is None and may_split
         return MicrobatchedBatch(
             parts=[batch],
             shares=(1.0,),

@@ -148,6 +148,15 @@ class Options:
             return hints
         return replace(hints, recompute=(RecomputePolicy(self.recompute),))
 
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the stages that were asked for need the loss of one microbatch at a time."""
+        plan, hints = self.given_plan, self.partition_hints
+        if plan is not None:
+            return plan.partition.backward[0] > 0 or plan.goes_on
+        fused = hints.backward is not None and hints.backward[0] > 0
+        return fused or hints.recompute == (RecomputePolicy.NONE,)
+
     def _given_hints(self) -> PartitionHints:
         """Read `hints`.
 

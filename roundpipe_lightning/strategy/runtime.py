@@ -302,6 +302,7 @@ class PipelineRuntime:
             batch,
             lambda: self._split(batch),
             num_pieces=self._num_pieces(batch),
+            may_split=self._planner.num_microbatches > 1,
             fusion=self._fusion,
             trains=trains,
         )
@@ -395,8 +396,8 @@ class PipelineRuntime:
         )
 
     def _num_pieces(self, batch: Any) -> int:
-        """Return the number of pieces of a batch; one where its rows depend on each other."""
-        if self._engine is not None and self._engine.forms.whole:
+        """Return the number of pieces of a batch; one where it cannot be cut."""
+        if self._options.fuses_loss or (self._engine is not None and self._engine.forms.whole):
             return 1
         count = self._planner.num_microbatches
         try:

@@ -236,7 +236,7 @@ def _beside(step: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:The training step never ran the blocks")
 def test_a_step_that_was_put_onto_the_module_logs_once_per_batch(tmp_path: Path) -> None:
     def metrics(module: Regressor) -> Any:
-        strategy = RoundPipeStrategy(num_microbatches=4)
+        strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step")
         trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
         trainer.fit(module, regression_data())
         return trainer.callback_metrics

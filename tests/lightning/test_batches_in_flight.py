@@ -54,7 +54,10 @@ def fit(
     trainer = make_trainer(
         folder,
         strategy=EmulatedStrategy(
-            num_microbatches=NUM_MICROBATCHES, hints=PARTITION, timeout_seconds=TIMEOUT_SECONDS
+            num_microbatches=NUM_MICROBATCHES,
+            microbatching="step",
+            hints=PARTITION,
+            timeout_seconds=TIMEOUT_SECONDS,
         ),
         devices=NUM_WORKERS,
         callbacks=list(callbacks),

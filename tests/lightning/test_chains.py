@@ -53,7 +53,7 @@ def _fit(inner: nn.Module, **strategy: Any) -> tuple[Trainer, Fitted]:
     x = torch.randn(4 * NUM_STEPS, WIDTH, generator=generator)
     data = DataLoader(TensorDataset(x, x.sum(-1)), batch_size=4)
     trainer = Trainer(
-        strategy=RoundPipeStrategy(num_microbatches=2, **strategy),
+        strategy=RoundPipeStrategy(num_microbatches=2, microbatching="step", **strategy),
         accelerator="cpu",
         devices=2,
         max_epochs=1,

@@ -120,7 +120,7 @@ class _Failing(Regressor):
 @pytest.mark.parametrize("place", ["training_step", "block forward", "block backward", "optimizer"])
 def test_error_in_user_code_and_training_again(tmp_path: Path, place: str, devices: int) -> None:
     def fit(module: LightningModule) -> None:
-        strategy = RoundPipeStrategy(num_microbatches=NUM_MICROBATCHES)
+        strategy = RoundPipeStrategy(num_microbatches=NUM_MICROBATCHES, microbatching="step")
         trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, max_epochs=2)
         trainer.fit(module, regression_data())
 
@@ -186,7 +186,8 @@ class _Forking(Regressor):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_child_that_is_forked_in_a_step_ends(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    strategy = RoundPipeStrategy(microbatching="step")
+    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
     trainer.fit(_Forking(), regression_data(16))
     assert _Forking.status == 7
 
@@ -217,6 +218,7 @@ class _Stopping(Regressor):
         return optimizer
 
 
+@pytest.mark.filterwarnings("ignore:Block 'layers.1' runs on the whole batch")
 @pytest.mark.parametrize("place", ["block", "training_step", "optimizer", "validation_step"])
 def test_stop_iteration_is_an_error_with_its_place(tmp_path: Path, place: str) -> None:
     module = _Stopping(place)
@@ -275,7 +277,7 @@ def test_step_without_progress_is_given_up_with_the_schedule(
         clock.advance_with_each_look(70)
         given_up.wait()
 
-    strategy = RoundPipeStrategy(timeout_seconds=100, dry_run=False)
+    strategy = RoundPipeStrategy(timeout_seconds=100, microbatching="step", dry_run=False)
     trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
     with pytest.raises(WatchdogError, match="worker 0: ") as error:
         trainer.fit(Regressor(on_step=hang), regression_data())

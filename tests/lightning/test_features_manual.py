@@ -305,7 +305,7 @@ def test_blocks_are_on_the_device_only_while_they_run(
 
 @pytest.mark.parametrize("num_microbatches", [2, 8])
 def test_several_microbatches_are_refused(tmp_path: Path, num_microbatches: int) -> None:
-    strategy = RoundPipeStrategy(num_microbatches=num_microbatches)
+    strategy = RoundPipeStrategy(num_microbatches=num_microbatches, microbatching="step")
     with pytest.raises(
         ConfigurationError,
         match=rf"automatic_optimization=False and num_microbatches={num_microbatches}.*"

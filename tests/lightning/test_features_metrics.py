@@ -195,14 +195,14 @@ def test_calls_of_some_microbatches_only(tmp_path: Path) -> None:
     _compare(tmp_path, module, kinds=kinds, tolerance=1e-4)
 
 
-# What cannot be ----------------------------------------------------------------------------------
+# Other uses --------------------------------------------------------------------------------------
 
 
 class _Step(_Measured):
     """Does something with its metric in training_step."""
 
-    def __init__(self, do: Callable[[Any, Tensor, Tensor], Any], metric: Any = None) -> None:
-        super().__init__(MeanSquaredError() if metric is None else metric, "update")
+    def __init__(self, do: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__(MeanSquaredError(), "update")
         self.do = do
         self.kept = [MeanSquaredError()]
         self.aliases = {"mse": self.metric}
@@ -210,53 +210,32 @@ class _Step(_Measured):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         prediction = self(batch[0])
         self.do(self, prediction.flatten().detach(), batch[1].flatten())
+        self.log("computed", self.metric.compute())  # type: ignore[operator]
         return functional.mse_loss(prediction, batch[1])
 
 
-def _write_into_an_argument(module: Any, prediction: Tensor, target: Tensor) -> None:
-    module.metric.update(prediction, target)
-    prediction.zero_()
-
-
-REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], Any, str]] = {
-    "compute": (lambda m, p, t: m.metric.compute(), None, r"compute\(\) of the metric 'metric'"),
-    "reset": (lambda m, p, t: m.metric.reset(), None, r"calls reset\(\).*on_train_batch_end"),
-    "list": (lambda m, p, t: m.kept[0](p, t), None, r"kept\[0\] \(MeanSquaredError\).*ModuleList"),
-    "alias": (lambda m, p, t: m.aliases["mse"](p, t), None, r"updated metric \(MeanSquaredE"),
-    "shapes": (
-        lambda m, p, t: m.metric.update(p[None], t[None]),
-        _MeanState,
-        r"tensors of shapes \(1, 3\), \(1, 3\), \(1, 2\).*one value per sample",
-    ),
-    "counts": (
-        lambda m, p, t: m.metric.update(len(p)),
-        lambda: RunningMean(window=2),
-        "3, 3, 2 differ",
-    ),
-    "mixed": (
-        lambda m, p, t: (m.metric.update(p.mean()), m.metric.update(p)),
-        MeanMetric,
-        "numbers in one call and samples in another",
-    ),
-    "write": (_write_into_an_argument, PearsonCorrCoef, "training_step wrote into one"),
+USES: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "compute": lambda m, p, t: m.metric.update(p, t),
+    "list": lambda m, p, t: (m.kept[0](p, t), m.metric.update(p, t)),
+    "alias": lambda m, p, t: m.aliases["mse"](p, t),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_meaning_for_a_part_of_a_batch(tmp_path: Path, name: str) -> None:
-    do, metric, message = REFUSED[name]
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=3), max_epochs=1)
-    with pytest.raises(ConfigurationError, match=message) as error:
-        trainer.fit(_Step(do, metric and metric()), regression_data())
-    assert "num_microbatches=1" in str(error.value)
+@pytest.mark.parametrize("name", USES)
+def test_any_use_is_as_on_one_device(tmp_path: Path, name: str) -> None:
+    _compare(
+        tmp_path,
+        lambda: _Step(USES[name]),
+        kinds=[lambda: RoundPipeStrategy(num_microbatches=3)],
+        tolerance=1e-5,
+    )
 
 
-@pytest.mark.parametrize("name", ["compute", "list", "alias", "counts"])
-def test_it_works_with_one_microbatch(tmp_path: Path, name: str) -> None:
-    do, metric, _ = REFUSED[name]
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=1), max_epochs=1)
-    trainer.fit(_Step(do, metric and metric()), regression_data())
-    assert trainer.global_step == 4
+def test_steps_of_microbatches_use_no_metrics(tmp_path: Path) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=3, microbatching="step")
+    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"metric 'metric'.*microbatching='blocks'"):
+        trainer.fit(_Step(USES["compute"]), regression_data())
 
 
 # Metrics on the wrong device ---------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Lengths:
         events: list[PlanEvent] = []
         watch = LambdaCallback(on_train_batch_end=lambda *_: self.num_planned.append(len(events)))
         settings = {"hardware": machine(), "num_microbatches": 2, **settings}
-        strategy = RoundPipeStrategy(**settings)
+        strategy = RoundPipeStrategy(microbatching="step", **settings)
         strategy.plan_listeners.append(events.append)
         trainer = make_trainer(
             folder, strategy=strategy, devices=2, max_epochs=1, callbacks=[watch]

@@ -184,7 +184,7 @@ def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) ->
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("of_the_batch", outputs["loss"].exp())
 
-    strategy = RoundPipeStrategy(num_microbatches=3, dry_run=False)
+    strategy = RoundPipeStrategy(num_microbatches=3, microbatching="step", dry_run=False)
     trainer = make_trainer(tmp_path, strategy=strategy, max_steps=1)
     trainer.fit(Perplexed(), regression_data(8))
     assert len(seen) == 3

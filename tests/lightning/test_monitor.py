@@ -78,7 +78,10 @@ def test_figures_of_a_training(tmp_path: Path, kind: type[RoundPipeStrategy]) ->
     data = PaddedSequences(24)
     loader = DataLoader(data, batch_size=8)
     seen, trainer = _fit(
-        tmp_path, LanguageModel(), loader, strategy=kind(num_microbatches=4, replan=False)
+        tmp_path,
+        LanguageModel(),
+        loader,
+        strategy=kind(num_microbatches=4, microbatching="step", replan=False),
     )
     rows = [row for row in seen.rows if row]
     assert len(rows) == 9 + 1 - 2, "from the second batch on, seen one batch later"
@@ -105,7 +108,9 @@ def test_figures_of_a_training(tmp_path: Path, kind: type[RoundPipeStrategy]) ->
 
 
 def test_operations_are_those_of_the_layers(tmp_path: Path) -> None:
-    strategy = RoundPipeStrategy(replan=False, hints={"forward": [2], "backward": [2, 2]})
+    strategy = RoundPipeStrategy(
+        microbatching="step", replan=False, hints={"forward": [2], "backward": [2, 2]}
+    )
     seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy=strategy)
     row = seen.rows[-1]
     block = 2 * 8 * (8 * 16 + 16 * 8)  # a multiply-add is two, of eight samples

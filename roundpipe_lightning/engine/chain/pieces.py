@@ -18,6 +18,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -200,6 +201,7 @@ class DriverForward(ForwardPass):
         self._posted: PostedCall | None = None  # the call that is made
         self._form: CallForm | None = None
         self._shadows: Sequence[Shadow] | None = None
+        self._unknown: Callable[[], None] | None = None  # says that a call has no form
         self._sources: dict[int, Source] = {}  # what the first piece takes for a given tensor
         self._posted_here = False  # in the present turn
         self._is_early = False
@@ -294,7 +296,7 @@ class DriverForward(ForwardPass):
             return form, sizes
         if not few:
             reason = reason or "no dimension of its arguments is the batch's"
-            forms.put(key, None, name=name, reason=reason)
+            self._unknown = partial(forms.put, key, None, name=name, reason=reason)
         return None
 
     def _sizes(
@@ -318,6 +320,9 @@ class DriverForward(ForwardPass):
 
     def _handed_out(self, call: BlockCall, outcome: Outcome) -> Any:
         posted, form = self._posted, self._form
+        if self._unknown is not None:  # it runs on the whole batch, where it might have raised, too
+            self._unknown()
+            self._unknown = None
         if posted is None or form is None:
             return super()._handed_out(call, outcome)
         posted.calls[0] = call

@@ -193,15 +193,6 @@ class PlanConstraints:
 
 
 def _joined(hints: PartitionHints, count: int) -> PartitionHints:
-    """Return hints for a step whose pieces all go forward before the loss is computed.
-
-    Raises:
-        PlanError: A hint contradicts that.
-    """
+    """Return hints for a step whose pieces all go forward before the loss is computed."""
     policies = tuple(p for p in hints.recompute or RecomputePolicy if p is not RecomputePolicy.NONE)
-    if not policies or (hints.backward is not None and hints.backward[0]):
-        raise PlanError(
-            "partition.recompute=none and blocks in the fused stage (partition.backward) need the "
-            "loss of one microbatch at a time: set microbatching='step', or drop the hint."
-        )
     return replace(hints, recompute=policies, most_fused=0, round_size=count)
