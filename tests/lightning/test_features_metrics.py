@@ -23,7 +23,7 @@ from torchmetrics import (
     Recall,
     SpearmanCorrCoef,
 )
-from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, RunningMean
+from torchmetrics.aggregation import MaxMetric, MeanMetric, RunningMean
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 from roundpipe_lightning.errors import ConfigurationError
@@ -260,6 +260,6 @@ def test_metric_that_nobody_finds_in_validation_on_a_device(tmp_path: Path) -> N
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.kept[0](self(batch[0]), batch[1])
 
-    module = Validating(lambda *_: None, CatMetric())
+    module = Validating(lambda *_: None)
     with pytest.raises(ConfigurationError, match=r"device: kept\[0\].*Leave \.to\(device\)"):
         make_trainer(tmp_path, strategy=EmulatedStrategy()).validate(module, regression_data())
