@@ -124,7 +124,7 @@ def test_operations_are_those_of_the_layers(tmp_path: Path) -> None:
 
 
 def test_share_of_the_peak_of_a_machine_that_is_given(tmp_path: Path) -> None:
-    machine = replace(load_hardware("cpu"), num_devices=2)
+    machine = replace(load_hardware("cpu"), name="mine", num_devices=2)
     strategy = RoundPipeStrategy(hardware=machine)
     seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy=strategy)
     row = seen.rows[-1]
