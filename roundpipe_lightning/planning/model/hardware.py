@@ -171,11 +171,6 @@ class HardwareSpec:
         for name in ("shares_host_memory", "devices_reach_each_other"):
             if not isinstance(getattr(self, name), bool):
                 raise HardwareError(f"{name}={getattr(self, name)!r}: give true or false.")
-        if self.devices_per_root > self.num_devices:
-            raise HardwareError(
-                f"devices_per_root={self.devices_per_root}, but there are {self.num_devices} "
-                "devices: correct one of the two."
-            )
         if self.unequal and len(self.unequal) != self.num_devices:
             raise HardwareError(
                 f"num_devices={self.num_devices}, but there are figures of {len(self.unequal)}."
@@ -328,7 +323,13 @@ def hardware_from_mapping(
             figures[key] = _make(kind, _mapping(key, figures[key]), prefix=f"{key}.")
     if "unequal" in figures:
         figures["unequal"] = tuple(map(hardware_from_mapping, figures["unequal"]))
-    return _make(HardwareSpec, figures, prefix="")
+    spec = _make(HardwareSpec, figures, prefix="")
+    if spec.devices_per_root > spec.num_devices and not spec.shares_host_memory:
+        raise HardwareError(
+            f"devices_per_root={spec.devices_per_root}, but there are {spec.num_devices} devices: "
+            "correct one of the two."
+        )
+    return spec
 
 
 def _with_defaults(figures: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
