@@ -450,8 +450,6 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Prepare the devices; nothing is to be done for CPU workers."""
-        connected = compat.parallel_devices(self._module.trainer)
-        checks.check_trainer_is_alone(is_alone=connected is self.parallel_devices)
         if self._computes_on_host:
             return
         assert self.accelerator is not None
@@ -473,6 +471,8 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Check the module, make its optimizers and a first plan."""
+        connected = compat.parallel_devices(trainer)
+        checks.check_trainer_is_alone(is_alone=connected is self.parallel_devices)
         fits = trainer.state.fn == TrainerFn.FITTING
         module, options = self._module, self._options
         self._num_threads = torch.get_num_threads()
