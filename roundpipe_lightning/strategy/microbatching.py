@@ -17,12 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.capture.trees import children_of, tensors_in
@@ -35,6 +36,8 @@ from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.planning.inputs import prove
 
 _CONTAINERS = (list, dict, set, deque)
+_BASES = frozenset(LightningModule.__mro__)
+_DEPTH, _MANY = 4, 1000
 _TOLERANCE = 1e-9
 
 BatchForm: TypeAlias = tuple[Any, ...]
@@ -183,7 +186,13 @@ class ModeChoice:
         try:
             if reason:
                 raise Unproven(reason)
-            kind = prove(self._module, self._stacks, batch=batch, arguments=arguments)
+            kind = prove(
+                self._module,
+                self._stacks,
+                batch=batch,
+                arguments=arguments,
+                num_microbatches=num_microbatches,
+            )
             first.check(batch, kind, num_microbatches)
         except Unproven as error:
             self._chosen[str(form_of(batch))] = "blocks"
@@ -222,12 +231,19 @@ class FirstBatch:
         self._before = self._contents()
 
     def _contents(self) -> list[Any]:
-        """Return what the containers of all modules hold, by identity."""
+        """Return what modules and the classes of the user's hold beside tensors."""
+        modules = list(self._module.modules())
+        classes = [kind for kind in type(self._module).__mro__ if kind not in _BASES]
+        held = [vars(holder) for holder in (*modules, *classes)]
+        seen = set(map(id, modules))
+        own = vars(LightningModule()).keys()
         return [
-            (id(value), [id(item) for item in value], [id(v) for v in _values(value)])
-            for module in self._module.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, _CONTAINERS) and not name.startswith("_")
+            [
+                (name, _content(value, seen))
+                for name, value in sorted(some.items())
+                if name not in own
+            ]
+            for some in held
         ]
 
     def check(self, batch: Any, kind: LossKind, num_microbatches: int) -> None:
@@ -237,7 +253,7 @@ class FirstBatch:
             Unproven: They would do something else.
         """
         if self._contents() != self._before:
-            raise Unproven("it writes into a list or dict of the module")
+            raise Unproven("it writes into a list, a dict, an object or a counter")
         if kind is LossKind.SUM:
             raise Unproven("its loss is a sum")
         try:
@@ -319,5 +335,27 @@ class MicrobatchedBatch:
             )
 
 
-def _values(container: Any) -> Sequence[Any]:
-    return list(container.values()) if isinstance(container, dict) else []
+def _content(value: Any, seen: set[int], depth: int = 0) -> Any:
+    """Return what tells whether something was written into; of large things only their size."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if (
+        id(value) in seen
+        or (callable(value) and not isinstance(value, nn.Module))
+        or depth > _DEPTH
+    ):
+        return None
+    seen = seen | {id(value)}
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _MANY:
+            return len(value)
+        items = value.items() if isinstance(value, dict) else value
+        return [_content(item, seen, depth + 1) for item in items]
+    if isinstance(value, tuple):
+        return [_content(item, seen, depth + 1) for item in value]
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict) and not isinstance(value, ModuleType | Trainer):
+        return id(value), _content(held, seen, depth)
+    return id(value)

@@ -19,10 +19,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -67,7 +69,7 @@ class _Reduced:
     """A tensor without rows that a mean or a sum over them has given, or what is linear in it."""
 
     kind: LossKind
-    targets: int = 0  # identity of those that a mean counts
+    targets: tuple[int, ...] = ()  # what says which targets a mean counts
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,11 @@ _State: TypeAlias = _Rows | _Reduced | _Mixed | None  # None: no row goes into i
 
 @dataclass(kw_only=True)
 class _Op:
-    """One operation; `name` is that of a block's call where it has no function."""
+    """One operation; `name` is that of a block's call where it has no function.
+
+    Attributes:
+        written: Tensors that it has written into.
+    """
 
     name: str
     tags: Sequence[Any]
@@ -90,6 +96,7 @@ class _Op:
     kwargs: Mapping[str, Any]
     taken: list[Tensor]
     made: list[Tensor]
+    written: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -100,19 +107,39 @@ class _Run:
         inputs: The batch's tensors.
         ops: What it computed outside the blocks, and the calls of these.
         loss: The loss.
-        logged: What it logged.
+        logged: What it logged, and whether with a batch size.
+        hidden: What blocks computed inside.
     """
 
     inputs: list[Tensor]
     ops: list[_Op] = field(default_factory=list)
     loss: Tensor | None = None
-    logged: list[Any] = field(default_factory=list)
+    logged: list[tuple[Any, bool]] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+
+
+class _Numbers(TorchFunctionMode):
+    """Notes the numbers that tensors without values are made of."""
+
+    def __init__(self, ops: list[_Op]) -> None:
+        super().__init__()
+        self._ops = ops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
+            data = args[func is Tensor.new_tensor :] or tuple((kwargs or {}).values())
+            if not isinstance(data[0], Tensor):
+                made = [result]
+                op = _Op(name="tensor", tags=(), args=data[:1], kwargs={}, taken=[], made=made)
+                self._ops.append(op)
+        return result
 
 
 class _Tracer(TorchDispatchMode):
-    def __init__(self, ops: list[_Op]) -> None:
+    def __init__(self, run: _Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ops = ops
+        self._ops, self._hidden = run.ops, run.hidden
         self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +147,11 @@ class _Tracer(TorchDispatchMode):
         if func.name() == "aten::_local_scalar_dense" and _asks_about_a_mask():
             return False
         result = func(*args, **kwargs)
-        if not self._is_paused:
+        if self._is_paused:
+            self._hidden += _tensors(result)
+        else:
+            declared = func._schema.arguments  # noqa: SLF001
+            given = [kwargs.get(a.name, v) for a, v in zip_longest(declared, args)]
             self._ops.append(
                 _Op(
                     name=func._schema.name.removeprefix("aten::"),  # noqa: SLF001
@@ -129,6 +160,13 @@ class _Tracer(TorchDispatchMode):
                     kwargs=kwargs,
                     taken=_tensors((args, kwargs)),
                     made=_tensors(result),
+                    written=_tensors(
+                        [
+                            value
+                            for argument, value in zip(declared, given, strict=True)
+                            if argument.alias_info is not None and argument.alias_info.is_write
+                        ]
+                    ),
                 )
             )
         return result
@@ -138,13 +176,17 @@ class _Tracer(TorchDispatchMode):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before, self._is_paused = self._is_paused, True
+            taken = _tensors((args, kwargs))
+            versions = [tensor._version for tensor in taken]
             try:
                 result = forward(*args, **kwargs)
             finally:
                 self._is_paused = before
             if not before:
-                taken, made = _tensors((args, kwargs)), _tensors(result)
-                op = _Op(name="block", tags=(), args=(), kwargs={}, taken=taken, made=made)
+                op = _Op(
+                    name="block", tags=(), args=(), kwargs={}, taken=taken, made=_tensors(result)
+                )
+                op.written += [t for t, v in zip(taken, versions, strict=True) if t._version != v]
                 self._ops.append(op)
             return result
 
@@ -168,14 +210,20 @@ def _tensors(node: Any) -> list[Tensor]:
 def prove_step(
     *,
     batch: Any,
-    run: Callable[[Any, Callable[[Callable[..., Any]], Callable[..., Any]]], tuple[Any, list[Any]]],
+    run: Callable[
+        [Any, Callable[[Callable[..., Any]], Callable[..., Any]]],
+        tuple[Any, list[tuple[Any, bool]]],
+    ],
+    sizes: Sequence[int] = (),
 ) -> LossKind:
     """Return what the loss of a batch is of the losses of its microbatches.
 
     Args:
         batch: A batch, of which only shapes and dtypes are looked at.
         run: Runs the step on a copy of the batch without values. It wraps the blocks' `forward`
-            with what it is given, and returns the loss and what was logged.
+            with what it is given, and returns the loss, and what was logged: each value, and
+            whether a batch size was given with it.
+        sizes: Numbers of rows with which it has to compute the same, too.
 
     Raises:
         Unproven: With the reason, if no proof is found.
@@ -192,7 +240,16 @@ def prove_step(
     if len(num_rows) != 1 or None in num_rows:
         raise Unproven("the batch's tensors have not all the same first dimension")
     runs = [_run(batch, number, run) for number in _NUM_ROWS]
+    for number in sizes:
+        if _computed(_run(batch, number, run)) != _computed(runs[0]):
+            raise Unproven("it computes something else for another number of rows")
     return _Proof(*runs).kind()
+
+
+def _computed(run: _Run) -> list[str]:
+    """Return what a run computes, but for what depends on how tensors lie in memory."""
+    moved = _VIEWS | _MOVES | _SAME | _CONSTANT | {"slice"}
+    return [op.name for op in run.ops if op.name not in moved]
 
 
 def _run(batch: Any, num_rows: int, run: Callable[..., Any]) -> _Run:
@@ -201,8 +258,8 @@ def _run(batch: Any, num_rows: int, run: Callable[..., Any]) -> _Run:
 
     given = map_tensors(sized, batch)
     made = _Run(inputs=list(tensors_in(given)))
-    tracer = _Tracer(made.ops)
-    with tracer:
+    tracer = _Tracer(made)
+    with tracer, _Numbers(made.ops):
         loss, logged = run(given, tracer.around)
     made.loss, made.logged = loss, logged
     return made
@@ -217,11 +274,16 @@ class _Proof:
             raise Unproven("it computes something else for another number of rows")
         self._runs = one, other
         self._states: dict[int, _State] = {}
+        self._sharing: dict[int, list[Tensor]] = {}  # tensors that the step made, by their memory
+        self._given: set[int] = set()  # memory that it did not make
 
     def kind(self) -> LossKind:
         one, other = self._runs
         for a, b in zip(one.inputs, other.inputs, strict=True):
             self._states[id(a)] = self._rows_of(a, b)
+            self._sharing[_memory(a)] = [a]
+        for hidden in one.hidden:
+            self._states[id(hidden)] = _Mixed("a block leaves it beside its output")
         for mine, theirs in zip(one.ops, other.ops, strict=True):
             self._follow(mine, theirs)
         if not isinstance(one.loss, Tensor):
@@ -229,10 +291,12 @@ class _Proof:
         state = self._states.get(id(one.loss))
         if not isinstance(state, _Reduced):
             raise Unproven(_reason(state))
-        for value, again in zip(one.logged, other.logged, strict=True):
+        for (value, has_size), (again, _) in zip(one.logged, other.logged, strict=True):
             logged = self._states.get(id(value))
             if logged is not None and logged != state:
                 raise Unproven(f"it logs what is no such mean: {_reason(logged)}")
+            if has_size and state.kind is LossKind.TARGETS and value is not one.loss:
+                raise Unproven("it logs a mean over targets with a batch_size")
             if not isinstance(value, Tensor) and value != again:
                 raise Unproven("it logs a number that depends on the rows")
         return state.kind
@@ -250,11 +314,39 @@ class _Proof:
         return _Rows(dims[0], int(each[0]))
 
     def _follow(self, op: _Op, other: _Op) -> None:
+        for a, b in zip(op.taken, other.taken, strict=True):
+            if id(a) not in self._states:
+                if _memory(a) not in self._sharing:
+                    self._given.add(_memory(a))
+                if not (a.is_meta or b.is_meta) and not (a is b or torch.equal(a, b)):
+                    self._states[id(a)] = _Mixed("it computes with the number of rows")
         taken = [self._states.get(id(tensor)) for tensor in op.taken]
+        number = _Mixed("it computes with the number of rows")
+        differs = _settings(op) != _settings(other)
         for a, b in zip(op.made, other.made, strict=True):
-            if any(a is tensor for tensor in op.taken) and op.name in ("detach", "alias"):
-                continue
-            self._states[id(a)] = self._state_of(op, taken, a, self._rows_of(a, b))
+            rows = self._rows_of(a, b)
+            state = number if differs else self._state_of(op, taken, a, rows)
+            self._states[id(a)] = state
+            if _memory(a) not in self._given:
+                self._sharing.setdefault(_memory(a), []).append(a)
+        made = set(map(id, op.made))
+        for tensor in op.written:
+            if _memory(tensor) in self._given:
+                raise Unproven("it writes into a parameter or a buffer")
+            state = self._states.get(id(tensor))
+            if id(tensor) not in made and not (op.name == "block" and isinstance(state, _Rows)):
+                state = _mixing(op)
+            self._spread(tensor, state, op)
+
+    def _spread(self, tensor: Tensor, state: _State, op: _Op) -> None:
+        """Tell the tensors that share a tensor's memory what has been written into it."""
+        for one in self._sharing.get(_memory(tensor), ()):
+            if one is tensor:
+                self._states[id(one)] = state
+            elif state is not None and not (
+                isinstance(state, _Rows) and isinstance(self._states[id(one)], _Rows)
+            ):
+                self._states[id(one)] = _mixing(op)
 
     def _state_of(self, op: _Op, taken: Sequence[_State], made: Tensor, rows: _State) -> _State:
         mixed = next((s for s in (*taken, rows) if isinstance(s, _Mixed)), None)
@@ -308,16 +400,18 @@ class _Proof:
             tensor, state = with_rows[0]
             dims = _dims(op, tensor, made)
             return len(with_rows) == 1 and state.dim not in dims
-        if op.name in _JOINS:
+        if op.name in _JOINS or op.name == "gather":
             dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-            return dim % made.dim() != rows.dim and all(
-                state.num_each == rows.num_each for _, state in with_rows
+            return (
+                dim % made.dim() != rows.dim
+                and all(state.num_each == rows.num_each for _, state in with_rows)
+                and (op.name != "gather" or [state for _, state in with_rows] == [rows, rows])
             )
         if op.name in _PRODUCTS:
             return _is_product_by_rows(op, taken, rows)
         if op.name in _FIRST:
             leads = all(state.dim == 0 and state.num_each == 1 for _, state in with_rows)
-            first = isinstance(taken[0], _Rows)
+            first = isinstance(taken[0], _Rows) and not _pads(op, made.dim())
             return leads and first and len(with_rows) == 1 and rows.dim == 0
         if op.name in _TOGETHER:
             return all(state.dim == rows.dim == 0 for _, state in with_rows)
@@ -344,12 +438,21 @@ class _Proof:
 
     def _reduction(self, op: _Op, taken: Sequence[_State]) -> _State:
         if op.name in ("nll_loss_forward", "nll_loss2d_forward"):
-            if not (isinstance(taken[0], _Rows) and isinstance(taken[1], _Rows)):
+            lead = all(isinstance(state, _Rows) and state.dim == 0 for state in taken[:2])
+            if not lead or taken[0] != taken[1] or any(taken[2:]):
                 return _mixing(op)
             if int(op.args[3]) == 1:
-                return _Reduced(LossKind.TARGETS, id(op.taken[1]))
+                counted = (id(op.args[1]), id(op.args[2]), int(op.args[4]))
+                return _Reduced(LossKind.TARGETS, counted)
             return _Reduced(LossKind.SUM)
         if op.name in _LOSSES:
+            places = {
+                (tensor.dim() - state.dim, state.num_each)
+                for tensor, state in zip(op.taken, taken, strict=True)
+                if isinstance(state, _Rows)
+            }
+            if len(places) > 1:
+                return _Mixed("rows are compared with each other, or left out")
             reduction = [arg for arg in op.args[2:] if isinstance(arg, int)] or [1]
             return _Reduced(LossKind.SUM if reduction[0] == 2 else LossKind.ROWS)
         if op.name == "mean":
@@ -357,6 +460,20 @@ class _Proof:
         if op.name == "sum":
             return _Reduced(LossKind.SUM)
         return _mixing(op)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def _settings(op: _Op) -> list[Any]:
+    """Return an operation's numbers, but for those that only say how many rows there are."""
+    if op.name in ("full", "new_full"):
+        return [op.args[-1]]
+    if op.name in _SIZED:
+        return []
+    leaves = tree_leaves((op.args, dict(op.kwargs)))
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
 
 def _mixing(op: _Op) -> _Mixed:
@@ -384,11 +501,12 @@ def _linear(op: _Op, taken: Sequence[_State], rows: _State) -> _State:
     if (
         known
         and op.name in ("div", "div_")
+        and not op.kwargs.get("rounding_mode")
         and isinstance(taken[0], _Reduced)
         and not (len(taken) > 1 and isinstance(taken[1], _Reduced))
     ):
         return result
-    if known and (op.name in _VIEWS or op.name in _MOVES or op.name == "neg"):
+    if known and (op.name in _VIEWS | _MOVES | _SAME or op.name == "neg"):
         return result
     return _Mixed(f"it computes with a mean or sum over rows ({op.name})")
 
@@ -417,8 +535,16 @@ def _dims(op: _Op, tensor: Tensor, made: Tensor) -> set[int]:
         return set(range(tensor.dim()))
     dims = [given] if isinstance(given, int) else list(given)
     if op.name == "slice" and tensor.shape[dims[0]] == made.shape[dims[0]]:
-        return set()  # all of it
+        start, end = (*op.args[2:4], None, None)[:2]
+        if not start and end in (None, tensor.shape[dims[0]], torch.iinfo(torch.int64).max):
+            return set()  # all of it, of any number of rows
     return {dim % tensor.dim() for dim in dims} or set(range(tensor.dim()))
+
+
+def _pads(op: _Op, num_dims: int) -> bool:
+    """Return whether an operation adds or removes rows at the ends."""
+    pads = op.args[1] if op.name == "constant_pad_nd" else ()
+    return len(pads) == 2 * num_dims and any(pads[-2:])
 
 
 def _is_product_by_rows(op: _Op, taken: Sequence[_State], rows: _Rows) -> bool:
@@ -444,6 +570,11 @@ _POINTWISE = frozenset(
     empty_like masked_fill masked_fill_ where native_dropout contiguous
     """.split()
 )
+_SIZED = (
+    (_CONSTANT - {"ones_like", "zeros_like", "full_like", "scalar_tensor"})
+    | {"view", "_unsafe_view", "reshape", "_reshape_alias", "arange", "slice"}
+    | {"native_group_norm"}
+)
 _SAME = frozenset("_to_copy clone detach alias lift_fresh".split())
 _VIEWS = frozenset(
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze expand flatten".split()
@@ -453,7 +584,7 @@ _ALONG = frozenset(
     """
     slice select split split_with_sizes unbind _softmax _log_softmax native_layer_norm
     _fused_rms_norm rms_norm sum mean amax amin max min argmax argmin any all prod logsumexp var std
-    linalg_vector_norm norm cumsum cumprod sort topk argsort flip gather scatter
+    linalg_vector_norm norm cumsum cumprod sort topk argsort flip
     """.split()
 )
 _JOINS = frozenset("cat stack".split())
@@ -471,5 +602,8 @@ _TOGETHER = frozenset(
     """.split()
 )
 _LOSSES = frozenset(
-    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss".split()
+    """
+    mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+    soft_margin_loss
+    """.split()
 )

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from roundpipe_lightning.engine.capture.trees import map_tensors
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, all_reach
 from roundpipe_lightning.engine.device.base import Device
@@ -413,6 +413,7 @@ def prove(
     *,
     batch: Any,
     arguments: Sequence[Any],
+    num_microbatches: int,
 ) -> LossKind:
     """Return what a batch's loss is of those of its microbatches; see `prove_step`.
 
@@ -420,13 +421,18 @@ def prove(
         Unproven: It is not proven to be either.
     """
 
-    def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[Any]]:
-        logged: list[Any] = []
+    def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[tuple[Any, bool]]]:
+        logged: list[tuple[Any, bool]] = []
+        num_rows = len(next(tensors_in(given)))
 
         def log(name: Any, value: Any = None, *_: Any, **how: Any) -> None:
             if how.get("reduce_fx", "mean") not in ("mean", torch.mean):
                 raise Unproven("it logs what is no mean over batches")
-            logged.extend(name.values() if isinstance(name, Mapping) else [value])
+            size = how.get("batch_size")
+            if size not in (None, num_rows):
+                raise Unproven("it logs with a batch_size other than the batch's rows")
+            values = name.values() if isinstance(name, Mapping) else [value]
+            logged.extend((value, size is not None) for value in values)
 
         settings = {**_settings(module), "log": log, "log_dict": log}
         copy = MetaCopy(module, settings=settings, replaced=list(_replaced(module, _NoMetric)))
@@ -445,7 +451,9 @@ def prove(
     before = random_state()
     try:
         with alone():
-            kind = prove_step(batch=batch, run=run)
+            num_rows = len(next(tensors_in(batch), ()))
+            sizes = {num_rows, max(1, num_rows // num_microbatches)}
+            kind = prove_step(batch=batch, run=run, sizes=sorted(sizes))
         states = [tree_leaves(state) for state in (before, random_state())]
         if any(not _same(a, b) for a, b in zip(*states, strict=True)):
             raise Unproven("it draws random numbers")
