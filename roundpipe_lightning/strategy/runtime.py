@@ -452,7 +452,9 @@ class PipelineRuntime:
         trainer = self._module.trainer
         accumulates = compat.is_accumulating(trainer)
         defers = self.defers_update and self._moves and self._num_overlapped < _MOST_OVERLAPPED
-        if not (accumulates or defers) or any(sync_hooks.gradient_hooks(trainer)):
+        # Without a watch, who looks at gradients or writes weights in between would not wait.
+        is_seen = self.watch is None or any(sync_hooks.gradient_hooks(trainer))
+        if is_seen or not (accumulates or defers):
             self._num_overlapped = 0
             return False
         self._num_overlapped += not accumulates

@@ -80,6 +80,39 @@ def test_gradients_in_hooks(tmp_path: Path, accumulate: int) -> None:
     assert parameter_error(many, one) < 1e-5
 
 
+class _LooksIn(Regressor):
+    """Notes gradients in one hook that is called between two batches of a window."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.seen: list[Tensor | None] = []
+        setattr(self, hook, self._note)
+
+    def _note(self, *_: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters()]
+        self.seen += [None if g is None else g.clone() for g in gradients]
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_train_batch_start", "on_validation_start"]
+)
+def test_gradients_between_the_batches_of_a_window(
+    tmp_path: Path, hook: str, kind: type[RoundPipeStrategy]
+) -> None:
+    (one, _), (many, _) = train_with(
+        tmp_path,
+        ["auto", kind(num_microbatches=2, microbatching="step")],
+        lambda: _LooksIn(hook),
+        validation=regression_data(8),
+        accumulate_grad_batches=4,
+        val_check_interval=2,
+        max_epochs=2,
+    )
+    assert any(gradient is not None for gradient in one.seen)
+    torch.testing.assert_close(many.seen, one.seen)
+
+
 def test_parameters_without_a_gradient_keep_none(tmp_path: Path) -> None:
     class Partial(Regressor):
         def __init__(self) -> None:
