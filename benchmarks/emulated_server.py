@@ -20,6 +20,10 @@ in it: on two cores the same step takes two to three times the processor time.
 With `--speeds 1 1 1 1 .5 .5 .5 .5` devices are unequal and get shares of the work by their speeds.
 `worst` is the idle share of the device that idles most, of its own time.
 
+With `--blocks` models are also planned, predicted and measured with `microbatching="blocks"`: the
+user's code runs once, on the whole batch, so the tail segment on one device, when all microbatches
+have gone forward. The ratios are those of the times of a step, over the other mode's.
+
 With `--optimizer-seconds-share 0.5` steps are also measured from one's first computation to the
 next one's, without an optimizer and with one whose update takes half a simulated step.
 """
@@ -56,7 +60,9 @@ from roundpipe_lightning.planning.cost.simulate import simulate_transfers
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.search.partition import StageLimits
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
@@ -107,14 +113,17 @@ class TimedModel(nn.Module):
         profile: The model.
         server: Where it computes.
         time_scale: Seconds per second.
+        pieces: Microbatches that the tail segment runs on at once.
     """
 
-    def __init__(self, profile: ModelProfile, *, server: EmulatedServer, time_scale: float) -> None:
+    def __init__(
+        self, profile: ModelProfile, *, server: EmulatedServer, time_scale: float, pieces: int = 1
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             TimedBlock(block, server=server, time_scale=time_scale) for block in profile.blocks
         )
-        self.tail = TimedBlock(profile.tail, server=server, time_scale=time_scale)
+        self.tail = TimedBlock(profile.tail, server=server, time_scale=pieces * time_scale)
         self.embedding = nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -161,6 +170,10 @@ def case_of(model: PublishedModel, timings: PublishedTimings, **choices: Any) ->
     request = PlanningRequest(
         num_microbatches=timings.num_microbatches, hop_seconds=model.hop_seconds, **choices
     )
+    if request.joined:
+        policies = (RecomputePolicy.FULL, RecomputePolicy.SELECTIVE)
+        limits = replace(StageLimits.none(profile.num_blocks), fused=0)
+        request = replace(request, limits=limits, recompute=policies)
     plan = plan_of_one_batch(plan_training(profile, hardware=hardware, request=request).plan)
     costs = stage_costs(
         profile,
@@ -261,7 +274,9 @@ def measure(
         host_bytes_per_second=hardware.host_bytes_per_second / scale,
     )
     boundary = case.profile.blocks[0].boundary_bytes / BYTES_PER_BYTE
-    batches = [torch.zeros(math.ceil(boundary / _NUMBER_BYTES))] * plan.num_microbatches
+    pieces = plan.num_microbatches if plan.joined else 1
+    batches = [torch.zeros(pieces * math.ceil(boundary / _NUMBER_BYTES))]
+    batches *= plan.num_microbatches // pieces
     chunk_bytes = _CHUNK_BYTES // BYTES_PER_BYTE
     with EmulatedServer(
         plan.num_workers,
@@ -270,7 +285,7 @@ def measure(
         chunk_bytes=chunk_bytes,
         speeds=plan.speeds or None,
     ) as server:
-        model = TimedModel(case.profile, server=server, time_scale=time_scale)
+        model = TimedModel(case.profile, server=server, time_scale=time_scale, pieces=pieces)
         names = tuple(f"layers.{index}" for index in range(len(model.layers)))
         stack = BlockStack(name="layers", blocks=tuple(model.layers), names=names)
         with (
@@ -278,9 +293,10 @@ def measure(
             optimizer.running(engine, model) as update,
         ):
             measured = []
+            how = {"time_scale": time_scale, "joined": plan.joined}
             with frozen_objects() as freeze:
                 for _ in range(num_steps + 1):
-                    step, result = _step(engine, server, batches, time_scale=time_scale)
+                    step, result = _step(engine, server, batches, **how)
                     measured.append(step)
                     update(result)
                     freeze()
@@ -324,13 +340,19 @@ def frozen_objects() -> Iterator[Callable[[], None]]:
 
 
 def _step(
-    engine: Engine, server: EmulatedServer, batches: Sequence[Tensor], *, time_scale: float
+    engine: Engine,
+    server: EmulatedServer,
+    batches: Sequence[Tensor],
+    *,
+    time_scale: float,
+    joined: bool,
 ) -> tuple[Measured, StepResult]:
     begin, processor = time.perf_counter(), time.process_time()
     result = engine.step(
         batches,
         lambda view, batch, index: view.training_step(batch, index),
         loss_scales=[1 / len(batches)] * len(batches),
+        joined=joined,
     )
     host_share = (time.process_time() - processor) / (time.perf_counter() - begin)
     rows = [device.compute.spans for device in server.devices]
@@ -387,20 +409,32 @@ def run_model(
 ) -> dict[str, Any]:
     """Plan, predict and measure one model."""
     case = case_of(model, timings, speeds=tuple(options.speeds))
-    steps = measure(case, num_steps=options.steps, time_scale=options.time_scale, tags=options.tags)
-    result = {
+    how = {"num_steps": options.steps, "time_scale": options.time_scale, "tags": options.tags}
+    steps = measure(case, **how)
+    makespan = statistics.median(step.makespan_seconds for step in steps)
+    result: dict[str, Any] = {
         "simulated_idle_share": case.simulated.bubble_fraction,
         "measured_idle_share": statistics.median(step.bubble_fraction for step in steps),
         "simulated_worst_share": worst_share(case.simulated),
         "measured_worst_share": statistics.median(step.worst_fraction for step in steps),
         "simulated_makespan_ms": case.simulated.makespan_seconds * 1e3,
-        "measured_makespan_ms": statistics.median(step.makespan_seconds for step in steps) * 1e3,
+        "measured_makespan_ms": makespan * 1e3,
         "measured_idle_shares": [step.bubble_fraction for step in steps],
         "host_share": statistics.median(step.host_share for step in steps),
         "num_actions": sum(map(len, case.plan.schedule.workers)),
         "team_size": case.plan.team_size,
         "round_size": case.plan.round_size,
     }
+    if options.blocks:
+        joined = case_of(model, timings, speeds=tuple(options.speeds), joined=True)
+        taken = statistics.median(step.makespan_seconds for step in measure(joined, **how))
+        result["blocks"] = {
+            "partition": str(joined.plan.partition),
+            "simulated_makespan_ms": joined.simulated.makespan_seconds * 1e3,
+            "measured_makespan_ms": taken * 1e3,
+            "simulated_ratio": joined.simulated.makespan_seconds / case.simulated.makespan_seconds,
+            "measured_ratio": taken / makespan,
+        }
     if options.optimizer_seconds_share is not None:
         result["optimizer"] = measure_updates(
             case,
@@ -426,6 +460,13 @@ def format_text(result: dict[str, Any]) -> str:
             f"{row['simulated_makespan_ms']:9.0f} ms{row['measured_makespan_ms']:8.0f} ms"
             f"{row['host_share']:8.0%}"
         )
+        if "blocks" in row:
+            blocks = row["blocks"]
+            lines.append(
+                f"{'    microbatching=blocks':58}{blocks['simulated_makespan_ms']:9.0f} ms"
+                f"{blocks['measured_makespan_ms']:8.0f} ms   ratio simulated "
+                f"{blocks['simulated_ratio']:.3f}, measured {blocks['measured_ratio']:.3f}"
+            )
         if "optimizer" in row:
             steps = row["optimizer"]
             words = [
@@ -448,6 +489,7 @@ def main() -> None:
         "--speeds", type=float, nargs="*", default=(), help="of each device (default equal)"
     )
     parser.add_argument("--microbatches", type=int, help="of a step (default as published)")
+    parser.add_argument("--blocks", action="store_true", help='measure microbatching="blocks", too')
     parser.add_argument(
         "--optimizer-seconds-share",
         type=float,

@@ -117,6 +117,18 @@ def test_a_readable_page(ask: Ask) -> None:
     assert f"of a predicted step of {step} s" in picture, "the picture says what the page says"
 
 
+def test_both_ways_to_split_a_batch_are_predicted(ask: Ask) -> None:
+    """In blocks the tail segment runs on one device, when all microbatches have gone forward."""
+    given = (*GPU, "partition.num_microbatches=8", "model.architecture.num_hidden_layers=4")
+    left_open = ask.json(*given, "trainer.strategy.microbatching=auto")
+    assert not Plan.load(ask.folder / "plan.json").joined
+    blocks = ask.json(*given, "trainer.strategy.microbatching=blocks")
+    assert Plan.load(ask.folder / "plan.json").joined
+    predicted = blocks["predicted"]["step_seconds"]
+    assert left_open["predicted_with_blocks"] == predicted
+    assert predicted > left_open["predicted"]["step_seconds"]
+
+
 def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
     found = ask.json(*TIGHT, "data.seq_len=1024", status=EXIT_DOES_NOT_FIT)
     assert found["fits"] is False

@@ -40,7 +40,7 @@ def test_measured_beside_simulated(
     path.write_text(TIMINGS, encoding="utf-8")
     timings = benchmark.load_timings(path)
     options = argparse.Namespace(
-        steps=1, time_scale=1.0, tags=False, optimizer_seconds_share=0.5, speeds=speeds
+        steps=1, time_scale=1.0, tags=False, optimizer_seconds_share=0.5, speeds=speeds, blocks=True
     )
     row = benchmark.run_model(timings.models[0], timings, options)
     work_ms = 2 * (3 * 12 + 12)  # without recomputes, of both microbatches
@@ -52,7 +52,11 @@ def test_measured_beside_simulated(
         row["simulated_makespan_ms"] * 2 * (1 - row["simulated_idle_share"]), rel=1e-3
     )
     assert row["optimizer"]["exact_step_ms"] > 0
+    blocks = row["blocks"]
+    assert blocks["measured_makespan_ms"] >= 0.97 * blocks["simulated_makespan_ms"]
+    assert blocks["simulated_ratio"] > 1.1  # the tail segment of both microbatches on one device
     text = benchmark.format_text({"models": {"tiny": row}})
+    assert f"measured {blocks['measured_ratio']:.3f}" in text
     assert "updates of 0.5 steps: none" in text
 
 

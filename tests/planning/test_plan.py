@@ -36,6 +36,8 @@ def test_what_is_held_round_trips(plan: Plan) -> None:
     assert "resident: 0-2,5 | -" in held.to_text()
     assert Plan.from_text(held.to_text()) == held
     assert Plan.from_json(held.to_json()) == held
+    pieces = replace(plan, round_size=4, schedule=plan.schedule, joined=True)
+    assert Plan.from_json(pieces.to_json()) == pieces == Plan.from_text(pieces.to_text())
     assert replace(plan, resident=((), ())).resident == ()
 
 

@@ -161,8 +161,9 @@ def test_a_stray_worker_survives_the_text_form() -> None:
 
 
 def test_dependencies_of_every_kind() -> None:
-    def waits(text: str) -> list[str]:
-        found = dependencies(Action.parse(text, worker=0).key, PARTITION)
+    def waits(text: str, joined: int = 0) -> list[str]:
+        partition = replace(PARTITION, joined=joined)
+        found = dependencies(Action.parse(text, worker=0).key, partition)
         return [f"{d.key} {d.needed_for.value}" for d in found]
 
     assert waits("F0.3") == []
@@ -170,6 +171,9 @@ def test_dependencies_of_every_kind() -> None:
     assert waits("X0.3") == ["F1.3 start"]
     assert waits("B1.3") == ["F0.3 start", "X0.3 gradient"]
     assert waits("B2.3") == ["F0.3 start", "B1.3 gradient"]
+    assert waits("X0.2", joined=2) == ["F1.2 start", "F1.3 start"]  # the tail segment of both
+    assert waits("X0.3", joined=2) == ["X0.2 start"]
+    assert waits("B1.3", joined=2) == waits("B1.3")
     only_fused = Partition(forward=(), backward=(3,))
     assert dependencies(ActionKey(StageKind.FUSED, 0, 1), only_fused) == ()
     assert NeededFor("gradient") is NeededFor.GRADIENT

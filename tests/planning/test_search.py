@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -64,6 +65,7 @@ QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
 
 
 def simulated(evaluator: Evaluator, partition: Partition) -> float:
+    partition = replace(partition, joined=evaluator.joined)
     schedule = round_robin_schedule(
         partition,
         num_workers=evaluator.num_workers,
@@ -92,6 +94,7 @@ def random_counts(data: st.DataObject, total: int) -> tuple[int, ...]:
     st.integers(1, 4),
     st.sampled_from([(1,), (4,), (3, 3), (4, 2)]),
     st.sampled_from(RecomputeStart),
+    st.booleans(),
     st.data(),
 )
 def test_evaluator_agrees_with_the_simulator(
@@ -99,18 +102,21 @@ def test_evaluator_agrees_with_the_simulator(
     workers: int,
     rounds: tuple[int, ...],
     recompute_start: RecomputeStart,
+    joined: bool,
     data: st.DataObject,
 ) -> None:
+    joined = joined and len(rounds) == 1
     evaluator = Evaluator(
         profile=profile,
         num_workers=workers,
         rounds=rounds,
         hop_seconds=0.25,
         recompute_start=recompute_start,
+        joined=rounds[0] if joined else 0,
     )
     partitions = []
     for _ in range(3):
-        fused = data.draw(st.integers(0, profile.num_blocks))
+        fused = 0 if joined else data.draw(st.integers(0, profile.num_blocks))
         rest = profile.num_blocks - fused
         backward = (fused, *random_counts(data, rest))
         partitions.append(Partition(forward=random_counts(data, rest), backward=backward))

@@ -64,6 +64,12 @@ class ActionCost:
     def seconds(self) -> float:
         return self.recompute_seconds + self.compute_seconds
 
+    def times(self, factor: float) -> ActionCost:
+        return ActionCost(
+            recompute_seconds=factor * self.recompute_seconds,
+            compute_seconds=factor * self.compute_seconds,
+        )
+
 
 class UpdateTiming(Enum):
     """Time at which the optimizer runs."""
@@ -139,13 +145,7 @@ class StageCosts:
     def of(self, kind: StageKind, index: int, worker: int = 0) -> ActionCost:
         """Return the cost of a stage on a worker."""
         cost = self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
-        if not self.speeds:
-            return cost
-        speed = self.speeds[worker]
-        return ActionCost(
-            recompute_seconds=cost.recompute_seconds / speed,
-            compute_seconds=cost.compute_seconds / speed,
-        )
+        return cost.times(1 / self.speeds[worker]) if self.speeds else cost
 
     @property
     def work_seconds(self) -> float:

@@ -179,6 +179,7 @@ class Evaluator:
         host: What a step takes beside its pipeline.
         pipelines: Speeds of the workers of each pipeline and its microbatches of each round, where
             workers are unequal; the slowest one counts. Empty: all are as above, of speed 1.
+        joined: Microbatches of the batch whose tail segment runs once, as in `Partition`; 0: none.
         pipeline_share: Part of the pipeline that a step is longer by, because transfers and the
             pipeline hinder each other; of steps that the host limits the quicker pipeline is best.
     """
@@ -196,6 +197,7 @@ class Evaluator:
     host: HostCosts = field(default_factory=HostCosts)
     pipelines: tuple[tuple[tuple[float, ...], tuple[int, ...]], ...] = ()
     pipeline_share: float = 0.0
+    joined: int = 0
 
     @property
     def bound(self) -> Evaluator:
@@ -284,6 +286,13 @@ class Evaluator:
                 weights += upload[stage]
                 start = np.maximum(free_now, weights)
                 slow = slowness[worker]
+                if self.joined and stage == table.fused:
+                    tail = self.joined * compute[stage] * slow
+                    ends[:] = np.maximum(ends.max(axis=0), start) + tail
+                    uploaded[worker, rows] = weights
+                    free_before[worker, rows] = free_now
+                    free[worker, rows] = ends[0]
+                    continue
                 np.maximum(ends[0], start + recompute[stage] * slow, out=ends[0])
                 offsets = places * (period[stage] * slow)
                 ends -= offsets

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.cost.costs import RecomputeStart, StageCosts
+from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.traffic import (
     StageRun,
     worker_stage_runs,
@@ -49,6 +49,7 @@ from roundpipe_lightning.planning.schedule.schedule import (
     ActionKey,
     NeededFor,
     Schedule,
+    dependencies,
     stage_dependencies,
     walk,
 )
@@ -72,22 +73,34 @@ def simulate(schedule: Schedule, *, partition: Partition, costs: StageCosts) -> 
     entries = []
     for action in walk(schedule, partition):
         start, gradient = free[action.worker], 0.0
-        for kind, index, needed_for in rules[action.kind, action.stage]:
-            end, worker = ended[ActionKey(kind, index, action.microbatch)]
+        rule = rules[action.kind, action.stage]
+        needs = [(ActionKey(kind, index, action.microbatch), part) for kind, index, part in rule]
+        joins = partition.joined and action.kind is StageKind.FUSED
+        if joins:
+            needs = [(each.key, each.needed_for) for each in dependencies(action.key, partition)]
+        for key, needed_for in needs:
+            end, worker = ended[key]
             arrival = end if worker == action.worker else end + costs.hop_seconds
             if early and needed_for is NeededFor.GRADIENT:
                 gradient = max(gradient, arrival)
             else:
                 start = max(start, arrival)
-        entry = _entry(action, start=start, gradient=gradient, costs=costs)
+        cost = costs.of(action.kind, action.stage, action.worker)
+        if joins:
+            cost = cost.times(_tails(action, partition.joined))
+        entry = _entry(action, cost, start=start, gradient=gradient)
         free[action.worker] = entry.end_seconds
         ended[action.key] = (entry.end_seconds, action.worker)
         entries.append(entry)
     return Timeline(num_workers=schedule.num_workers, entries=tuple(entries))
 
 
-def _entry(action: Action, *, start: float, gradient: float, costs: StageCosts) -> TimelineEntry:
-    cost = costs.of(action.kind, action.stage, action.worker)
+def _tails(action: Action, joined: int) -> int:
+    """Return for how many microbatches an action of the FUSED stage runs the tail segment."""
+    return 0 if action.microbatch % joined else joined
+
+
+def _entry(action: Action, cost: ActionCost, *, start: float, gradient: float) -> TimelineEntry:
     recomputed = start + cost.recompute_seconds
     waiting = max(0.0, gradient - recomputed)
     return TimelineEntry(
@@ -151,6 +164,8 @@ class _TimedRun:
     those that the whole of an action, or what comes behind its recompute, waits for. An action
     runs forward for `forward_seconds` of its `seconds`, and this through `num_blocks` blocks, the
     first of which needs `first_bytes` of what is uploaded. `landed` is when all of it was there.
+    Where the tail segment runs once for `joined` microbatches, `joins` has what their actions wait
+    for instead of `start`: stages and microbatches.
     """
 
     actions: tuple[Action, ...]
@@ -163,6 +178,8 @@ class _TimedRun:
     forward_seconds: float
     seconds: float
     num_blocks: int
+    joined: int
+    joins: dict[int, list[tuple[int, int]]]
     landed: float = 0.0
 
     def waiting_seconds(self, start: float, gradient: float) -> float:
@@ -371,7 +388,7 @@ class _Simulation:
         action = run.actions[worker.action]
         start = worker.started
         if start is None:
-            arrival = self._arrival(run.start, action)
+            arrival = self._arrival(run.start, action, run.joins.get(action.microbatch))
             if arrival is None:
                 return
             start = worker.started = max(self._now, arrival)
@@ -379,7 +396,8 @@ class _Simulation:
         if gradient is None or worker.num_uploaded <= worker.run:
             return
         waiting = run.waiting_seconds(start, gradient)
-        end = start + run.seconds + waiting
+        seconds = run.seconds * _tails(action, run.joined) if run.joined else run.seconds
+        end = start + seconds + waiting
         worker.computing = True
         heapq.heappush(self._ends, (end, index))
         self._entries.append(
@@ -388,11 +406,16 @@ class _Simulation:
             )
         )
 
-    def _arrival(self, places: tuple[int, ...], action: Action) -> float | None:
+    def _arrival(
+        self,
+        places: tuple[int, ...],
+        action: Action,
+        joins: Sequence[tuple[int, int]] | None = None,
+    ) -> float | None:
         """Return the arrival of an action's inputs from some stages; None: one has not run."""
         arrival = 0.0
-        for place in places:
-            key = place * self._num_microbatches + action.microbatch
+        for place, microbatch in joins or [(place, action.microbatch) for place in places]:
+            key = place * self._num_microbatches + microbatch
             ended = self._ended.get(key)
             if ended is None:
                 self._waiters.setdefault(key, []).append(action.worker)
@@ -425,6 +448,15 @@ def _transfers(
         cost = costs.of(kind, index, run.actions[0].worker)
         forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
         num_blocks = max(1, len(run.stage.blocks)) if forward else 1
+        joined = partition.joined if kind is StageKind.FUSED else 0
+        joins = {
+            action.microbatch: [
+                (place(each.key.kind, each.key.stage), each.key.microbatch)
+                for each in dependencies(action.key, partition)
+            ]
+            for action in run.actions
+            if joined
+        }
         found.append(
             _TimedRun(
                 actions=run.actions,
@@ -437,6 +469,8 @@ def _transfers(
                 forward_seconds=forward,
                 seconds=cost.seconds,
                 num_blocks=num_blocks,
+                joined=joined,
+                joins=joins,
             )
         )
         boundary_bytes = run.input_bytes + run.direct_bytes

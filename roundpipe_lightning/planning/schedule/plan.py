@@ -81,6 +81,8 @@ class PipelineConfig:
         recompute: What BACKWARD stages start from; NONE: there are none.
         num_batches: Accumulated batches in one stream.
         speeds: How fast every worker is, relative to each other; empty: they are equal.
+        joined: Whether the microbatches of a round are pieces of one batch, whose tail segment runs
+            once (`microbatching="blocks"`).
     """
 
     num_microbatches: int
@@ -90,6 +92,7 @@ class PipelineConfig:
     recompute: RecomputePolicy = RecomputePolicy.FULL
     num_batches: int = 1
     speeds: tuple[float, ...] = ()
+    joined: bool = False
 
     @property
     def batch_microbatches(self) -> int:
@@ -160,6 +163,11 @@ class PipelineLayout(PipelineConfig):
     partition: Partition
     resident: tuple[tuple[int, ...], ...] = ()
 
+    def __post_init__(self) -> None:
+        joined = self.round_size if self.joined else 0
+        if joined != self.partition.joined:
+            object.__setattr__(self, "partition", replace(self.partition, joined=joined))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PipelineLayout):
@@ -190,6 +198,7 @@ class Plan(PipelineLayout):
         return replace(layout, num_batches=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (*_COUNTS, "num_batches"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
@@ -203,6 +212,11 @@ class Plan(PipelineLayout):
             raise PlanError(
                 f"round_size={self.round_size} is more than "
                 f"num_microbatches={self.num_microbatches}."
+            )
+        if self.joined and self.num_microbatches % self.round_size:
+            raise PlanError(
+                f"joined, but num_microbatches={self.num_microbatches} are no rounds of "
+                f"round_size={self.round_size}: a round is a batch."
             )
         if self.speeds and (len(self.speeds) != self.num_workers or min(self.speeds) <= 0):
             raise PlanError(f"speeds={self.speeds}: give one above 0 for each worker, or none.")
@@ -282,6 +296,7 @@ class Plan(PipelineLayout):
             "recompute": self.recompute.value,
             "resident": format_resident(self.resident),
             **({"speeds": " ".join(map(repr, self.speeds))} if self.speeds else {}),
+            **({"joined": "true"} if self.joined else {}),
             "block_names": list(self.block_names),
             "schedule": self.schedule.to_text().splitlines(),
         }
@@ -349,6 +364,7 @@ class Plan(PipelineLayout):
                 recompute=RecomputePolicy(values["recompute"]),
                 resident=parse_resident(values["resident"]),
                 speeds=tuple(map(float, values.get("speeds", "").split())),
+                joined=values.get("joined", "false") == "true",
                 **counts,
             )
         except PlanError:

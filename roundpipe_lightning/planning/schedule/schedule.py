@@ -14,6 +14,9 @@ F0 ──> F1 ──> .. ──> F(a-1) ──> X0 ══> B1 ══> B2 ══>
  └────────────────────────────────────────────> B2's recompute
 ```
 
+Where microbatches are pieces of one batch (`Partition.joined`), its tail segment runs in X0 of the
+first of them: that waits for F(a-1) of all, and X0 of the others, which is empty, for it.
+
 An error of `validate_schedule` shows the whole grid with the offending action between `>` and `<`:
 
 ```
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -184,21 +187,28 @@ class Dependency:
 
 
 def dependencies(key: ActionKey, partition: Partition) -> tuple[Dependency, ...]:
-    """Return the actions that the action `key` waits for, all of the same microbatch.
+    """Return the actions that the action `key` waits for.
 
     Raises:
         PlanError: If the partition has no such stage.
     """
+    microbatches: Sequence[int] = (key.microbatch,)
+    if partition.joined and key.kind is StageKind.FUSED:
+        first = key.microbatch - key.microbatch % partition.joined
+        if key.microbatch != first:
+            return (Dependency(key=key._replace(microbatch=first), needed_for=NeededFor.START),)
+        microbatches = range(first, first + partition.joined)
     return tuple(
-        Dependency(key=ActionKey(kind, stage, key.microbatch), needed_for=needed_for)
+        Dependency(key=ActionKey(kind, stage, microbatch), needed_for=needed_for)
         for kind, stage, needed_for in stage_dependencies(key.kind, key.stage, partition)
+        for microbatch in microbatches
     )
 
 
 def stage_dependencies(
     kind: StageKind, index: int, partition: Partition
 ) -> tuple[tuple[StageKind, int, NeededFor], ...]:
-    """Return a stage's dependencies: the rule behind `dependencies()`, without a microbatch."""
+    """Return a stage's dependencies: the rule behind `dependencies()`, without microbatches."""
     stage = partition.stage(kind, index)
     start, gradient = NeededFor.START, NeededFor.GRADIENT
     if kind is StageKind.FORWARD:

@@ -14,7 +14,7 @@ backward  [ B2   ][ B1        ][  ][ X0          ]     see `Partition` for the n
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
@@ -113,6 +113,8 @@ class Partition:
         forward: Blocks per FORWARD stage, the model's first blocks first.
         backward: Blocks per stage from the tail on: `backward[0]` is the FUSED stage (0: the tail
             segment alone), `backward[1:]` are the BACKWARD stages, the model's last blocks first.
+        joined: Neighbouring microbatches that are pieces of one batch, whose tail segment runs
+            once, in the FUSED stage of the first of them; 0: it runs for each. Not in the text.
 
     Raises:
         PlanError: If a stage is empty (the fused one may be), or if the two cuts disagree about the
@@ -121,6 +123,7 @@ class Partition:
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    joined: int = field(default=0, compare=False)  # from `PipelineConfig.joined`
 
     def __post_init__(self) -> None:
         if not self.backward:

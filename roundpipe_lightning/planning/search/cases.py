@@ -165,6 +165,7 @@ class Case:
             host=self.step.host,
             pipelines=tuple(dict.fromkeys(pipelines)),
             pipeline_share=_PIPELINE_SHARE,
+            joined=config.round_size if config.joined else 0,
         )
 
     def predict(self, partition: Partition, *, stays: bool = True) -> StepPrediction:
@@ -262,10 +263,11 @@ def pipeline_configs(
             recompute=policy,
             num_batches=num_batches,
             speeds=request.speeds,
+            joined=request.joined,
         )
         for team_size in request.team_sizes or divisors
         for count, round_size in _rounds(num_workers, request)
-        if team_size <= round_size <= count
+        if team_size <= round_size <= count and (round_size == count or not request.joined)
         for policy in request.policies
         for weight_slots in slots
     ]

@@ -65,6 +65,7 @@ class TrainingJob:
         timing: When the optimizer runs.
         search: How thoroughly to look for stages.
         effort: How long to search per team and round size, where the search is full.
+        joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`.
     """
 
     work: WorkProfile
@@ -79,6 +80,7 @@ class TrainingJob:
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
     search: Search = Search.FULL
     effort: Effort = field(default_factory=Effort)
+    joined: bool = False
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -291,6 +293,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
         at_least_resident=hints.resident or 0,
         at_most_resident=hints.resident,
         speeds=job.speeds,
+        joined=job.joined,
     )
 
 
@@ -399,5 +402,6 @@ def _planned(
             at_most_resident=max(map(len, plan.resident), default=0),
             recompute_start=job.recompute_start,
             speeds=plan.speeds,
+            joined=plan.joined,
         ),
     )

@@ -301,6 +301,8 @@ class PlanningRequest:
         at_most_resident: Blocks that may stay on a worker; None: as many as fit and save uploads.
         effort: How long to search per team and round size.
         speeds: How fast every worker is: durations are those of speed 1. Empty: all are.
+        joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`. Durations
+            of the tail segment are spread over them.
 
     Raises:
         PlanError: If a count is less than 1, or a partition breaks the limits.
@@ -320,6 +322,7 @@ class PlanningRequest:
     at_most_resident: int | None = None
     effort: Effort = field(default_factory=Effort)
     speeds: tuple[float, ...] = ()
+    joined: bool = False
 
     def __post_init__(self) -> None:
         counts = [

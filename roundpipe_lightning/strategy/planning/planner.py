@@ -442,6 +442,7 @@ class StepPlanner:
             hints=self._constraints.completed(hints, step, count),
             search=search,
             effort=_EFFORT,
+            joined=step.is_joined and count > 1,
         )
 
     def _plan_job(
