@@ -114,6 +114,7 @@ class Microbatch:
         index: Its number.
         batch: Its part of the batch, on the host.
         loss_scale: What its loss is multiplied by for the backward pass; 0 skips it.
+        outside: The user code outside the blocks; None: its own.
 
     Attributes:
         turns: The stages that it passes.
@@ -126,7 +127,13 @@ class Microbatch:
     runs_user_code = True
 
     def __init__(
-        self, context: StepContext, *, index: int, batch: Any = None, loss_scale: float = 0.0
+        self,
+        context: StepContext,
+        *,
+        index: int,
+        batch: Any = None,
+        loss_scale: float = 0.0,
+        outside: UserCode | None = None,
     ) -> None:
         self.output: Any = None
         self.loss: Tensor | None = None
@@ -158,9 +165,10 @@ class Microbatch:
             workers=context.workers,
             reducer=context.reducer,
             pool=None if context.pools is None else context.pools[index],
-            used_outside=lambda: self.used_parameters() | context.repeated,
+            used_outside=lambda: whole.used_parameters | context.repeated,
             classes=context.classes,
         )
+        whole = user if outside is None else outside
         self.turns, self._user = turns, user
 
     @property
@@ -176,10 +184,6 @@ class Microbatch:
     def write_attributes(self) -> None:
         """Let the modules have the attributes that the user's code has written."""
         self._user.writes.tell()
-
-    def used_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters that are used outside the stages."""
-        return self._user.used_parameters
 
     def execute(self) -> None:
         """Run the user's step and all stages. Called in the microbatch's thread."""
@@ -357,6 +361,11 @@ class Driver(Microbatch):
             **self._forward_arguments(), board=self.board, forms=self._context.forms
         )
 
+    @property
+    def user(self) -> UserCode:
+        """The user code that runs on the whole batch."""
+        return self._user
+
     def _make_backward(self) -> BackwardPass:
         assert isinstance(self._forward, DriverForward)
         return DriverBackward(self._forward, collect=self._collect)
@@ -382,11 +391,8 @@ class Piece(Microbatch):
     runs_user_code = False
 
     def __init__(self, context: StepContext, *, driver: Driver, index: int) -> None:
-        super().__init__(context, index=index)
+        super().__init__(context, index=index, outside=driver.user)
         self._driver = driver
-
-    def used_parameters(self) -> set[nn.Parameter]:
-        return self._driver.used_parameters() | self._user.used_parameters
 
     def _run_step(self) -> None:
         board, index = self._driver.board, self._index
