@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.planning.search.fit import fit_training
 from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import planner as planning
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _fit_training = functools.cache(fit_training)
 
@@ -31,3 +33,10 @@ def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         step.run(unit.parameters)
 
     monkeypatch.setattr(runtime, "Updater", functools.partial(Updater, run_unit=run))
+
+
+@pytest.fixture
+def steps_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let strategies run `training_step` once per microbatch, from the first batch on."""
+    defaults: Any = RoundPipeStrategy.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "microbatching", "step")

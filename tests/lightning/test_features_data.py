@@ -73,7 +73,7 @@ def test_parts_that_cannot_be_divided_alike(tmp_path: Path) -> None:
     loaders = [regression_data(8), regression_data(5, batch_size=5)]
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
     trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
-    with pytest.raises(BatchError, match=r"first dimensions of \[4, 5\].*microbatching='blocks'"):
+    with pytest.raises(BatchError, match=r"first dimensions of \[5, 8\].*microbatching='blocks'"):
         trainer.fit(Combined(), CombinedLoader(loaders, "min_size"))
 
 

@@ -286,6 +286,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.filterwarnings("ignore:Block 'layers.0' runs on the whole batch")  # profilers hook
 def test_flags_that_change_nothing(tmp_path: Path, name: str) -> None:
     compare(tmp_path, Regressor, **FLAGS[name])
 

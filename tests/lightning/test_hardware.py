@@ -20,7 +20,10 @@ from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import inputs as machines
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.usefixtures("steps_of_microbatches"),
+]
 
 GIB = 2**30
 BLOCK_BYTES = 4 * (2 * 8 + 8 * 16 + 16 + 16 * 8 + 8)

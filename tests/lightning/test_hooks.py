@@ -296,6 +296,6 @@ def test_all_hooks_in_order(tmp_path: Path, name: str) -> None:
 def test_training_step_is_called_once_per_microbatch(tmp_path: Path) -> None:
     numbers: list[int] = []
     module = Regressor(on_step=lambda module, batch, batch_idx: numbers.append(batch_idx))
-    strategy = RoundPipeStrategy(num_microbatches=4, dry_run=False)
+    strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step", dry_run=False)
     make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(module, regression_data(16))
     assert sorted(numbers) == [0, 0, 0, 0, 1, 1, 1, 1]

@@ -129,7 +129,7 @@ def test_fused_losses_train_as_the_model_s_own(
         _LanguageModel(name),
         devices=1,
     )
-    strategy = kind(num_microbatches=4, loss="fused")
+    strategy = kind(num_microbatches=4, microbatching="step", loss="fused")
     fused, fused_metrics = _trained(tmp_path, strategy, _LanguageModel(name))
     report = strategy.fused_losses
     assert report is not None

@@ -16,7 +16,10 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.usefixtures("steps_of_microbatches"),
+]
 
 
 class _Hungry(Regressor):

@@ -211,7 +211,7 @@ def test_running_statistics_do_not_depend_on_the_number_of_workers(tmp_path: Pat
     for devices in (1, 3):
         torch.manual_seed(3)
         module = _Normalised()
-        strategy = RoundPipeStrategy(num_microbatches=4)
+        strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step")
         fit(tmp_path, strategy, module, regression_data(), devices=devices)
         modules.append(module)
     for (name, buffer), (_, expected) in zip(
@@ -262,8 +262,8 @@ def test_first_batch_smaller_than_wanted_limits_the_number_of_microbatches(tmp_p
 
 
 def test_batch_smaller_than_a_number_that_was_asked_for(tmp_path: Path) -> None:
-    strategy = RoundPipeStrategy(num_microbatches=4)
-    with pytest.raises(BatchError, match="A batch of 1 samples cannot be split into 4"):
+    strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step")
+    with pytest.raises(BatchError, match="A batch of 1 rows cannot be split into 4"):
         fit(tmp_path, strategy, Regressor(), regression_data(9), devices=2)
 
 

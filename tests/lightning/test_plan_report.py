@@ -18,7 +18,10 @@ from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 from tests.lightning.test_planning import _AnotherPlanEveryStep
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.usefixtures("steps_of_microbatches"),
+]
 
 
 def _fit(

@@ -39,7 +39,10 @@ from tests.kit.training import (
     same_bits,
 )
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.usefixtures("steps_of_microbatches"),
+]
 
 SAY = "lightning.pytorch.utilities.rank_zero"
 

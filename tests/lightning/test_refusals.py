@@ -162,10 +162,11 @@ def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
             pytest.fail("training has begun")
 
     with (
-        pytest.raises(ConfigurationError, match=r"Write training_step\(batch, batch_idx\)"),
+        pytest.raises(ConfigurationError, match=r"write training_step\(batch, batch_idx\)"),
         pytest.warns(UserWarning, match="dataloader_iter"),
     ):
-        make_trainer(tmp_path, strategy="roundpipe").fit(Fetching(), regression_data())
+        strategy = RoundPipeStrategy(microbatching="step")
+        make_trainer(tmp_path, strategy=strategy).fit(Fetching(), regression_data())
 
 
 # Plans -------------------------------------------------------------------------------------------
@@ -214,5 +215,6 @@ def test_batch_that_cannot_be_split(tmp_path: Path) -> None:
 
     data = regression_data()
     data.collate_fn = collate
-    with pytest.raises(BatchError, match="differ in their first dimension"):
-        make_trainer(tmp_path, strategy="roundpipe").fit(_Steps(), data)
+    strategy = RoundPipeStrategy(microbatching="step")
+    with pytest.raises(BatchError, match="first dimensions of"):
+        make_trainer(tmp_path, strategy=strategy).fit(_Steps(), data)

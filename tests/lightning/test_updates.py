@@ -45,7 +45,10 @@ from tests.kit.training import (
     train_with,
 )
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.usefixtures("steps_of_microbatches"),
+]
 
 
 class Overlapping(RoundPipeStrategy):

@@ -36,7 +36,10 @@ from tests.kit.training import (
     same_bits,
 )
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.usefixtures("steps_of_microbatches"),
+]
 
 TIMEOUT_SECONDS = 60.0
 NUM_WORKERS, NUM_MICROBATCHES = 3, 2

@@ -120,6 +120,11 @@ class Copies:
             return self._filled(node, in_object=in_object or not plain)
         return node
 
+    @property
+    def hold_objects(self) -> bool:
+        """Whether there is an object among the copies, rather than plain containers alone."""
+        return any(pair.in_object for pair in self._pairs)
+
     def originals(self) -> dict[int, Any]:
         """Return the originals, by the identity of their copies."""
         return {id(twin): original for original, twin in self._memo.values()}

@@ -267,7 +267,10 @@ class DriverForward(ForwardPass):
         if not self.turns.in_forward_stage or self.board.num_pieces == 1 or not arguments:
             return None
         name, forms = self._names[block], self._forms
-        key = (name, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
+        gradient = self._backward and torch.is_grad_enabled()
+        if not gradient and _holds_objects(given):
+            return None  # the block writes into the object itself, a cache say
+        key = (name, gradient, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
         reason = _reason_against_pieces(block, self.user.writes.within(block))
         if reason:
             if key not in forms or forms.get(key) is not None:  # the hook can be a later one
@@ -339,7 +342,8 @@ class DriverForward(ForwardPass):
             for slot, value in enumerate(call.values)
         ]
         if self._shadows is not None:
-            for joined, shadow in zip(posted.values, self._shadows, strict=True):
+            # A try may count a number in an object (a cache's length) that the call leaves alone.
+            for joined, shadow in zip(posted.values, self._shadows, strict=False):
                 joined.shadow = shadow
             self._shadows = None
         self.posted.append(posted)
@@ -511,6 +515,12 @@ class DriverForward(ForwardPass):
 def _joined_in(tensor: Any) -> JoinedValue | None:
     value = tensor.value if isinstance(tensor, LazyTensor) else None
     return value if isinstance(value, JoinedValue) else None
+
+
+def _holds_objects(given: Given) -> bool:
+    copies = Copies(lambda tensor, in_object: tensor)
+    copies.copied(given)
+    return copies.hold_objects
 
 
 def _arguments_of(given: Given) -> Sequence[_Argument]:
