@@ -161,11 +161,11 @@ def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             pytest.fail("training has begun")
 
+    strategy = RoundPipeStrategy(microbatching="step")
     with (
         pytest.raises(ConfigurationError, match=r"write training_step\(batch, batch_idx\)"),
         pytest.warns(UserWarning, match="dataloader_iter"),
     ):
-        strategy = RoundPipeStrategy(microbatching="step")
         make_trainer(tmp_path, strategy=strategy).fit(Fetching(), regression_data())
 
 
