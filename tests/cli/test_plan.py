@@ -336,13 +336,15 @@ def test_training_keeps_hints(tmp_path: Path) -> None:
     assert plan.partition.backward == (1, 1, 1, 1)
 
 
-def test_the_plan_is_one_that_trains(ask: Ask) -> None:
+@pytest.mark.parametrize("mode", ["step", "blocks"])
+def test_the_plan_is_one_that_trains(ask: Ask, mode: str) -> None:
     size = [override for override in SMALL if override.startswith(("model.", "data.seq", "data.b"))]
+    size.append(f"trainer.strategy.microbatching={mode}")
     ask.json(*size, "hardware=cpu", "partition.team_size=2", "partition.num_microbatches=4")
     folder = ask.folder / "trained"
     plan = ask.folder / "plan.json"
     saved = ("partition=saved", f"partition.plan={plan}", "partition.num_microbatches=4")
-    figures = train_small(folder, *saved, "trainer.max_steps=1")
+    figures = train_small(folder, *saved, size[-1], "trainer.max_steps=1")
     assert figures["num_steps"] == 1
     assert Plan.load(folder / "plan.json") == Plan.load(plan)
 

@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
 
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.work import Operations
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import stage_dependencies
-from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.schedule import ActionKey, dependencies
+from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 
@@ -52,13 +50,6 @@ class IdleCause(Enum):
     __hash__ = object.__hash__  # members are singletons; that of Enum hashes their name each time
 
 
-_Rules: TypeAlias = Mapping[tuple[StageKind, int], Sequence[tuple[StageKind, int]]]
-"""Dependencies of each stage."""
-
-_Ended: TypeAlias = Mapping[tuple[StageKind, int, int], float]
-"""Times at which the action of a stage and a microbatch has ended."""
-
-
 def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause, float]:
     """Return the workers' idle time between the step's first action and its last, by cause.
 
@@ -72,20 +63,12 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
     Raises:
         PlanError: The timeline has an action that the partition does not have.
     """
-    actions = [(entry, entry.action) for entry in timeline.entries]
-    ended = {(a.kind, a.stage, a.microbatch): entry.end_seconds for entry, a in actions}
-    rules = {
-        (stage.kind, stage.index): [
-            (kind, index)
-            for kind, index, _ in stage_dependencies(stage.kind, stage.index, partition)
-        ]
-        for stage in partition.stages()
-    }
+    ended = {entry.action.key: entry.end_seconds for entry in timeline.entries}
     total = dict.fromkeys(IdleCause, 0.0)
     begin = timeline.start_seconds
     end = max((entry.end_seconds for entry in timeline.entries), default=begin)
     for row in timeline.rows():
-        fill, boundary, other = _gaps(row, begin=begin, ended=ended, rules=rules)
+        fill, boundary, other = _gaps(row, partition, begin=begin, ended=ended)
         total[IdleCause.FILL] += fill if row else end - begin
         total[IdleCause.DRAIN] += end - max(entry.end_seconds for entry in row) if row else 0.0
         total[IdleCause.BOUNDARY] += boundary
@@ -141,27 +124,25 @@ def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overl
 
 
 def _gaps(
-    row: Sequence[TimelineEntry], *, begin: float, ended: _Ended, rules: _Rules
+    row: Sequence[TimelineEntry],
+    partition: Partition,
+    *,
+    begin: float,
+    ended: Mapping[ActionKey, float],
 ) -> tuple[float, float, float]:
     """Return a worker's waits: before its first action, for boundaries, and otherwise."""
     fill = boundary = other = 0.0
     free = None
     for entry in row:
-        action, start = entry.action, entry.start_seconds
-        sources = rules.get((action.kind, action.stage))
-        if sources is None:
-            raise PlanError(
-                f"The timeline has {action.key}, which is of none of the partition's stages."
-            )
+        start = entry.start_seconds
+        sources = dependencies(entry.action.key, partition)
         boundary += entry.waiting_seconds
         if free is None:
             fill, free = start - begin, start
         elif start > free:
             ready = free
-            for kind, stage in sources:
-                source_end = ended.get((kind, stage, action.microbatch), free)
-                if source_end > ready:
-                    ready = min(source_end, start)
+            for source in sources:
+                ready = max(ready, min(ended.get(source.key, free), start))
             boundary += ready - free
             other += start - ready
         free = max(free, entry.end_seconds)
