@@ -206,6 +206,74 @@ def test_a_block_that_puts_tensors_into_a_list_is_refused() -> None:
         check(Regressor(make_block=lambda: KeepsMean(kept)))
 
 
+class Doubles(nn.Linear):
+    """Makes two rows of each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(2 * len(x), WIDTH)
+
+
+class Folded(Regressor):
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden).unflatten(0, (len(hidden), 2)).sum(1)
+        return hidden
+
+
+def test_a_block_that_gives_several_rows_for_each_runs_on_the_whole_batch() -> None:
+    with pytest.warns(WholeBatchWarning, match="another number of rows"):
+        check(Folded(make_block=lambda: Doubles(WIDTH, 2 * WIDTH)))
+
+
+class Skips(Regressor):
+    """Does not call all of its blocks at first."""
+
+    num_called = 1
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers[: self.num_called]:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_blocks_that_are_first_called_in_a_later_step() -> None:
+    module, stages = Skips(), Partition(forward=(2, 2), backward=(0, 3, 1))
+    with engine_for(module, num_workers=2, num_microbatches=3, partition=stages) as engine:
+        for module.num_called in (1, 3, 4):
+            step = engine.begin_step(
+                [batch_of()], training_step, loss_scales=[1.0], joined=True, step_seed=0
+            )
+            loss = step.result().losses[0]
+            assert loss is not None
+            torch.testing.assert_close(loss, module.training_step(batch_of(), 0).detach())
+
+
+class WritesMask(Shared):
+    """Writes into what a block was given, before other pieces have seen it."""
+
+    writes = True
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        bias = torch.ones_like(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, bias)
+            if self.writes:
+                bias.mul_(2)
+        return hidden
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_a_block_was_given_is_not_written_into_before_pieces_read_it(backward: bool) -> None:
+    module, stages = WritesMask(), Partition(forward=(2, 2), backward=(0, 3, 1))
+    step: dict[str, Any] = {"loss_scales": [1.0], "joined": True, "step_seed": 0}
+    with engine_for(module, num_workers=2, num_microbatches=3, partition=stages) as engine:
+        with pytest.raises(CaptureError, match=r"'layers\.0' was given has been written into"):
+            engine.begin_step([batch_of()], training_step, backward=backward, **step).result()
+        module.writes = False  # the engine goes on after a step that has failed
+        result = engine.begin_step([batch_of()], training_step, backward=backward, **step).result()
+        assert result.losses[0] is not None
+
+
 class KeepsMean(Block):
     """Keeps a mean of the batch, the same for any rows at first."""
 

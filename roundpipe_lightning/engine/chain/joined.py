@@ -30,10 +30,16 @@ from roundpipe_lightning.engine.capture.autocast import Autocast
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form
 from roundpipe_lightning.engine.chain.block_outcome import Given
-from roundpipe_lightning.engine.chain.values import BlockCall, Value, ValueOwner
+from roundpipe_lightning.engine.chain.values import (
+    WRITTEN_SINCE,
+    BlockCall,
+    Value,
+    ValueOwner,
+)
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.transfer.boundary import TransferEndpoint
 from roundpipe_lightning.engine.worker.turns import Turns
+from roundpipe_lightning.errors import CaptureError
 
 if TYPE_CHECKING:
     from roundpipe_lightning.engine.chain.forward import ForwardPass
@@ -77,6 +83,7 @@ class PostedCall:
     Attributes:
         number: Number of the driver's call.
         block: The block.
+        name: The block's name.
         given: Its arguments, with `Cut` and `JoinedValue` in place of tensors.
         sizes: Rows of every piece; one without rows leaves the call out.
         gradient: Whether gradients are enabled.
@@ -84,12 +91,14 @@ class PostedCall:
         variables: The context variables around the call.
         writes: What user code has written into the block's attributes.
         begins_segment: Whether it is the first call after a segment of user code.
+        versions: Tensors that all pieces' parts are views of, and how often they were written into.
         calls: The pieces' calls, by their numbers.
         values: What they make together.
     """
 
     number: int
     block: nn.Module
+    name: str
     given: Given
     sizes: Sequence[int]
     gradient: bool
@@ -97,8 +106,18 @@ class PostedCall:
     variables: Context
     writes: ModuleWrites
     begins_segment: bool
+    versions: Sequence[tuple[Tensor, int]]
     calls: dict[int, BlockCall] = field(default_factory=dict)
     values: list[JoinedValue] = field(default_factory=list)
+
+    def check_unwritten(self) -> None:
+        """Called by a piece that has computed with the arguments.
+
+        Raises:
+            CaptureError: User code has written into one meanwhile.
+        """
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise CaptureError(WRITTEN_SINCE.format(self.name))
 
     def given_for(self, piece: int) -> Given:
         """Return the arguments for one piece."""
@@ -124,7 +143,7 @@ class PostedCall:
         """Break the circles of references."""
         self.calls.clear()
         self.values.clear()
-        self.given = ((), {})
+        self.given, self.versions = ((), {}), ()
 
 
 class Left(NamedTuple):
@@ -260,6 +279,7 @@ class JoinedValue(Value):
         self._calls = posted.calls
         self._before_use = before_use
         self._num_pending = [0] * len(self.sizes)
+        self._counting = threading.Lock()
         super().__init__(
             owner,
             posted.calls[0],
@@ -287,8 +307,9 @@ class JoinedValue(Value):
 
     def note_pending(self, change: int, pieces: Iterable[int]) -> None:
         """Count calls that pieces have still to replay."""
-        for piece in pieces:
-            self._num_pending[piece] += change
+        with self._counting:  # the driver counts up while pieces count down
+            for piece in pieces:
+                self._num_pending[piece] += change
 
     def materialize(self) -> Tensor:
         self._before_use()

@@ -144,6 +144,7 @@ class PieceForward(ForwardPass):
             variables_as(posted.variables),
         ):
             self._call(posted.block, posted.given_for(self._piece))
+        posted.check_unwritten()
         for joined in posted.taken():
             joined.note_pending(-1, [self._piece])
 
@@ -228,16 +229,21 @@ class DriverForward(ForwardPass):
                 self._sources[id(tensor)] = joined.part(0)
                 joined.note_pending(1, [i for i, size in enumerate(sizes) if size and i])
                 return joined
-            cut = self.slices.of(self._whole(tensor), dims[id(tensor)], sizes)
+            whole = self._whole(tensor)
+            versions.append((whole, whole._version))
+            cut = self.slices.of(whole, dims[id(tensor)], sizes)
             self._sources[id(tensor)] = cut.parts[0]
             return cut
 
+        versions: list[tuple[Tensor, int]] = []
         dims = {id(a.tensor): d for a, d in zip(arguments, self._form.arguments, strict=True)}
         self._posted = PostedCall(
             number=len(self.calls),
             block=block,
+            name=self._names[block],
             given=Copies(swap).copied(given),
             sizes=sizes,
+            versions=versions,
             gradient=torch.is_grad_enabled(),
             autocast=autocast_now(),
             variables=copy_context(),
@@ -281,7 +287,24 @@ class DriverForward(ForwardPass):
             sizes = None if form is None else self._sizes(arguments, form.arguments)
             if form is None or sizes is not None:
                 return None if form is None or sizes is None else (form, sizes)
-        few = False
+        return self._tried(key, block, given, arguments, position)
+
+    def _tried(
+        self,
+        key: Key,
+        block: nn.Module,
+        given: Given,
+        arguments: Sequence[_Argument],
+        position: int | None,
+    ) -> tuple[CallForm, Sequence[int]] | None:
+        """Find the form of a call on a few rows."""
+        for tensor, joined, _ in arguments:  # what is looked at can end the turn
+            if joined is None or joined.shadow is None:
+                self._whole(tensor)
+        if not self.turns.in_forward_stage:
+            return None
+        position, few, reason = self._in_turn(position), False, ""
+        name, forms = self._names[block], self._forms
         for dims in _candidates(arguments):
             sizes = self._sizes(arguments, dims)
             if sizes is None:
@@ -437,10 +460,10 @@ class DriverForward(ForwardPass):
         if len({len(result) for result in results}) != 1:
             return "it gives other outputs for another number of rows"
         made = [Shadow(*parts) for parts in zip(*results[:3], strict=True)]
-        return self._compared(made, results[3], marks)
+        return self._compared(made, results[3], marks, rows=sizes[0] + sizes[1])
 
     def _compared(
-        self, made: Sequence[Shadow], of_alike: Sequence[Tensor], marks: RowMarks
+        self, made: Sequence[Shadow], of_alike: Sequence[Tensor], marks: RowMarks, *, rows: int
     ) -> tuple[tuple[int | None, ...], Sequence[Shadow]] | str:
         dims: list[int | None] = []
         for (first, second, both), alike in zip(made, of_alike, strict=True):
@@ -452,7 +475,7 @@ class DriverForward(ForwardPass):
             dim = differing[0] if differing else None
             if dim is None:
                 same = not marks.has(both) and _close(first, both) and _close(second, both)
-            elif first.shape[dim] + second.shape[dim] != both.shape[dim]:
+            elif both.shape[dim] != rows or first.shape[dim] + second.shape[dim] != rows:
                 return "its output has another number of rows than its input"
             else:
                 row = alike.narrow(dim, 0, 1).expand_as(alike)

@@ -43,6 +43,12 @@ from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import CaptureError
 
+WRITTEN_SINCE = (
+    "A tensor that block {!r} was given has been written into since: its recompute, or another "
+    "piece of the batch, would find other values. Give the block a copy "
+    "(`block(x, mask.clone())`), or make a new tensor instead of writing into it."
+)
+
 
 class Boundary(Protocol):
     """Values on their way; see `BoundaryTensor`."""
@@ -337,11 +343,7 @@ class BlockCall:
             CaptureError: If it gives other tensors than the first time, or cannot get the same.
         """
         if any(t._version != v for t, v in zip(self.arguments, self._versions, strict=True)):
-            raise CaptureError(
-                f"A tensor that block {self.name!r} was given has been written into since: "
-                "its recompute would find other values. Give the block a copy "
-                "(`block(x, mask.clone())`), or make a new tensor instead of writing into it."
-            )
+            raise CaptureError(WRITTEN_SINCE.format(self.name))
         with autocast_as(self._autocast), variables_as(self._variables):
             assert self._given is not None, "kept where a gradient is wanted"
             outcome = self.run_forward(block, take, given=self._given, watched=watched, again=True)
