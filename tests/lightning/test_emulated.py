@@ -67,7 +67,12 @@ def test_a_user_s_comparison_with_one_device() -> None:
             return super().training_step(batch, batch_idx) * len(batch[0])
 
     with pytest.raises(AssertionError, match=r"item .*head\.bias"):
-        assert_trains_as_one_device(LooksAtTheBatchSize, regression_data, max_epochs=1)
+        assert_trains_as_one_device(
+            LooksAtTheBatchSize,
+            regression_data,
+            strategy=EmulatedStrategy(microbatching="step"),
+            max_epochs=1,
+        )
 
 
 def test_devices_are_as_many_as_workers(tmp_path: Path) -> None:
