@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -107,9 +107,19 @@ class ModeChoice:
         module: The user's module.
         stacks: Its blocks.
         mode: `"auto"`, `"blocks"` or `"step"`.
+        fuses_loss: Whether the stages that were asked for need the loss of one microbatch at a
+            time, so that a whole batch is one microbatch.
     """
 
-    def __init__(self, module: LightningModule, stacks: Sequence[BlockStack], mode: str) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        stacks: Sequence[BlockStack],
+        mode: str,
+        *,
+        fuses_loss: bool = False,
+    ) -> None:
+        self._warns = fuses_loss
         self._module = module
         self._stacks = stacks
         self._mode = mode
@@ -156,6 +166,14 @@ class ModeChoice:
                     counts=chosen == LossKind.TARGETS.value,
                 )
         looks = trains and chosen is None and may_split
+        if self._warns and chosen == "blocks" and may_split:
+            self._warns = False
+            rank_zero_warn(
+                "The whole batch is one microbatch: recompute='none', or a plan or hints that fuse "
+                "blocks with the loss, go with microbatching='step' alone. Leave them out, or set "
+                "microbatching='step' where it is the same.",
+                stacklevel=2,
+            )
         return MicrobatchedBatch(
             parts=[batch],
             shares=(1.0,),

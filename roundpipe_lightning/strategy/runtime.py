@@ -183,7 +183,9 @@ class PipelineRuntime:
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
         self._metrics = LentMetrics(module, in_place=self._on_host)
         self._own_log = OwnLog(module)
-        self._choice = ModeChoice(module, self._stacks, options.microbatching)
+        self._choice = ModeChoice(
+            module, self._stacks, options.microbatching, fuses_loss=options.fuses_loss
+        )
 
     # The engine ----------------------------------------------------------------------------------
 

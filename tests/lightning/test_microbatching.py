@@ -11,7 +11,14 @@ import pytest
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.strategy import microbatching
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.training import (
+    QUIET,
+    Regressor,
+    make_trainer,
+    parameter_error,
+    regression_data,
+    train_with,
+)
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -58,3 +65,15 @@ def test_chosen_mode(
     trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_steps=2)
     trainer.fit(Counts(count), regression_data())
     assert [text.split("'")[1] for text in said] == [mode], said
+
+
+def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so(tmp_path: Path) -> None:
+    data = regression_data()
+    kinds = ["auto", RoundPipeStrategy(recompute="none")]
+    (one, _), (module, _) = train_with(tmp_path, kinds, Regressor, data, max_epochs=1)
+    assert parameter_error(module, one) < 1e-5  # "step" from the second batch on
+    strategy = RoundPipeStrategy(recompute="none", microbatching="blocks")
+    with pytest.warns(UserWarning, match="whole batch is one microbatch: recompute='none'"):
+        make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(Regressor(), data)
+    assert strategy.plan is not None
+    assert strategy.plan.num_microbatches == 1
