@@ -10,6 +10,10 @@ process of its own, forked from this one, and a time limit.
 
 Counted as identical is only what was pipelined: a model without a list of blocks, which the engine
 runs as one stage, or whose second step makes calls that were not planned, is not.
+
+`--mode auto` trains three steps through the Trainer instead, with `microbatching="auto"`, and
+compares with Lightning's own strategy on one device, where the batch is not divided: losses,
+parameters and buffers within 1e-6. It names the mode that was chosen, and why.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import copy
 import itertools
 import json
+import logging
 import multiprocessing
 import platform
 import time
@@ -34,10 +39,13 @@ from typing import Any
 import tiny_configs
 import torch
 import transformers
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 from transformers.models.auto import modeling_auto
 
+from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
@@ -85,6 +93,7 @@ class Report:
         num_blocks: How many there are.
         block_share: Part of the parameters that is in the blocks.
         seconds: How long it took.
+        mode: What `auto` has chosen, with `--mode auto`.
     """
 
     name: str
@@ -94,9 +103,10 @@ class Report:
     num_blocks: int = 0
     block_share: float = 0.0
     seconds: float = 0.0
+    mode: str = ""
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(LightningModule):
     """Any user's module around a causal language model."""
 
     def __init__(self, model: nn.Module, *, kind: str, own_loss: bool) -> None:
@@ -117,6 +127,10 @@ class LanguageModel(nn.Module):
             return loss
         logits = self.model(**batch, use_cache=False).logits[:, -ids.shape[1] :]
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As in the plain loop."""
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -195,11 +209,11 @@ def _config_for(kind: Any, config: Any) -> Any:
     return next((part for part in parts if isinstance(part, kind.config_class)), config)
 
 
-def batches(step: int, kind: str) -> list[dict[str, Tensor]]:
+def batches(step: int, kind: str, count: int = NUM_MICROBATCHES) -> list[dict[str, Tensor]]:
     """Return the microbatches of a step."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, SIZES.vocabulary, (SEQUENCES, TOKENS), generator=generator)
-    parts = ids.chunk(NUM_MICROBATCHES)
+    parts = ids.chunk(count)
     made = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
     if kind == "encoder-decoder":
         return [{**batch, "decoder_input_ids": batch["input_ids"].flip(1)} for batch in made]
@@ -254,6 +268,37 @@ def train_pipelined(module: LanguageModel, engine: Engine) -> tuple[Trace, str]:
     return trace | _state(module), reason
 
 
+class _Losses(Callback):
+    def __init__(self) -> None:
+        self.trace: Trace = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        del trainer, pl_module, batch
+        self.trace[f"loss of step {batch_idx}"] = outputs["loss"].detach()
+
+
+def train_with_lightning(module: LanguageModel, strategy: RoundPipeStrategy | None) -> Trace:
+    """One step more through the Trainer, on whole batches."""
+    seed_everything(1, verbose=False)
+    losses = _Losses()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1 if strategy is None else NUM_WORKERS,
+        strategy="auto" if strategy is None else strategy,
+        max_epochs=1,
+        callbacks=[losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    whole = [batches(step, module.kind, 1)[0] for step in range(NUM_STEPS + 1)]
+    trainer.fit(module, DataLoader(whole, batch_size=None))
+    return losses.trace | _state(module)
+
+
 def _plan(module: nn.Module, chain: Chain) -> Plan:
     keeps_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())  # noqa: SLF001
     return default_plan(
@@ -294,7 +339,7 @@ def differences(want: Trace, got: Trace, *, tolerance: float = 0.0) -> list[str]
 # --- one architecture -----------------------------------------------------------------------------
 
 
-def examine(name: str, kind: str) -> Report:
+def examine(name: str, kind: str, mode: str) -> Report:
     """Train one architecture both ways and compare."""
     try:
         module = build(name, kind)
@@ -311,6 +356,8 @@ def examine(name: str, kind: str) -> Report:
         "num_blocks": len(blocks),
         "block_share": _num_elements(*blocks) / _num_elements(module),
     }
+    if mode == "auto":
+        return _examine_auto(module, details)
     random_state = torch.get_rng_state()
     want = train_plainly(plain)
     draws = not torch.equal(random_state, torch.get_rng_state())
@@ -340,6 +387,33 @@ def examine(name: str, kind: str) -> Report:
     return Report(verdict=Verdict.DIFFERENT, reason=reason, **details)
 
 
+def _examine_auto(module: LanguageModel, details: dict[str, Any]) -> Report:
+    """Compare what `auto` trains with one device."""
+    plain, again, said = copy.deepcopy(module), copy.deepcopy(module), list[str]()
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch")
+    logger.handlers, logger.propagate = [listener], False
+    want = train_with_lightning(plain, None)
+    strategy = RoundPipeStrategy(num_microbatches=NUM_MICROBATCHES, recompute="full")
+    try:
+        got = train_with_lightning(module, strategy)
+    except RoundPipeError as error:
+        return Report(verdict=Verdict.REFUSED, reason=_described(error), **details)
+    except Exception as error:  # noqa: BLE001 - reported
+        return Report(verdict=Verdict.BROKEN, reason=_described(error), **details)
+    choices = [text for text in said if "microbatching=" in text]
+    details["mode"] = "step" if any("proven to be a weighted" in c for c in choices) else "blocks"
+    reason = "" if details["mode"] == "step" else " ".join(choices)
+    found = differences(want, got, tolerance=TOLERANCE)
+    if not found:
+        return Report(verdict=Verdict.IDENTICAL, reason=reason, **details)
+    if differences(want, train_with_lightning(again, None), tolerance=TOLERANCE):
+        found = ["the model differs from itself", *found]
+    reason = f"{len(found)} differ: {', '.join(found[:3])} {reason}"
+    return Report(verdict=Verdict.DIFFERENT, reason=reason, **details)
+
+
 def _gradients_matter(module: LanguageModel) -> bool:
     """Return whether a model's logits are others, to the bit, when no graph is kept."""
     batch = batches(0, module.kind)[0]
@@ -362,24 +436,26 @@ def _described(error: BaseException) -> str:
     return f"{text} [{places}]"
 
 
-def _examine_in_child(name: str, kind: str, connection: Connection) -> None:
+def _examine_in_child(name: str, kind: str, mode: str, connection: Connection) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     start = time.perf_counter()
     try:
-        report = asdict(examine(name, kind))
+        report = asdict(examine(name, kind, mode))
     except Exception as error:  # noqa: BLE001 - reported
         report = asdict(Report(name=name, verdict=Verdict.BROKEN, reason=_described(error)))
     report |= {"seconds": round(time.perf_counter() - start, 2)}
     connection.send(Report(**report))
 
 
-def examine_in_process(name: str, kind: str, *, timeout_seconds: float) -> Report:
+def examine_in_process(name: str, kind: str, mode: str, *, timeout_seconds: float) -> Report:
     """Examine an architecture in a process of its own."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_examine_in_child, args=(name, kind, sender), daemon=True)
+    process = context.Process(
+        target=_examine_in_child, args=(name, kind, mode, sender), daemon=True
+    )
     process.start()
     sender.close()
     try:
@@ -408,6 +484,7 @@ def summary(reports: Sequence[Report]) -> dict[str, Any]:
         "failed": {r.name: f"{r.verdict.value}: {r.reason}" for r in counted if r not in identical},
         "not_built": {r.name: r.reason for r in reports if r not in counted},
         "to_tolerance": {r.name: r.reason for r in identical if r.reason},
+        "by_mode": Counter(r.mode for r in identical if r.mode),
         "by_verdict": Counter(r.verdict.value for r in reports),
         "models": {
             r.name: {"stack": r.stack, "blocks": r.num_blocks, "share": round(r.block_share, 3)}
@@ -426,6 +503,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kind", choices=KINDS, default="causal", help="default causal")
+    parser.add_argument("--mode", choices=("step", "auto"), default="step", help="default step")
     parser.add_argument("--only", default="", help="names, separated by commas (default all)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds per model")
     parser.add_argument("--output", choices=("text", "json"), default="text")
@@ -437,15 +515,18 @@ def main() -> None:
     torch.set_num_threads(1)
     reports = []
     for name in names:
-        report = examine_in_process(name, options.kind, timeout_seconds=options.timeout)
+        report = examine_in_process(
+            name, options.kind, options.mode, timeout_seconds=options.timeout
+        )
         reports.append(report)
         if options.output == "text":
-            print(f"{name:32} {report.verdict.value:14} {report.reason}", flush=True)
+            print(f"{name:32} {report.verdict.value:14} {report.mode:7}{report.reason}", flush=True)
     result = summary(reports)
     if options.output == "json":
         print(json.dumps(result, indent=1))
         return
-    print(f"{result['identical']} of {result['total']} identical; {dict(result['by_verdict'])}")
+    counts = [dict(result[key]) for key in ("by_verdict", "by_mode") if result[key]]
+    print(f"{result['identical']} of {result['total']} identical; {', '.join(map(str, counts))}")
 
 
 if __name__ == "__main__":
