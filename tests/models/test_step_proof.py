@@ -159,6 +159,16 @@ def test_what_blocks_leave_beside_their_output_is_not_known() -> None:
         prove_step(batch={"x": torch.zeros(6, 8)}, run=run)
 
 
+def test_blocks_may_multiply_by_groups_in_any_dtype() -> None:
+    weights = torch.zeros(2, 8, 8, device="meta")
+    ends = torch.zeros(2, dtype=torch.int32, device="meta")
+
+    def run(given: dict[str, Tensor], around: Callable[..., Any]) -> Any:
+        return around(lambda x: functional.grouped_mm(x, weights, offs=ends))(given["x"]).mean(), []
+
+    assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
+
+
 def test_logs() -> None:
     def run(given: dict[str, Tensor], _: Any) -> Any:
         loss = Batch(given).entropy()

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Count", "FusedAttention", "Meter", "transformers_attention"]
+__all__ = ["Count", "FusedAttention", "Meter", "transformers_attention", "without_values"]
 
 aten = torch.ops.aten
 
@@ -110,10 +110,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and _is_question(args[0]):  # noqa: SLF001
             return True
-        if func is aten._grouped_mm.default:  # noqa: SLF001
-            result = _grouped_product(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = without_values(func, args, kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in read:  # what was there before is not counted when a view of it is made
@@ -219,6 +216,13 @@ def _attention_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first:
         seen = others if window is None else min(window + 1, others)
         pairs = length * seen - seen * (seen - 1) / 2 if length == others else pairs
     return pairs * float(sequences * heads * features)
+
+
+def without_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operation on the meta device, where PyTorch has grouped products in bfloat16 only."""
+    if func is aten._grouped_mm.default and args[0].is_meta:  # noqa: SLF001
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _grouped_product(

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundpipe_lightning.engine.capture.trees import map_leaves, map_tensors, tensors_in
+from roundpipe_lightning.models.work.meter import without_values
 
 _NUM_ROWS = (97, 101)
 _MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -146,7 +147,7 @@ class _Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.name() == "aten::_local_scalar_dense" and _asks_about_a_mask():
             return False
-        result = func(*args, **kwargs)
+        result = without_values(func, args, kwargs)
         if self._is_paused:
             self._hidden += _tensors(result)
         else:
