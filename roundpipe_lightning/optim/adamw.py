@@ -21,7 +21,6 @@ optimizer may be stepped in parts (`update/partial_step.py`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -39,9 +38,9 @@ from roundpipe_lightning.optim.kernel import KernelChoice, StepKernel
 from roundpipe_lightning.optim.pieces import (
     FlatParameter,
     Settings,
-    UploadCopies,
     flattened,
     flattened_like,
+    memory_of,
     shaped,
 )
 from roundpipe_lightning.optim.state import MomentFormat, StateLayout, StatePlace, check_options
@@ -109,13 +108,12 @@ class HostAdamW(Optimizer):
         if num_threads is not None and num_threads < 1:
             raise ConfigurationError(f"num_threads={num_threads!r}: give 1 or more, or None.")
         self._layout = StateLayout(form=_chosen(MomentFormat, moments=moments))
-        self._files = _files(offload, offload_dir)
-        self._copies = UploadCopies()
         self._kernel = StepKernel(
             moments=self._layout.form,
             stochastic_rounding=stochastic_rounding,
             num_threads=num_threads,
             choice=_chosen(KernelChoice, kernel=kernel),
+            files=_files(offload, offload_dir),
         )
         self.rounds_stochastically = stochastic_rounding
         """Whether masters of bfloat16 are rounded here; nobody else needs to, then."""
@@ -130,7 +128,6 @@ class HostAdamW(Optimizer):
             **_HOW_TORCH_STEPS,
         }
         super().__init__(params, defaults)
-        weakref.finalize(self, _release, self._kernel, self._files)
 
     # -------------------------------------------------------------------------------- parameters
 
@@ -170,12 +167,11 @@ class HostAdamW(Optimizer):
             self._num_known += 1
             if parameter.requires_grad and "step" not in self.state[parameter]:
                 trained.append(parameter)
-        if self._files is not None and not any(parameter.is_meta for parameter in trained):
+        files = self._kernel.files
+        if files is not None and not any(parameter.is_meta for parameter in trained):
             # the disk says now whether there is room
             fields = [self._layout.fields(parameter) for parameter in trained]
-            for parameter, tensors in zip(
-                trained, self._files.allocate(trained, fields), strict=True
-            ):
+            for parameter, tensors in zip(trained, files.allocate(trained, fields), strict=True):
                 self.state[parameter].update(step=_zero(), **tensors)
 
     # -------------------------------------------------------------------------------------- step
@@ -211,7 +207,7 @@ class HostAdamW(Optimizer):
                 stepped.append(self._flat(parameter, values, settings))
         if stepped:
             torch._foreach_add_([parameter.step for parameter in stepped], 1)
-            self._kernel.step(stepped, self._files)
+            self._kernel.step(stepped)
         for parameter, values in with_gaps:
             parameter.copy_(shaped(values, parameter))
         return loss
@@ -233,7 +229,7 @@ class HostAdamW(Optimizer):
             gradient=flattened_like(gradient, parameter),
             state=self._layout.flat(state, parameter),
             step=state["step"],
-            copy=self._copies.copy_of(parameter),
+            copy=self._kernel.copies.get(memory_of(parameter)),
             seed=mix(seed, int(state["step"]) + 1),
             settings=settings,
         )
@@ -244,14 +240,26 @@ class HostAdamW(Optimizer):
         Args:
             copies: For each parameter, a tensor of its shape in any floating dtype: what is
                 uploaded to the devices. A parameter must stay in its memory while it has one.
+
+        Raises:
+            ConfigurationError: A copy has another shape than its parameter, or gaps.
         """
-        self._copies.replace(copies)
+        flat = {}
+        for parameter, copy in copies.items():
+            mine = flattened_like(copy, parameter)
+            if copy.shape != parameter.shape or mine.data_ptr() != copy.data_ptr():
+                raise ConfigurationError(
+                    f"The copy of a parameter of shape {tuple(parameter.shape)} and strides "
+                    f"{parameter.stride()} has shape {tuple(copy.shape)} and strides "
+                    f"{copy.stride()}: both must be the same, without gaps."
+                )
+            if flattened(parameter) is not None:
+                flat[memory_of(parameter)] = mine
+        self._kernel.copies = flat
 
     def close(self) -> None:
         """End the threads and finish what is being written; a later step starts them again."""
         self._kernel.close()
-        if self._files is not None:
-            self._files.close()
 
     # ------------------------------------------------------------------------------ checkpoints
 
@@ -317,13 +325,8 @@ class HostAdamW(Optimizer):
     @property
     def state_place(self) -> StatePlace:
         """Size and place of the state."""
-        return _place(self._layout, on_disk=self._files is not None)
-
-
-def _release(kernel: StepKernel, files: StateFiles | None) -> None:
-    kernel.dismiss()
-    if files is not None:
-        files.dismiss()
+        size, on_disk = self._layout.bytes_per_parameter(), self._kernel.files is not None
+        return StatePlace(memory_bytes=0 if on_disk else size, disk_bytes=size if on_disk else 0)
 
 
 def _chosen(kind: type[_Choice], **option: str) -> _Choice:
@@ -372,11 +375,6 @@ def _settings(group: Mapping[str, Any]) -> Settings:
         weight_decay=float(group["weight_decay"]),
         maximize=bool(group["maximize"]),
     )
-
-
-def _place(layout: StateLayout, *, on_disk: bool) -> StatePlace:
-    size = layout.bytes_per_parameter()
-    return StatePlace(memory_bytes=0.0 if on_disk else size, disk_bytes=size if on_disk else 0.0)
 
 
 def _zero() -> Tensor:

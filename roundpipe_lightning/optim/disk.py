@@ -17,22 +17,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import shutil
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.device.threads import Failure, TeamTasks, ThreadTeam
 from roundpipe_lightning.errors import OffloadError
 from roundpipe_lightning.optim.state import Field
 from roundpipe_lightning.planning.model.storage import STATE_WINDOW_BYTES
@@ -40,7 +38,6 @@ from roundpipe_lightning.planning.model.storage import STATE_WINDOW_BYTES
 T = TypeVar("T")
 
 _ALIGNMENT = 64
-_FOREVER = 1e9
 _SYNC_RANGE = 1 | 2 | 4  # sync_file_range: wait for older writes, write, wait
 _ZEROS = 1 << 20
 
@@ -116,7 +113,7 @@ class StateFile:
 
 
 class StateFiles:
-    """All state of an optimizer on disk. Copies of this object are the object itself.
+    """All state of an optimizer on disk.
 
     Args:
         folder: Where the files lie.
@@ -128,13 +125,8 @@ class StateFiles:
         self._files: list[StateFile] = []
         self._next: dict[tuple[Range, ...], tuple[Range, ...]] = {}
         self._last: tuple[Range, ...] = ()
-        self._teams: list[ThreadTeam] = []
-        self._writing: TeamTasks | None = None
-        self._failures: list[Failure] = []
-        self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateFiles:
-        return self
+        self._pool: ThreadPoolExecutor | None = None  # a thread reads ahead, another one writes
+        self._writing: Future[None] | None = None
 
     def allocate(
         self, parameters: Sequence[Tensor], fields: Sequence[dict[str, Field]]
@@ -181,21 +173,20 @@ class StateFiles:
         Raises:
             OffloadError: State could not be written, now or since the last time; it is in memory.
         """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(2, "roundpipe-optimizer")
+        error: BaseException | None = None
         for members, ranges in self._windows(tasks, state_of):
             if self._last:
                 self._next[self._last] = ranges
             self._last = ranges
             if ahead := self._next.get(ranges):
-                read = functools.partial(self._each, ahead, StateFile.read_ahead)
-                self._started(0).start([read], on_failure=self._add_failure)
+                self._pool.submit(_each, self._files, ahead, StateFile.read_ahead)
             yield members
-            self._finish_writing()
-            write = functools.partial(self._each, ranges, StateFile.write_behind)
-            self._writing = self._started(1).start([write], on_failure=self._add_failure)
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise failures[0].error
+            error = self._write_error() or error
+            self._writing = self._pool.submit(_each, self._files, ranges, StateFile.write_behind)
+        if error is not None:
+            raise error
 
     def _windows(
         self, tasks: Sequence[T], state_of: Callable[[T], Iterable[Tensor]]
@@ -213,37 +204,15 @@ class StateFiles:
             yield members, _merged(found)
 
     def close(self) -> None:
-        """Finish what is being written and end the threads. The state stays."""
-        self._finish_writing()
-        for team in self._teams:
-            team.close()
-        self._teams = []
+        """Finish what is being read or written and end the threads. The state stays."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
-    def dismiss(self) -> None:
-        """End the threads; can be called from any thread, when nothing runs."""
-        for team in self._teams:
-            team.dismiss()
-
-    def _started(self, index: int) -> ThreadTeam:
-        if not self._teams:
-            self._teams = [
-                ThreadTeam(1, name=f"roundpipe-optimizer-{name}", prepare=lambda: None)
-                for name in ("reader", "writer")
-            ]
-        return self._teams[index]
-
-    def _each(self, ranges: Sequence[Range], act: Callable[[StateFile, Range], None]) -> None:
-        for part in ranges:
-            act(self._files[part.file], part)
-
-    def _finish_writing(self) -> None:
-        if self._writing is not None:
-            self._writing.wait(_FOREVER)
-            self._writing = None
-
-    def _add_failure(self, failure: Failure) -> None:
-        with self._lock:
-            self._failures.append(failure)
+    def _write_error(self) -> BaseException | None:
+        """Return why the window before could not be written, once it has ended; None: it was."""
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.exception()
 
     def _ranges(self, piece: Tensor) -> Iterator[Range]:
         """Return the pages of a file that a tensor lies in; none for a tensor in memory."""
@@ -253,6 +222,13 @@ class StateFiles:
                 start, page = address - file.address, mmap.PAGESIZE
                 stop = -(-(start + piece.nbytes) // page) * page
                 yield Range(index, start // page * page, min(stop, file.num_bytes))
+
+
+def _each(
+    files: Sequence[StateFile], ranges: Sequence[Range], act: Callable[[StateFile, Range], None]
+) -> None:
+    for part in ranges:
+        act(files[part.file], part)
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:

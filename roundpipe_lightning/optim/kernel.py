@@ -15,7 +15,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
 from roundpipe_lightning.optim.disk import StateFiles
 from roundpipe_lightning.optim.pieces import FlatParameter, Scratch, Task, cut_into_tasks
-from roundpipe_lightning.optim.state import MomentFormat, moments_in
+from roundpipe_lightning.optim.state import MomentFormat, StateLayout
 from roundpipe_lightning.optim.threads import KernelThreads
 from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, step_with_torch
 
@@ -46,6 +46,11 @@ class KernelChoice(Enum):
 class StepKernel:
     """Steps parameters with AdamW. Copies of this object are the object itself.
 
+    Attributes:
+        files: Where the state is, if it is on disk.
+        copies: Where the new values of parameters are also written, flat. A parameter is known by
+            its memory, because a step in parts sees aliases of it.
+
     Args:
         moments: How the two moments are kept.
         stochastic_rounding: Whether masters of bfloat16 are rounded at random.
@@ -65,27 +70,25 @@ class StepKernel:
         num_threads: int | None,
         choice: KernelChoice = KernelChoice.AUTO,
         piece_elements: int = PIECE_ELEMENTS,
+        files: StateFiles | None = None,
     ) -> None:
+        self.files = files
+        self.copies: dict[tuple[int, int], Tensor] = {}
         self._moments = moments
         self._stochastic = stochastic_rounding
         self._piece_elements = piece_elements
-        self._num_threads = num_threads
         self._choice = choice
         if choice is KernelChoice.NATIVE and (problem := _reason_not_native()) is not None:
             raise _not_possible(problem)
-        self._threads: KernelThreads[Task] | None = None
+        self._num_threads = num_threads
 
     @property
     def is_native(self) -> bool:
         """Whether machine code steps what it can."""
         return self._choice is not KernelChoice.TORCH and _reason_not_native() is None
 
-    def step(self, parameters: Sequence[FlatParameter], files: StateFiles | None) -> None:
+    def step(self, parameters: Sequence[FlatParameter]) -> None:
         """Step all parameters and wait.
-
-        Args:
-            parameters: What is stepped.
-            files: Where the state is, if it is on disk.
 
         Raises:
             ConfigurationError: Machine code is wanted, and has not the bits of torch here.
@@ -93,39 +96,29 @@ class StepKernel:
         """
         work = self._work(parameters)
         tasks = list(cut_into_tasks(parameters, size=self._piece_elements))
-        threads = self._started()
-        if files is None:
-            threads.process(work, tasks)
-            return
-        for window in files.in_windows(tasks, _state_of):
-            threads.process(work, window)
+        for window in [tasks] if self.files is None else self.files.in_windows(tasks, _state_of):
+            self._threads.process(work, window)
 
     def close(self) -> None:
-        """End the threads; a later `step` starts new ones."""
-        if self._threads is not None:
-            self._threads.close()
-            self._threads = None
+        """End the threads and finish what is being written; a later `step` starts them again."""
+        self._threads.close()
+        if self.files is not None:
+            self.files.close()
 
-    def dismiss(self) -> None:
-        """End the threads; can be called from any thread, when nothing runs."""
-        if self._threads is not None:
-            self._threads.dismiss()
+    @functools.cached_property
+    def _threads(self) -> KernelThreads[Task]:
+        return KernelThreads(
+            num_threads=self._num_threads, num_scratch=NUM_SCRATCH * self._piece_elements
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepKernel:
         return self
-
-    def _started(self) -> KernelThreads[Task]:
-        if self._threads is None:
-            self._threads = KernelThreads(
-                num_threads=self._num_threads, num_scratch=NUM_SCRATCH * self._piece_elements
-            )
-        return self._threads
 
     def _work(self, parameters: Sequence[FlatParameter]) -> Callable[[Task, Scratch], None]:
         """Return the function that steps a task."""
         with_torch = functools.partial(
             step_with_torch,
-            moments=moments_in(self._moments),
+            moments=StateLayout(form=self._moments).moments,
             stochastic_rounding=self._stochastic,
         )
         if not self.is_native:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.blockwise import BLOCK
 
 ALIGNMENT = 1024
@@ -160,41 +158,5 @@ def flattened_like(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-class UploadCopies:
-    """Copies into which the new values of parameters are also written.
-
-    A parameter is known by its memory, because a step in parts sees aliases of it. Copies of this
-    object are the object itself.
-    """
-
-    def __init__(self) -> None:
-        self._flat: dict[tuple[int, int], Tensor] = {}
-
-    def replace(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """Take the copies, in place of those before.
-
-        Raises:
-            ConfigurationError: A copy has another shape than its parameter, or gaps.
-        """
-        self._flat = {}
-        for parameter, copy in copies.items():
-            mine = flattened_like(copy, parameter)
-            if copy.shape != parameter.shape or mine.data_ptr() != copy.data_ptr():
-                raise ConfigurationError(
-                    f"The copy of a parameter of shape {tuple(parameter.shape)} and strides "
-                    f"{parameter.stride()} has shape {tuple(copy.shape)} and strides "
-                    f"{copy.stride()}: both must be the same, without gaps."
-                )
-            if flattened(parameter) is not None:
-                self._flat[_memory_of(parameter)] = mine
-
-    def copy_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the flat copy of a parameter, or of an alias of it; None: it has none."""
-        return self._flat.get(_memory_of(parameter))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UploadCopies:
-        return self
-
-
-def _memory_of(parameter: Tensor) -> tuple[int, int]:
+def memory_of(parameter: Tensor) -> tuple[int, int]:
     return parameter.data_ptr(), parameter.numel()

@@ -14,6 +14,7 @@ working dtype (its own memory where it already is that, else scratch memory), st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -166,35 +167,31 @@ class BlockwiseMoment(Moment):
         return flat[self._codes][start:stop], flat[self._scales][blocks]
 
 
-def moments_in(form: MomentFormat) -> tuple[Moment, Moment]:
-    """Return the first and the second moment in a format."""
-    if form is MomentFormat.EIGHT_BITS:
-        return (
-            BlockwiseMoment("exp_avg", code=FIRST_MOMENT),
-            BlockwiseMoment("exp_avg_sq", code=SECOND_MOMENT),
-        )
-    dtype = torch.bfloat16 if form is MomentFormat.BF16 else None
-    return Moment("exp_avg", dtype=dtype), Moment("exp_avg_sq", dtype=dtype)
-
-
 def working_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's step: float32, or float64 for float64."""
     return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 
+@dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Layout of the state. Never changes, so copies of this object are the object itself.
+    """Layout of the state.
 
-    Args:
+    Attributes:
         form: Of the moments.
     """
 
-    def __init__(self, *, form: MomentFormat) -> None:
-        self.form = form
-        self.moments = moments_in(form)
+    form: MomentFormat
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateLayout:
-        return self
+    @functools.cached_property
+    def moments(self) -> tuple[Moment, Moment]:
+        """The first and the second moment."""
+        if self.form is MomentFormat.EIGHT_BITS:
+            return (
+                BlockwiseMoment("exp_avg", code=FIRST_MOMENT),
+                BlockwiseMoment("exp_avg_sq", code=SECOND_MOMENT),
+            )
+        dtype = torch.bfloat16 if self.form is MomentFormat.BF16 else None
+        return Moment("exp_avg", dtype=dtype), Moment("exp_avg_sq", dtype=dtype)
 
     def fields(self, parameter: Tensor) -> dict[str, Field]:
         """Return the tensors of a parameter's moments."""

@@ -10,17 +10,16 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 import torch
 
-from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
 from roundpipe_lightning.optim.pieces import Scratch
 
 T = TypeVar("T")
 
 _MANY = 8  # of so many processors one is left to the threads that copy and launch
-_FOREVER = 1e9
 
 
 def usable_processors() -> set[int]:
@@ -40,7 +39,7 @@ def pin_this_thread(processors: Iterable[int]) -> None:
 
 
 class KernelThreads(Generic[T]):
-    """Threads that work on pieces.
+    """Threads that work on pieces; they end when nobody holds this object any more.
 
     Args:
         num_threads: How many; None: as many as torch's intra-op threads, but one processor in
@@ -54,7 +53,7 @@ class KernelThreads(Generic[T]):
         self.num_threads = num_threads or min(torch.get_num_threads(), len(self._processors))
         self._num_scratch = num_scratch
         self._own = threading.local()
-        self._team: ThreadTeam | None = None
+        self._pool: ThreadPoolExecutor | None = None
 
     def process(self, work: Callable[[T, Scratch], None], pieces: Iterable[T]) -> None:
         """Call `work` for every piece, in any thread, and wait.
@@ -64,54 +63,57 @@ class KernelThreads(Generic[T]):
                 those that nobody has begun are not.
         """
         left = deque(pieces)
-        failures: list[Failure] = []
 
         def serve() -> None:
             with torch.no_grad():
-                while not failures:
+                while left:
                     try:
                         piece = left.popleft()
                     except IndexError:
                         return
                     self._own.scratch.clear()
-                    work(piece, self._own.scratch)
+                    try:
+                        work(piece, self._own.scratch)
+                    except BaseException:
+                        left.clear()
+                        raise
 
-        tasks = [serve] * self.num_threads
-        run = self._started().start(tasks, on_failure=failures.append)
+        pool = self._started()
+        served = [pool.submit(serve) for _ in range(self.num_threads)]
         try:
-            run.wait(_FOREVER)
+            wait(served)
         except KeyboardInterrupt:
             left.clear()
-            run.wait(_FOREVER)
+            wait(served)
             raise
-        if failures:
-            raise failures[0].error
+        for one in served:
+            one.result()
 
     def close(self) -> None:
         """End the threads; a later `process` starts new ones."""
-        if self._team is not None:
-            self._team.close()
-            self._team = None
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
-    def dismiss(self) -> None:
-        """End the threads; can be called from any thread, when nothing runs."""
-        if self._team is not None:
-            self._team.dismiss()
-
-    def _started(self) -> ThreadTeam:
-        if self._team is None:
+    def _started(self) -> ThreadPoolExecutor:
+        if self._pool is None:
             total = torch.get_num_threads()
-            self._team = ThreadTeam(
-                self.num_threads, name="roundpipe-optimizer", prepare=self._prepare
+            given = (self._own, self._num_scratch, self._processors)
+            all_there = threading.Barrier(self.num_threads)
+            self._pool = ThreadPoolExecutor(
+                self.num_threads, "roundpipe-optimizer", _prepare, (*given, all_there)
             )
-            ready: list[Failure] = []
-            nothing = [lambda: None] * self.num_threads
-            self._team.start(nothing, on_failure=ready.append).wait(_FOREVER)
+            wait([self._pool.submit(int) for _ in range(self.num_threads)])
             torch.set_num_threads(total)  # a thread's own number is also that of later threads
-        return self._team
+        return self._pool
 
-    def _prepare(self) -> None:
-        torch.get_num_threads()  # a thread's first question sets the number to that of all
-        torch.set_num_threads(1)
-        self._own.scratch = Scratch(self._num_scratch)
-        pin_this_thread(self._processors)
+
+def _prepare(
+    own: threading.local, num_scratch: int, processors: list[int], all_there: threading.Barrier
+) -> None:
+    """Begin a thread. It holds nothing that holds the pool, which would then never end."""
+    torch.get_num_threads()  # a thread's first question sets the number to that of all
+    torch.set_num_threads(1)
+    own.scratch = Scratch(num_scratch)
+    pin_this_thread(processors)
+    all_there.wait()

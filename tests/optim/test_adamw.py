@@ -340,8 +340,8 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     with closing(optimizer):
         optimizer.step()
         assert not optimizer.state[frozen]
-        assert optimizer._files is not None
-        assert sum(file.num_bytes for file in optimizer._files._files) < 1000
+        assert optimizer._kernel.files is not None
+        assert sum(file.num_bytes for file in optimizer._kernel.files._files) < 1000
 
 
 @pytest.mark.parametrize(("moments", "expected"), [("fp32", 8), ("bf16", 4), ("8bit", 2 + 8 / 256)])

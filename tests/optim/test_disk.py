@@ -30,8 +30,8 @@ def parameters(count: int, size: int) -> list[nn.Parameter]:
 
 def on_disk(made: list[nn.Parameter], folder: Path) -> HostAdamW:
     optimizer = HostAdamW(made, offload="disk", offload_dir=folder)
-    assert optimizer._files is not None
-    optimizer._files._window_bytes = WINDOW
+    assert optimizer._kernel.files is not None
+    optimizer._kernel.files._window_bytes = WINDOW
     return optimizer
 
 
@@ -52,7 +52,7 @@ def resident_bytes(file: StateFile) -> int:
 def test_resident_bytes_stay_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = parameters(4, 1 << 19)  # 16 MiB of state
     optimizer = on_disk(made, tmp_path)
-    files = optimizer._files
+    files = optimizer._kernel.files
     assert files is not None
     seen: list[int] = []
     original = StateFile.write_behind
@@ -161,9 +161,9 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     with closing(on_disk(parameters(1, 1000), tmp_path)) as optimizer:
         optimizer.step()
         assert not list(tmp_path.iterdir())
-        assert optimizer._files is not None
+        assert optimizer._kernel.files is not None
         # A file without a name is the process's: the system frees it, however the process ends.
-        assert os.fstat(optimizer._files._files[0]._number).st_nlink == 0
+        assert os.fstat(optimizer._kernel.files._files[0]._number).st_nlink == 0
 
 
 def test_without_fallocate_the_file_is_written(
