@@ -408,8 +408,11 @@ class Piece(Microbatch):
                         forward.leave(entry)
                     case Finish():
                         forward.finish()
-                    case RunBackward():
+                    case RunBackward(guest=None):
                         backward.run_range(entry)
+                    case RunBackward(guest=guest) if guest == index:
+                        with self.turns.as_guest_of(self._driver.turns):
+                            backward.run_range(entry)
                     case LastTurn():
                         backward.end(holds=index + 1 == board.num_pieces)
 

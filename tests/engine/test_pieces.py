@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
 from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -44,21 +45,22 @@ def check(
     steps: int = 1,
     **plan: Any,
 ) -> StepResult:
-    """Compare a step with one on a single device; return its result."""
+    """Compare steps from the same state with one on a single device; return the last result."""
+    plan = {"num_workers": 2, "num_microbatches": 3, **plan}
+    with engine_for(module, devices=devices, **plan) as engine:
+        return compare(module, engine, num_rows=num_rows, steps=steps)
+
+
+def compare(module: Any, engine: Engine, *, num_rows: int = ROWS, steps: int = 1) -> StepResult:
     batch = batch_of(num_rows)
     torch.manual_seed(3)
     twin = copy.deepcopy(module)  # blocks may write into buffers
     loss = twin.training_step(batch, 0)
     loss.backward()
     wanted = {name: p.grad for name, p in twin.named_parameters()}
-    plan = {"num_workers": 2, "num_microbatches": 3, **plan}
-    with engine_for(module, devices=devices, **plan) as engine:
-        for _ in range(steps):
-            torch.manual_seed(3)
-            step = engine.begin_step(
-                [batch], training_step, loss_scales=[1.0], joined=True, step_seed=0
-            )
-            result = step.result()
+    for _ in range(steps):
+        torch.manual_seed(3)
+        result = engine.step([batch], training_step, loss_scales=[1.0], joined=True, step_seed=0)
     assert result.losses[0] is not None
     torch.testing.assert_close(result.losses[0], loss.detach())
     for name, parameter in module.named_parameters():
@@ -226,26 +228,39 @@ def test_a_block_that_gives_several_rows_for_each_runs_on_the_whole_batch() -> N
 
 
 class Skips(Regressor):
-    """Does not call all of its blocks at first."""
+    """Does not call all of its blocks at first; None stands for code that mixes rows."""
 
-    num_called = 1
+    calls: Sequence[int | None] = ()
 
     def run_blocks(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers[: self.num_called]:
-            hidden = layer(hidden)
+        for number in self.calls:
+            hidden = hidden - hidden.mean(0) if number is None else self.layers[number](hidden)
         return hidden
 
 
-def test_blocks_that_are_first_called_in_a_later_step() -> None:
+@pytest.mark.parametrize("mixer", [None, 2])
+@pytest.mark.parametrize("make_devices", [cpu_workers, emulated_workers])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(0,), (0, 1, 2), (0, 1, 2, 3)],
+        [(0, 1), (0, 1, 2, 3)],  # in the middle of a BACKWARD stage
+        [(2, 2, 1, 3), (3, None), (0, 1, 3)],
+        [(0, None, 1, None, 2, 3), (0, 1, 2, 3, None)],
+        [(1, None, 2, None, 3)],  # streamed ones between two of a stage
+    ],
+)
+@pytest.mark.filterwarnings("ignore::roundpipe_lightning.engine.chain.pieces.WholeBatchWarning")
+def test_calls_that_a_later_step_makes_first(
+    steps: Sequence[Sequence[int | None]], make_devices: Any, mixer: int | None
+) -> None:
     module, stages = Skips(), Partition(forward=(2, 2), backward=(0, 3, 1))
-    with engine_for(module, num_workers=2, num_microbatches=3, partition=stages) as engine:
-        for module.num_called in (1, 3, 4):
-            step = engine.begin_step(
-                [batch_of()], training_step, loss_scales=[1.0], joined=True, step_seed=0
-            )
-            loss = step.result().losses[0]
-            assert loss is not None
-            torch.testing.assert_close(loss, module.training_step(batch_of(), 0).detach())
+    if mixer is not None:
+        module.layers[mixer] = nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred())
+    plan: dict[str, Any] = {"num_workers": 2, "num_microbatches": 3, "partition": stages}
+    with engine_for(module, devices=make_devices(2), **plan) as engine:
+        for module.calls in steps:
+            compare(module, engine)
 
 
 class WritesMask(Shared):

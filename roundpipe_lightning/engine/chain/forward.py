@@ -95,7 +95,6 @@ class ForwardPass:
         self._live: list[Value] = []  # values that may be on the present worker
         self._ran: set[nn.Module] = set()  # blocks, in turns that have ended
         self._running: list[nn.Module] = []  # and in the present one
-        self._passed: set[int | None] = set()  # positions whose turn has ended early
 
     # ----------------------------------------------------------------------------------- calls
 
@@ -151,22 +150,19 @@ class ForwardPass:
 
     def _go_to(self, block: nn.Module) -> int | None:
         """Go to the turn of a call of a block, and return its position; None: it has none."""
-        gradient = self._backward and torch.is_grad_enabled()
-        position = self._chain.find(
-            block, gradient=gradient if self._backward else None, start=self._position
-        )
+        position = self._position_of(block)
         if position is not None:
             while position >= self.turns.stage.blocks.stop and self.turns.in_forward_stage:
                 self.next_turn()
             self._position = position + 1
         self.turns.enter()
-        return self._in_turn(position)
+        return position if position in self.turns.stage.blocks else None
 
-    def _in_turn(self, position: int | None) -> int | None:
-        """Return a position, or None where its turn has ended early."""
-        if position in self._passed or position not in self.turns.stage.blocks:
-            return None
-        return position
+    def _position_of(self, block: nn.Module) -> int | None:
+        gradient = self._backward and torch.is_grad_enabled()
+        return self._chain.find(
+            block, gradient=gradient if self._backward else None, start=self._position
+        )
 
     def _prepare(
         self,
@@ -246,13 +242,6 @@ class ForwardPass:
     def next_turn(self) -> None:
         self.leave_turn()
         self.turns.enter()
-
-    def pass_over_stage(self) -> None:
-        """Let the calls that follow not be recomputed together with the last one."""
-        last = self.calls[-1].position if self.calls else None
-        for stage in self.turns.plan.partition.stages():
-            if last is not None and stage.kind is StageKind.BACKWARD and last in stage.blocks:
-                self._passed.update(range(last + 1, stage.blocks.stop))
 
     def leave_turn(self) -> None:
         """End the turn, and enter the next one when it is needed."""

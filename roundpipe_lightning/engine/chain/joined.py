@@ -82,6 +82,7 @@ class PostedCall:
 
     Attributes:
         number: Number of the driver's call.
+        position: Its position in the chain; None: it is streamed.
         block: The block.
         name: The block's name.
         given: Its arguments, with `Cut` and `JoinedValue` in place of tensors.
@@ -97,6 +98,7 @@ class PostedCall:
     """
 
     number: int
+    position: int | None
     block: nn.Module
     name: str
     given: Given
@@ -151,11 +153,9 @@ class Left(NamedTuple):
 
     Attributes:
         number: The turn's.
-        is_early: Whether it has left in the middle of a stage, where values were asked for.
     """
 
     number: int
-    is_early: bool
 
 
 class Finish:
@@ -171,10 +171,15 @@ class End:
 
 
 class RunBackward(NamedTuple):
-    """Posted: run the calls of a range backward; gradients of what they made are there."""
+    """Posted: run the calls of a range backward; gradients of what they made are there.
+
+    Attributes:
+        guest: The only piece that runs them, in the driver's turn; None: all, in their own.
+    """
 
     start: int
     stop: int
+    guest: int | None = None
 
 
 class PieceBoard:

@@ -7,6 +7,8 @@ piece 1                                                   └▶ B1.1 ─ gradie
 
 The driver waits between stages, never inside an autograd node. The head segment runs when all
 pieces have run their last stage: on the worker of the last piece, which keeps its turn meanwhile.
+Where all calls between two segments were streamed, the pieces run them one after the other in the
+driver's turn: it is needed again for the calls below.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class PieceBackward(BackwardPass):
     def run_range(self, entry: RunBackward) -> None:
         """Run calls of the driver's numbers; then let others have the worker."""
         self.run_calls(*self._forward.range_of(entry.start, entry.stop))
-        if self._turns.is_active and not self._turns.is_last:
+        if entry.guest is None and self._turns.is_active and not self._turns.is_last:
             self._turns.leave()
 
     def end(self, *, holds: bool) -> None:
@@ -48,12 +50,21 @@ class DriverBackward(BackwardPass):
     def run_calls(self, start: int, stop: int) -> None:
         """Run calls in all pieces, and join the gradients of what these have taken."""
         forward, turns, board = self._forward, self._turns, self._forward.board
-        if not any(start <= posted.number < stop for posted in forward.posted):
+        posted = [posted for posted in forward.posted if start <= posted.number < stop]
+        if not posted:
             super().run_calls(start, stop)
             return
         self._hand_out(start, stop)
-        board.post(RunBackward(start, stop))
-        super().run_calls(start, stop)
+        if all(one.position is None for one in posted):
+            super().run_calls(start, stop)
+            for piece in range(1, board.num_pieces):
+                board.post(RunBackward(start, stop, guest=piece))
+                board.await_all()
+            if turns.is_over or start:
+                return
+        else:
+            board.post(RunBackward(start, stop))
+            super().run_calls(start, stop)
         if start == 0 and not turns.is_over:
             turns.go_to_last()
         if turns.is_last:

@@ -51,6 +51,7 @@ from roundpipe_lightning.engine.chain.values import BlockCall, Source, Value
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.planning.schedule.stages import StageKind
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -148,6 +149,10 @@ class PieceForward(ForwardPass):
         for joined in posted.taken():
             joined.note_pending(-1, [self._piece])
 
+    def _position_of(self, block: nn.Module) -> int | None:  # noqa: ARG002
+        assert self._posted is not None, "a call is replayed"
+        return self._posted.position
+
     def writes_within(self, block: nn.Module) -> ModuleWrites:  # noqa: ARG002
         assert self._posted is not None, "a call is replayed"
         return self._posted.writes
@@ -165,12 +170,10 @@ class PieceForward(ForwardPass):
         """Leave the turns that the driver has left."""
         turns = self.turns
         while turns.number <= left.number and not turns.is_last:
-            if not turns.in_forward_stage:
+            if turns.in_forward_stage:
+                self.leave_turn()
+            else:
                 turns.leave()
-                continue
-            if left.is_early and turns.number == left.number:
-                self.pass_over_stage()
-            self.leave_turn()
 
     def finish(self) -> None:
         """Go to the FUSED stage, without waiting for its turn."""
@@ -204,8 +207,8 @@ class DriverForward(ForwardPass):
         self._shadows: Sequence[Shadow] | None = None
         self._unknown: Callable[[], None] | None = None  # says that a call has no form
         self._sources: dict[int, Source] = {}  # what the first piece takes for a given tensor
+        self._passed: set[int | None] = set()  # positions whose BACKWARD turn will have ended
         self._posted_here = False  # in the present turn
-        self._is_early = False
         self.turns.on_leave = self._post_left
         self._thread_id = threading.get_ident()
 
@@ -237,11 +240,14 @@ class DriverForward(ForwardPass):
 
         versions: list[tuple[Tensor, int]] = []
         dims = {id(a.tensor): d for a, d in zip(arguments, self._form.arguments, strict=True)}
+        taken = Copies(swap).copied(given)  # can begin a segment
+        position = self._in_turn(position)
         self._posted = PostedCall(
             number=len(self.calls),
+            position=position,
             block=block,
             name=self._names[block],
-            given=Copies(swap).copied(given),
+            given=taken,
             sizes=sizes,
             versions=versions,
             gradient=torch.is_grad_enabled(),
@@ -250,7 +256,23 @@ class DriverForward(ForwardPass):
             writes=self.writes_within(block),
             begins_segment=self.segments.last.start == len(self.calls),
         )
-        return self._in_turn(position)
+        return position
+
+    def _in_turn(self, position: int | None) -> int | None:
+        """Return a position, or None where it has no turn: here, or in the backward pass.
+
+        Where a segment of user code begins in the middle of a BACKWARD stage, the pieces have left
+        that stage's turn when they wait for the segment.
+        """
+        if self.segments.last.start == len(self.calls):
+            planned = (c.position for c in reversed(self.calls) if c.position is not None)
+            last = next(planned, None)
+            for stage in self.turns.plan.partition.stages():
+                if stage.kind is StageKind.BACKWARD and last in stage.blocks:
+                    self._passed.update(range((last or 0) + 1, stage.blocks.stop))
+        if position in self._passed or position not in self.turns.stage.blocks:
+            return None
+        return position
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """Return what a value that the driver made alone stands for."""
@@ -386,16 +408,14 @@ class DriverForward(ForwardPass):
         )
 
     def _post_left(self, number: int) -> None:
-        self.board.post(Left(number, self._is_early))
-        self._posted_here = self._is_early = False
+        self.board.post(Left(number))
+        self._posted_here = False
 
     def _before_use(self) -> None:
         """Let the pieces have the worker where they need it for what is asked for."""
         if threading.get_ident() != self._thread_id or not self._posted_here:
             return
         with self.user.suspended():
-            self.pass_over_stage()
-            self._is_early = True
             self.next_turn()
 
     def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:  # noqa: ARG002

@@ -11,8 +11,8 @@ thread of a microbatch    F0 on worker 0 ── next_turn ── F1 on worker 1 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -203,6 +203,20 @@ class MicrobatchTurns:
         self.worker = other.worker
         self._activation = self.worker.device.activate()
         self._activation.__enter__()
+
+    @contextmanager
+    def as_guest_of(self, other: MicrobatchTurns) -> Iterator[None]:
+        """Compute in the turn of a microbatch that waits meanwhile, until the context ends."""
+        if self.is_active:  # the other has borrowed this one's worker
+            yield
+            return
+        own = self.worker
+        self.borrow(other)
+        try:
+            yield
+        finally:
+            self.deactivate()
+            self.worker = own
 
     def add_gradients(self, gradients: Gradients) -> None:
         """Add gradients, on the host, of parameters that no stage has."""
