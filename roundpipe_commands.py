@@ -31,22 +31,6 @@ EXIT_DOES_NOT_FIT = 3
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 plus the number of SIGINT."""
 
-RENAMED_KEYS = {
-    "peft.method": "peft._target_",
-    "peft.rank": "peft.r",
-    "peft.alpha": "peft.lora_alpha",
-    "peft.dropout": "peft.lora_dropout (encoder_dropout with peft=p_tuning)",
-    "peft.init": "peft.init_lora_weights (init_ia3_weights, prompt_tuning_init)",
-    "scheduler.warmup_steps": "scheduler.num_warmup_steps",
-    "scheduler.total_steps": "scheduler.num_training_steps",
-    "scheduler.final_share": "scheduler.min_lr_rate",
-    "trainer.strategy.trial_run": "trainer.strategy.dry_run",
-    "trainer.strategy.hardware": "hardware (or hardware_file)",
-    "loss": "trainer.strategy.loss",
-    "weights": "model.frozen_weights (memory or mmap)",
-}
-"""Keys of earlier versions, and what they are called now."""
-
 
 _HELP = {
     "train": """\
@@ -194,8 +178,6 @@ def _explain(error: Exception, name: str, folder: Path) -> str:
     if refused is None:
         return " ".join(filter(None, lines))
     key = refused[1].partition("@")[0]
-    if key in RENAMED_KEYS:
-        return f"{key} is called {RENAMED_KEYS[key]} now."
     near = _near(key, _keys(name, folder))
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."

@@ -79,11 +79,6 @@ def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
     """
     found = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
     settings: dict[str, Any] = dict(found)  # type: ignore[arg-type]
-    if "method" in settings:
-        raise ConfigurationError(
-            "peft.method is called peft._target_ now, and names a configuration class of peft, "
-            "such as peft.LoraConfig. Choose a file of conf/peft: peft=lora, or peft=none."
-        )
     target, adapter, seed = (settings.pop(key, None) for key in ("_target_", "adapter", "seed"))
     settings.pop("frozen_bits", None)  # for the model, see conf/model
     if target is None:

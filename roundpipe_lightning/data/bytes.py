@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 from roundpipe_lightning.data.samples import Row
@@ -72,34 +72,16 @@ class ByteDataModule(TokenDataModule):
             )
             self.train_rows = windows
 
-    def _windows(self, documents: Iterable[bytes], *, part: str, setting: str) -> Windows:
+    def _windows(self, documents: Iterable[bytes], *, part: str, setting: str) -> list[Row]:
         """The windows of a part; too few for a batch would silently train nothing."""
-        tokens = pack(documents, seq_len=self.seq_len)
-        if tokens.shape[0] < self.batch_size:
+        windows = pack(documents, seq_len=self.seq_len)
+        if len(windows) < self.batch_size:
             raise ConfigurationError(
-                f"The {part} text makes {tokens.shape[0]} windows of data.seq_len={self.seq_len} "
+                f"The {part} text makes {len(windows)} windows of data.seq_len={self.seq_len} "
                 f"bytes, less than one batch of data.batch_size={self.batch_size}. Raise "
                 f"data.text.{setting}, or lower data.seq_len or data.batch_size."
             )
-        return Windows(tokens)
-
-
-class Windows(Dataset[Row]):
-    """Packed windows as items `{"input_ids", "labels"}`, int64, shape (seq_len,).
-
-    Args:
-        tokens: Token ids, any integer dtype, shape (windows, seq_len).
-    """
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
-
-    def __getitem__(self, index: int) -> Row:
-        ids = self.tokens[index].to(torch.int64)
-        return {"input_ids": ids, "labels": ids.clone()}
+        return [{"input_ids": window, "labels": window} for window in windows]
 
 
 def pack(documents: Iterable[bytes], *, seq_len: int) -> Tensor:
@@ -112,17 +94,13 @@ def pack(documents: Iterable[bytes], *, seq_len: int) -> Tensor:
         seq_len: Tokens of a window.
 
     Returns:
-        Token ids, int16, on the CPU, shape (windows, seq_len); no window for too little text.
+        Token ids, int64, on the CPU, shape (windows, seq_len); no window for too little text.
     """
-    pieces = []
-    separator = torch.tensor([DOCUMENT_SEPARATOR], dtype=torch.int16)
+    pieces = [np.zeros(0, np.int64)]
     for document in documents:
-        pieces.append(separator)
-        if document:
-            raw = torch.frombuffer(bytearray(document), dtype=torch.uint8)
-            pieces.append(raw.to(torch.int16))
-    stream = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int16)
-    num_windows = stream.numel() // seq_len
+        pieces += [np.array([DOCUMENT_SEPARATOR]), np.frombuffer(document, np.uint8)]
+    stream = torch.from_numpy(np.concatenate(pieces))
+    num_windows = len(stream) // seq_len
     return stream[: num_windows * seq_len].reshape(num_windows, seq_len)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from roundpipe_lightning.data.records import Record, RecordFiles, RecordSource
@@ -88,8 +88,7 @@ class TokenDataModule(LightningDataModule):
     """Rows of tokens in memory, for training and for validation.
 
     A subclass sets both in `setup`. The order of the training rows depends on the seed and the
-    epoch alone, and a checkpoint goes on in the middle of an epoch. Validation rows stay in their
-    order, and are what is tested and predicted as well.
+    epoch alone. Validation rows stay in their order, and are what is tested and predicted as well.
 
     Args:
         options: How samples are split, cut and batched.
@@ -125,23 +124,24 @@ class TokenDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.train_rows is not None, "Lightning calls setup first"
-        return ResumableLoader(
-            self.train_rows,
-            order=SeededOrder(len(self.train_rows), seed=self.options.seed),
-            batch_size=self.batch_size,
-            num_workers=self.options.num_workers,
-            collate=self.collate(),
+        # an order by the seed and the epoch alone, for the one process that there is
+        order: DistributedSampler[Any] = DistributedSampler(
+            self.train_rows, num_replicas=1, rank=0, seed=self.options.seed
         )
+        return self._loader(self.train_rows, sampler=order, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         assert self.validation_rows is not None, "Lightning calls setup first"
+        return self._loader(self.validation_rows, drop_last=self.drops_last_validation_batch)
+
+    def _loader(self, rows: Any, **settings: Any) -> DataLoader[Any]:
         return DataLoader(
-            self.validation_rows,
+            rows,
             batch_size=self.batch_size,
             num_workers=self.options.num_workers,
             collate_fn=self.collate(),
-            drop_last=self.drops_last_validation_batch,
             persistent_workers=self.options.num_workers > 0,
+            **settings,
         )
 
     def test_dataloader(self) -> DataLoader[Any]:
@@ -306,86 +306,3 @@ def _split(samples: Sequence[Any], *, share: float) -> tuple[list[Any], list[Any
     for index, sample in enumerate(samples):
         parts[index in taken].append(sample)
     return parts
-
-
-# --- the order of an epoch ------------------------------------------------------------------------
-
-
-class SeededOrder(Sampler[int]):
-    """A new permutation in every epoch, drawn from `(seed, epoch)` and no global generator."""
-
-    def __init__(self, length: int, *, seed: int) -> None:
-        self.length = length
-        self.seed = seed
-        self.epoch = 0
-        self.start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation; Lightning calls this before every epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(self.length, generator=generator).tolist()
-        start, self.start = self.start, 0
-        return iter(order[start:])
-
-
-class ResumableLoader(DataLoader[Any]):
-    """A loader that goes on in the middle of an epoch with the batch that would have come next.
-
-    Lightning saves `state_dict` in every checkpoint and hands it back before the first batch.
-
-    Args:
-        dataset: What to load.
-        order: The order of the epoch; this loader owns it.
-        batch_size: Samples in a batch; a smaller last one is dropped.
-        num_workers: As for `DataLoader`.
-        collate: Its `collate_fn`.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        order: SeededOrder,
-        batch_size: int,
-        num_workers: int,
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        super().__init__(
-            dataset,
-            sampler=order,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            collate_fn=collate,
-            drop_last=True,
-            persistent_workers=num_workers > 0,
-        )
-        self.order = order
-        self.num_yielded = 0
-        self._num_skipped = 0
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.num_yielded, self._num_skipped = self._num_skipped, 0
-        batch_size = self.batch_size
-        assert batch_size is not None
-        self.order.start = self.num_yielded * batch_size
-        # made at once: a seed for processes is drawn here, before the random state is restored
-        return self._counted(super().__iter__())
-
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.num_yielded += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches of the current epoch that were handed out."""
-        return {"num_yielded": self.num_yielded}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next epoch after the batches that `state` says were handed out."""
-        self._num_skipped = int(state["num_yielded"]) % len(self)

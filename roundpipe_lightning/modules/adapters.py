@@ -32,12 +32,6 @@ _COUNTS = ("r", "init_r", "target_r", "num_virtual_tokens")
 _NOT_SETTINGS = frozenset(
     {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
 )
-_OLD_NAMES = {
-    "rank": ("r",),
-    "alpha": ("lora_alpha",),
-    "dropout": ("lora_dropout", "encoder_dropout"),
-    "init": ("init_lora_weights", "init_ia3_weights", "prompt_tuning_init"),
-}
 _MOST_NAMED = 4
 
 
@@ -122,8 +116,7 @@ def peft_config(target: str, settings: Mapping[str, Any]) -> PeftConfig:
     known = {entry.name for entry in dataclasses.fields(kind)} - _NOT_SETTINGS
     for key, value in settings.items():
         if key not in known:
-            new = [now for now in _OLD_NAMES.get(key, ()) if now in known]
-            hint = f" It is called peft.{new[0]} now." if new else _nearest(key, known)
+            hint = _nearest(key, known)
             raise ConfigurationError(f"peft.{key} is not a setting of {target}.{hint}")
         _check_range(key, value)
     try:

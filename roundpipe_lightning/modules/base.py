@@ -28,13 +28,6 @@ Where it takes `num_training_steps` and has none, it is given the optimizer step
 """
 
 
-_RENAMED = {
-    "warmup_steps": "num_warmup_steps",
-    "total_steps": "num_training_steps",
-    "final_share": "min_lr_rate",
-}
-
-
 class TransformersModule(LightningModule):
     """Training of a model of transformers: ordinary Lightning code, which knows no pipelines.
 
@@ -157,10 +150,9 @@ def _check_schedule(scheduler: SchedulerFactory) -> None:
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
     for name in () if takes_any else given:
         if name not in taken:
-            new = f" It is called {_RENAMED[name]} now." if _RENAMED.get(name) in taken else ""
             raise ConfigurationError(
                 f"scheduler.{name} is not an argument of the schedule, which takes "
-                f"{', '.join(taken)}.{new}"
+                f"{', '.join(taken)}."
             )
     for name, least, most in (
         ("num_warmup_steps", 0, math.inf),

@@ -64,9 +64,7 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("peft.rank=3", "peft.rank is called peft.r now"),
-        ("scheduler.final_share=0", "min_lr_rate"),
-        ("trainer.strategy.trial_run=false", "is called trainer.strategy.dry_run now"),
+        ("trainer.strategy.dryrun=false", "Did you mean trainer.strategy.dry_run"),
         ("lr=1", "There is no setting lr. Did you mean optimizer.lr?"),
         ("data.seqlen=3", "Did you mean data.seq_len"),
         ("logger=tensorbord", "Did you mean logger=tensorboard? There are: csv, mlflow, none"),

@@ -103,9 +103,7 @@ REFUSED = {
     "text": (["data.text.train_bytes=0"], ConfigurationError, "train_bytes"),
     "r": (["peft=lora", "peft.r=0"], ConfigurationError, "peft.r=0 must be a whole number"),
     "method": (["peft=lora", "peft._target_=peft.Lora"], ConfigurationError, "are LoraConfig"),
-    "old key": (["peft=lora", "+peft.rank=3"], ConfigurationError, "It is called peft.r now"),
-    "old method": (["+peft.method=lora"], ConfigurationError, "is called peft._target_ now"),
-    "old figure": (["+scheduler.final_share=0"], ConfigurationError, "is called min_lr_rate now"),
+    "unknown figure": (["+scheduler.final_share=0"], ConfigurationError, "is not an argument of"),
     "bits": (["peft=lora", "peft.frozen_bits=3"], ConfigurationError, "not one of 16, 8, 4"),
 }
 """Overrides, the error, and what its message names."""

@@ -121,8 +121,7 @@ NO_MODULE = r"modules_to_save.*nearest are lm_head"
     ("settings", "message"),
     [
         ({"lora_alfa": 2}, r"peft.lora_alfa is not a setting of .*nearest are lora_alpha"),
-        ({"rank": 2}, r"peft.rank is not a setting of peft.LoraConfig.*called peft.r now"),
-        ({"alpha": 2}, r"It is called peft.lora_alpha now"),
+        ({"rank": 2}, r"peft.rank is not a setting of peft.LoraConfig"),
         ({"r": 0}, r"peft.r=0 must be a whole number, 1 or more"),
         ({"r": 1.5}, r"peft.r=1.5 must be a whole number"),
         ({"lora_dropout": 1.0}, r"peft.lora_dropout=1.0 must lie between 0 and 1"),
@@ -144,7 +143,6 @@ def test_refusals_name_the_setting(settings: dict[str, Any], message: str) -> No
     ("kind", "settings", "message"),
     [
         ("Lorra", {}, r"peft._target_='peft.LorraConfig' is no conf.*nearest are LoraConfig"),
-        ("IA3", {"init": True}, r"It is called peft.init_ia3_weights now"),
         ("PromptTuning", {"num_virtual_tokens": 0}, r"peft.num_virtual_tokens=0 must be"),
     ],
 )
