@@ -25,10 +25,6 @@ class Run:
 
     Attributes:
         config: The configuration it was made from, the number of devices filled in.
-        module: What is trained.
-        data: What it is trained on.
-        trainer: Lightning's Trainer, with all callbacks.
-        callbacks: All callbacks of the configuration.
         statistics: The callback that collects the figures of the summary.
         interrupt: The callback that makes Ctrl-C stop between two steps.
         checkpoint: Checkpoint to go on from or to evaluate; None: none.

@@ -1,5 +1,6 @@
 """`python train.py` and `roundpipe-train`: the Hydra application that trains."""
 
+import json
 import logging
 import shlex
 import signal
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from roundpipe_lightning.cli.build import Run, build_run
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.objects import build, run_explained
-from roundpipe_lightning.cli.summary import monitored_rows, summarize, trained_row
+from roundpipe_lightning.cli.summary import print_summary, summarize
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
@@ -66,14 +67,10 @@ def train(config: DictConfig) -> float | None:
                 raise
         if run.interrupt.signal_number is not None:
             _end_interrupted(run, run.interrupt.signal_number)
-    summary = summarize(run, metrics)
-    log.info("Finished: %s", summary)
-    summary.save(folder / "summary.json")
-    summary.print(
-        folder,
-        rows=trained_row(run.module),
-        last_rows=monitored_rows(run.callbacks),
-    )
+    figures = summarize(run, metrics)
+    log.info("Finished: %s", figures)
+    write_text(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
+    print_summary(run, figures)
     return _choose_metric(run.config.optimized_metric, metrics)
 
 
