@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from roundpipe_lightning.models.losses.chunked_loss import (
     DEFAULT_CHUNK_BYTES,
-    chunk_sizes,
+    chunk_tokens,
     logit_bytes,
 )
 
@@ -44,15 +44,15 @@ def chunked_loss_bytes(
 ) -> int:
     """Return the peak of `linear_cross_entropy`, from the final norm's output to its gradient."""
     per_logit = logit_bytes(compute_bytes=compute_bytes, softcapped=softcapped)
-    sizes = chunk_sizes(
+    tokens = chunk_tokens(
         num_tokens=max(1, num_tokens),
         vocabulary=vocabulary,
         bytes_per_logit=per_logit,
         chunk_bytes=chunk_bytes,
     )
     weight_elements = vocabulary * hidden_size
-    total = sizes.tokens * sizes.classes * per_logit
-    total += 3 * sizes.tokens * hidden_size * max(_SOFTMAX_BYTES, compute_bytes)
+    total = tokens * vocabulary * per_logit
+    total += 3 * tokens * hidden_size * max(_SOFTMAX_BYTES, compute_bytes)
     total += num_tokens * hidden_size * parameter_bytes
     if compute_bytes != parameter_bytes:
         total += weight_elements * compute_bytes

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
 from roundpipe_lightning.models.losses.chunked_loss import (
-    DEFAULT_CHUNK_BYTES,
-    chunk_sizes,
+    chunk_tokens,
     logit_bytes,
 )
 
@@ -26,25 +25,14 @@ VOCABULARY = 151_936
 def test_chunks_keep_to_the_budget_and_cover_everything(
     num_tokens: int, vocabulary: int, bytes_per_logit: int, chunk_bytes: int
 ) -> None:
-    sizes = chunk_sizes(
+    tokens = chunk_tokens(
         num_tokens=num_tokens,
         vocabulary=vocabulary,
         bytes_per_logit=bytes_per_logit,
         chunk_bytes=chunk_bytes,
     )
-    assert 1 <= sizes.tokens <= num_tokens
-    assert 1 <= sizes.classes <= vocabulary
-    assert sizes.tokens * sizes.classes * bytes_per_logit <= max(chunk_bytes, bytes_per_logit)
-    if sizes.classes < vocabulary:  # only where few tokens are too many already
-        assert sizes.tokens <= 32
-
-
-def test_the_vocabulary_is_cut_only_where_32_tokens_do_not_fit() -> None:
-    given: dict[str, int] = {"num_tokens": 4096, "vocabulary": VOCABULARY, "bytes_per_logit": 4}
-    default = chunk_sizes(**given, chunk_bytes=DEFAULT_CHUNK_BYTES)
-    assert (default.tokens, default.classes) == (216, VOCABULARY)
-    small = chunk_sizes(**given, chunk_bytes=2**23)
-    assert (small.tokens, small.classes) == (32, 50_646)
+    assert 1 <= tokens <= num_tokens
+    assert tokens * vocabulary * bytes_per_logit <= max(chunk_bytes, vocabulary * bytes_per_logit)
 
 
 def test_bytes_of_a_logit() -> None:

@@ -9,9 +9,7 @@ hidden (N, H) ─ rows n ─► logits (n, V) ─► softmax ─► losses of n 
 ```
 
 The gradients are computed with the losses, chunk by chunk, so nothing is recomputed backward: the
-backward pass only multiplies them by the loss's own gradient. Where even a few rows are too large,
-the vocabulary is cut, too; a first sweep over its parts then finds the log-sum-exp with a running
-maximum (Milakov and Gimelshein: Online normalizer calculation for softmax, arXiv 1805.02867).
+backward pass only multiplies them by the loss's own gradient.
 
 With logits z of a token with label t, of V classes:
 
@@ -29,6 +27,7 @@ PyTorch 2.11.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -116,17 +115,16 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
             x is not None and x.requires_grad and torch.is_grad_enabled()
             for x in (hidden, weight, bias)
         ),
-        all_ignored=not kept.numel(),
+        summed=reduction != "none",
     )
+    loss: Tensor = _Loss.apply(spec, rows, weight, bias, targets)  # type: ignore[no-untyped-call]
     if reduction == "none":
-        losses: Tensor = _LossPerToken.apply(spec, rows, weight, bias, targets)  # type: ignore[no-untyped-call]
-        return losses.view(labels.shape)
-    total: Tensor = _SummedLoss.apply(spec, rows, weight, bias, targets)  # type: ignore[no-untyped-call]
+        return loss.view(labels.shape)
     if reduction == "sum":
-        return total
-    if num_items is None:
-        return total / kept.numel()
-    return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+        return loss
+    if num_items is None:  # the mean over no tokens is not a number, its gradients are zero
+        return loss / kept.numel() if kept.numel() else loss + math.nan
+    return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -190,47 +188,40 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 # --- autograd -------------------------------------------------------------------------------------
 
 
-class _SummedLoss(torch.autograd.Function):
-    """Sum of the losses; its gradients are there when the forward pass has ended.
+class _Loss(torch.autograd.Function):
+    """The losses of all tokens, or their sum.
 
-    They are handed out by the first backward pass. A second one (`retain_graph=True` before it)
-    computes them again.
+    The gradients of the sum are there when the forward pass has ended. They are handed out by the
+    first backward pass; a second one (`retain_graph=True` before it) computes them again. Those of
+    single losses weigh the tokens, so all is computed again backward.
     """
 
     @staticmethod
     def forward(ctx: Any, spec: LossSpec, *tensors: Tensor | None) -> Tensor:
-        ctx.spec = spec
+        ctx.spec, ctx.gradients = spec, None
         ctx.save_for_backward(*tensors)
-        losses, ctx.gradients = LossSweep(spec, *tensors).run()  # type: ignore[arg-type]
-        return losses.sum()
+        if spec.summed:
+            losses, ctx.gradients = LossSweep(spec, *tensors).run()  # type: ignore[arg-type]
+            return losses.sum()
+        no_gradients = replace(spec, needs_gradient=(False,) * 3)
+        return LossSweep(no_gradients, *tensors).run()[0]  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         _refuse_second_derivative()
+        spec, inputs = ctx.spec, ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = LossSweep(ctx.spec, *ctx.saved_tensors).run()
-        # The mean over no tokens is not a number, its gradients are zero.
-        factor = torch.where(gradient.isfinite(), gradient, 0) if ctx.spec.all_ignored else gradient
-        return None, *gradients.times(factor), None
-
-
-class _LossPerToken(torch.autograd.Function):
-    """One loss per token; their gradients weigh the tokens, so all is computed again backward."""
-
-    @staticmethod
-    def forward(ctx: Any, spec: LossSpec, *tensors: Tensor | None) -> Tensor:
-        ctx.spec = spec
-        ctx.save_for_backward(*tensors)
-        no_gradients = replace(spec, needs_gradient=(False,) * 3)
-        losses, _ = LossSweep(no_gradients, *tensors).run()  # type: ignore[arg-type]
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        _refuse_second_derivative()
-        _, gradients = LossSweep(ctx.spec, *ctx.saved_tensors, token_weights=gradient).run()
-        return None, *gradients.times(None), None
+            weights = None if spec.summed else gradient
+            _, gradients = LossSweep(spec, *inputs, token_weights=weights).run()
+        return (
+            None,
+            *(
+                None if sums is None else (sums.mul_(gradient) if spec.summed else sums).to(x.dtype)
+                for x, sums in zip(inputs, gradients, strict=False)
+            ),
+            None,
+        )
 
 
 def _refuse_second_derivative() -> None:
