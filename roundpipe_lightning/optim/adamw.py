@@ -38,7 +38,6 @@ from roundpipe_lightning.optim.kernel import KernelChoice, StepKernel
 from roundpipe_lightning.optim.pieces import (
     FlatParameter,
     Settings,
-    flattened,
     flattened_like,
     memory_of,
     shaped,
@@ -171,7 +170,7 @@ class HostAdamW(Optimizer):
         if files is not None and not any(parameter.is_meta for parameter in trained):
             # the disk says now whether there is room
             fields = [self._layout.fields(parameter) for parameter in trained]
-            for parameter, tensors in zip(trained, files.allocate(trained, fields), strict=True):
+            for parameter, tensors in zip(trained, files.allocate(fields), strict=True):
                 self.state[parameter].update(step=_zero(), **tensors)
 
     # -------------------------------------------------------------------------------------- step
@@ -200,9 +199,8 @@ class HostAdamW(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                values = flattened(parameter)
-                if values is None:
-                    values = flattened_like(parameter, parameter)
+                values = flattened_like(parameter, parameter)
+                if values.data_ptr() != parameter.data_ptr():
                     with_gaps.append((parameter, values))
                 stepped.append(self._flat(parameter, values, settings))
         if stepped:
@@ -253,7 +251,7 @@ class HostAdamW(Optimizer):
                     f"{parameter.stride()} has shape {tuple(copy.shape)} and strides "
                     f"{copy.stride()}: both must be the same, without gaps."
                 )
-            if flattened(parameter) is not None:
+            if flattened_like(parameter, parameter).data_ptr() == parameter.data_ptr():
                 flat[memory_of(parameter)] = mine
         self._kernel.copies = flat
 

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import OffloadError
-from roundpipe_lightning.optim.state import Field
 from roundpipe_lightning.planning.model.storage import STATE_WINDOW_BYTES
 
 T = TypeVar("T")
@@ -83,11 +82,11 @@ class StateFile:
             raise _explained(error, folder, num_bytes) from error
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
-    def tensor(self, field: Field, parameter: Tensor, *, offset: int) -> Tensor:
-        """Return a tensor of a parameter's state at an offset."""
-        count = field.count(parameter)
-        vector = torch.frombuffer(self._map, dtype=field.dtype, count=count, offset=offset)
-        return field.place(vector, parameter)
+    def tensor(self, like: Tensor, *, offset: int) -> Tensor:
+        """Return a tensor at an offset that has the shape and order of another."""
+        count = like.numel()
+        vector = torch.frombuffer(self._map, dtype=like.dtype, count=count, offset=offset)
+        return vector.as_strided(like.shape, like.stride())
 
     def read_ahead(self, part: Range) -> None:
         """Ask the system to read a part into its cache, without waiting for it."""
@@ -128,35 +127,32 @@ class StateFiles:
         self._pool: ThreadPoolExecutor | None = None  # a thread reads ahead, another one writes
         self._writing: Future[None] | None = None
 
-    def allocate(
-        self, parameters: Sequence[Tensor], fields: Sequence[dict[str, Field]]
-    ) -> list[dict[str, Tensor]]:
+    def allocate(self, fields: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Make a file for the state of parameters, all zero.
 
         Args:
-            parameters: Whose state.
-            fields: The tensors of each.
+            fields: The tensors of each parameter, without memory.
 
         Raises:
             OffloadError: The disk has no room.
         """
         places: list[dict[str, int]] = []
         end = 0
-        for parameter, tensors in zip(parameters, fields, strict=True):
+        for tensors in fields:
             places.append({})
             for name, field in tensors.items():
                 places[-1][name] = end
-                end += -(-field.num_bytes(parameter) // _ALIGNMENT) * _ALIGNMENT
+                end += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
         if end:
             self._files.append(StateFile(self._folder, end))
         return [
             {
-                name: self._files[-1].tensor(field, parameter, offset=offsets[name])
-                if field.num_bytes(parameter)
-                else field.zeros(parameter)
+                name: self._files[-1].tensor(field, offset=offsets[name])
+                if field.nbytes
+                else torch.zeros_like(field, device="cpu")
                 for name, field in tensors.items()
             }
-            for parameter, tensors, offsets in zip(parameters, fields, places, strict=True)
+            for tensors, offsets in zip(fields, places, strict=True)
         ]
 
     def in_windows(

@@ -183,7 +183,7 @@ def _is_readable(parameter: FlatParameter, moments: MomentFormat) -> bool:
         all(type(t) is Tensor and t.device.type == "cpu" for t in (*whole, *state.values()))
         and all(t.dtype in READERS and t.numel() == values.numel() for t in whole)
         and all(
-            state[name].dtype is field.dtype and state[name].numel() == field.count(values)
+            state[name].dtype is field.dtype and state[name].numel() == field.numel()
             for name, field in fields.items()
         )
     )

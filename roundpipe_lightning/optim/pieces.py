@@ -126,9 +126,9 @@ class Scratch:
 # ------------------------------------------------------------------------------- order in memory
 
 
-def dense_like(tensor: Tensor) -> Tensor:
+def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor without memory that has the shape and order of another, without gaps."""
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    return torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
 
 
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
@@ -137,17 +137,11 @@ def shaped(flat: Tensor, like: Tensor) -> Tensor:
     return flat.as_strided(form.shape, form.stride())
 
 
-def flattened(tensor: Tensor) -> Tensor | None:
-    """Return a view of a tensor as one vector, in the order of its memory; None if it has gaps."""
-    if tensor.is_contiguous():
-        return tensor.detach().view(-1)
-    if dense_like(tensor).stride() != tensor.stride() and tensor.numel() > 1:
-        return None
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def flattened_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor's elements in the order of another's memory; a copy where they differ."""
+    """Return a tensor's elements in the order of another's memory.
+
+    They are a view; a copy where the order is another one, or there are gaps.
+    """
     tensor = tensor.detach()
     if tensor.is_contiguous() and like.is_contiguous():
         return tensor.view(-1)

@@ -52,32 +52,6 @@ class MomentFormat(Enum):
     """Blocks of 8 bit codes (`optim/blockwise.py`): 2.03 bytes per parameter."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Field:
-    """A tensor of a parameter's state.
-
-    Attributes:
-        dtype: Its dtype.
-        numel: Its size, if it is flat; None: shape and strides are the parameter's.
-    """
-
-    dtype: torch.dtype
-    numel: int | None = None
-
-    def count(self, parameter: Tensor) -> int:
-        return parameter.numel() if self.numel is None else self.numel
-
-    def num_bytes(self, parameter: Tensor) -> int:
-        return self.count(parameter) * self.dtype.itemsize
-
-    def place(self, flat: Tensor, parameter: Tensor) -> Tensor:
-        """Return a flat tensor in the shape of this field."""
-        return flat if self.numel is not None else shaped(flat, parameter)
-
-    def zeros(self, parameter: Tensor) -> Tensor:
-        return self.place(torch.zeros(self.count(parameter), dtype=self.dtype), parameter)
-
-
 class Moment:
     """One of the two moments, as an ordinary tensor.
 
@@ -90,9 +64,9 @@ class Moment:
         self.name = name
         self._dtype = dtype
 
-    def fields(self, parameter: Tensor) -> dict[str, Field]:
-        """Return the tensors that the state of a parameter has for this moment."""
-        return {self.name: Field(dtype=self._dtype or working_dtype(parameter))}
+    def fields(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, without memory, that a parameter's state has for this moment."""
+        return {self.name: dense_like(parameter, self._dtype or working_dtype(parameter))}
 
     def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
         """Return elements `start` (a multiple of `BLOCK`) to `stop` in the working dtype.
@@ -134,10 +108,11 @@ class BlockwiseMoment(Moment):
         self._code = code
         self._codes, self._scales = f"{name}_codes", f"{name}_scales"
 
-    def fields(self, parameter: Tensor) -> dict[str, Field]:
+    def fields(self, parameter: Tensor) -> dict[str, Tensor]:
+        count = num_blocks(parameter.numel())
         return {
-            self._codes: Field(dtype=self._code.dtype),
-            self._scales: Field(dtype=torch.float32, numel=num_blocks(parameter.numel())),
+            self._codes: dense_like(parameter, self._code.dtype),
+            self._scales: torch.empty(count, dtype=torch.float32, device="meta"),
         }
 
     def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
@@ -193,8 +168,8 @@ class StateLayout:
         dtype = torch.bfloat16 if self.form is MomentFormat.BF16 else None
         return Moment("exp_avg", dtype=dtype), Moment("exp_avg_sq", dtype=dtype)
 
-    def fields(self, parameter: Tensor) -> dict[str, Field]:
-        """Return the tensors of a parameter's moments."""
+    def fields(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, without memory, of a parameter's moments."""
         first, second = (moment.fields(parameter) for moment in self.moments)
         return {**first, **second}
 
@@ -204,7 +179,8 @@ class StateLayout:
 
     def allocate(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors, in memory, for moments of zero."""
-        return {name: field.zeros(parameter) for name, field in self.fields(parameter).items()}
+        fields = self.fields(parameter).items()
+        return {name: torch.zeros_like(field, device="cpu") for name, field in fields}
 
     def flat(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors as vectors in the order of the parameter's memory."""
@@ -255,7 +231,7 @@ class StateLayout:
     def bytes_per_parameter(self) -> float:
         """Return the bytes of the moments per parameter, for large parameters of float32."""
         large = torch.empty(_LARGE, device="meta")
-        return sum(field.num_bytes(large) for field in self.fields(large).values()) / _LARGE
+        return sum(field.nbytes for field in self.fields(large).values()) / _LARGE
 
 
 @dataclass(frozen=True, kw_only=True)

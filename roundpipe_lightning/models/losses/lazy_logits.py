@@ -17,6 +17,7 @@ So the results of any code are those of plain PyTorch; what it does decides the 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -46,8 +47,6 @@ LossMode: TypeAlias = Literal["auto", "fused", "eager"]
 
 LARGE_LOGITS_BYTES = 256 * 2**20
 """Under `"auto"`, logits that would take more than this in float32 are lazy."""
-
-_MANY_PENDING = 64  # lazy logits that a thread remembers until it looks which ones still exist
 
 
 class LogitSource:
@@ -128,11 +127,11 @@ class LazyLogits(Tensor):
     source: LogitSource
 
     @staticmethod
-    def from_source(source: LogitSource) -> Tensor:
+    def from_source(source: LogitSource) -> LazyLogits:
         """Return lazy logits, in the graph of what they depend on."""
         needs_gradient = any(x is not None and x.requires_grad for x in source.inputs)
         if needs_gradient and torch.is_grad_enabled():
-            logits: Tensor = _LazyNode.apply(source, *source.inputs)  # type: ignore[no-untyped-call]
+            logits: LazyLogits = _LazyNode.apply(source, *source.inputs)  # type: ignore[no-untyped-call]
         else:
             logits = _wrapper(source)
         source.fusion.remember(logits)
@@ -306,12 +305,12 @@ class FusedLosses:
 
 
 class _ThreadState(threading.local):
-    """Lazy logits that a thread has pending."""
+    """Lazy logits that a thread has pending, by their number."""
 
     def __init__(self) -> None:
         self.is_paused = False
-        self.pending: list[weakref.ref[Tensor]] = []
-        self.most_pending = _MANY_PENDING
+        self.numbers = itertools.count()
+        self.pending: weakref.WeakValueDictionary[int, LazyLogits] = weakref.WeakValueDictionary()
 
 
 class LossFusion:
@@ -393,25 +392,16 @@ class LossFusion:
         finally:
             self._thread.is_paused = before
 
-    def remember(self, logits: Tensor) -> None:
+    def remember(self, logits: LazyLogits) -> None:
         """Add lazy logits of this thread to those that are pending."""
-        pending = self._thread.pending
-        pending.append(weakref.ref(logits))
-        if len(pending) > self._thread.most_pending:
-            pending[:] = [reference for reference in pending if reference() is not None]
-            self._thread.most_pending = max(_MANY_PENDING, 2 * len(pending))
-
-    @property
-    def num_pending(self) -> int:
-        """Number of lazy logits of this thread that are remembered."""
-        return len(self._thread.pending)
+        self._thread.pending[next(self._thread.numbers)] = logits
 
     def materialize_pending(self) -> None:
         """Make the logits of this thread that code still holds: their sources go away."""
-        pending, self._thread.pending = self._thread.pending, []
-        for reference in pending:
-            logits = reference()
-            if isinstance(logits, LazyLogits) and not logits.source.is_made:
+        pending = list(self._thread.pending.values())
+        self._thread.pending.clear()
+        for logits in pending:
+            if not logits.source.is_made:
                 self.report.add_made("kept")
                 logits.materialize()
 
