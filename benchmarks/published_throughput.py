@@ -27,7 +27,7 @@ from roundpipe_lightning.models.blocks import find_blocks
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
-from roundpipe_lightning.planning.cost.memory import MemoryModel
+from roundpipe_lightning.planning.cost.memory import MemoryModel, longest_that_fits
 from roundpipe_lightning.planning.cost.predict import StepModel
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -146,15 +146,27 @@ class Model:
         return TOKENS_PER_STEP[self.name] / prediction.step_seconds
 
     def longest_sequence(self) -> float:
-        """Longest sequences in units of 1024 tokens, one per device, one block per stage."""
+        """Longest sequences in units of 1024 tokens, one per device, one block per stage.
+
+        They are multiples of 128 tokens, with one or two slots for weights.
+        """
         ones = (1,) * len(self.work.blocks)
-        layout = PipelineLayout(
-            partition=Partition(forward=ones, backward=(0, *ones)),
-            num_microbatches=self.hardware.num_devices,
-            round_size=self.hardware.num_devices,
-        )
+        layouts = [
+            PipelineLayout(
+                partition=Partition(forward=ones, backward=(0, *ones)),
+                num_microbatches=self.hardware.num_devices,
+                round_size=self.hardware.num_devices,
+                weight_slots=slots,
+            )
+            for slots in (1, 2)
+        ]
         memory = MemoryModel(work=self.work, hardware=self.hardware)
-        return memory.longest_seq_len(layout) / 1024
+
+        def shortage(count: int) -> float:
+            shape = MicrobatchShape(sequences=1, seq_len=128 * count)
+            return min(memory.report(layout, shape=shape).missing_share for layout in layouts)
+
+        return longest_that_fits(shortage, too_long=2**20) / 8
 
 
 def even_partitions(profile: ModelProfile) -> Iterator[Partition]:

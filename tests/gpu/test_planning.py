@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.device.probe import available_bytes
 from roundpipe_lightning.errors import FitError
-from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
+from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES
 from roundpipe_lightning.strategy.planning import inputs as plan_inputs
 from roundpipe_lightning.strategy.planning import planner as planning
 from tests.kit.training import (

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.test_chain import EncoderDecoder
@@ -93,6 +95,8 @@ def test_an_encoder_and_a_decoder() -> None:
     names = [f"inner.encoder.{i}" for i in range(3)] + [f"inner.decoder.{i}" for i in range(4)]
     plan = _check(EncoderDecoder(), names)
     assert plan.num_workers == 2
+    with pytest.raises(PlanError, match=r"model has cuts at \(3,\).*no stage spans one"):
+        _fit(EncoderDecoder(), hints={"recompute": "none"})
 
 
 def test_three_calls_of_a_stack() -> None:

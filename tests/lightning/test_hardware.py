@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.device.probe import available_bytes
 from roundpipe_lightning.errors import ConfigurationError, FitError
-from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy import runtime
@@ -48,7 +47,7 @@ def plan_of(trainer: Trainer) -> Plan:
 
 def test_the_plan_is_for_the_machine_that_is_named(tmp_path: Path) -> None:
     roomy = plan_of(fit(tmp_path, hardware="rtx4090x2"))
-    tight = machine(device_bytes=RESERVED_BYTES + 8 * BLOCK_BYTES)
+    tight = machine(device_bytes=7 * BLOCK_BYTES, reserved_bytes=1)
     small = plan_of(fit(tmp_path, hardware=tight))
     assert max(small.partition.backward) < max(roomy.partition.backward)
 
@@ -95,7 +94,7 @@ def test_a_plan_may_take_what_nobody_uses(
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    small = machine(device_bytes=RESERVED_BYTES + 2 * BLOCK_BYTES)
+    small = machine(device_bytes=2 * BLOCK_BYTES, reserved_bytes=1)
     with mock.patch.object(runtime, "Engine") as engine:
         lack = r"GiB of device memory are missing.*Not even a stage of layers\.\d alone fits\."
         with pytest.raises(FitError, match=lack):
@@ -126,7 +125,7 @@ def test_an_evaluation_needs_no_gradients(tmp_path: Path) -> None:
 
 def test_activations_are_known_with_the_first_batch(tmp_path: Path) -> None:
     """The parameters fit, the step does not: refused in time, with what makes it fit."""
-    small = machine(device_bytes=RESERVED_BYTES + 9 * BLOCK_BYTES)
+    small = machine(device_bytes=9 * BLOCK_BYTES, reserved_bytes=1)
     with mock.patch.object(runtime, "Engine") as engine:
         with pytest.raises(FitError, match=r"The training step does not fit rtx4090x2") as refused:
             fit(tmp_path, hardware=small, batch_size=64, count=2)
@@ -139,7 +138,7 @@ def test_activations_are_known_with_the_first_batch(tmp_path: Path) -> None:
 
 def test_a_saved_plan_is_checked_too(tmp_path: Path) -> None:
     plan = plan_of(fit(tmp_path))
-    small = machine(device_bytes=RESERVED_BYTES + 2 * BLOCK_BYTES)
+    small = machine(device_bytes=2 * BLOCK_BYTES, reserved_bytes=1)
     with pytest.raises(FitError, match="given plan does not fit rtx4090x2"):
         fit(tmp_path, plan=plan, hardware=small)
 

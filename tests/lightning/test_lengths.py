@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import FitError
-from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning.planned import PlanEvent
@@ -35,7 +34,7 @@ ROOM = 60_000
 
 
 def machine(room: int = ROOM) -> HardwareSpec:
-    return replace(load_hardware("rtx4090x2"), device_bytes=RESERVED_BYTES + room)
+    return replace(load_hardware("rtx4090x2"), device_bytes=1 + room, reserved_bytes=1)
 
 
 class Lengths:

@@ -17,7 +17,7 @@ from roundpipe_lightning.planning.schedule.cuts import (
     grouped,
     reversed_cuts,
 )
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
 from roundpipe_lightning.planning.search.partition import (
     StageLimits,
@@ -182,11 +182,12 @@ def test_hints_that_cannot_be_kept_are_refused(hints: dict[str, Any], reason: st
         ({"forward": (9,)}, "has 9 blocks, the model has 8"),
         ({"team_size": 3}, r"does not divide the 4 devices: choose from \[1, 2, 4\]"),
         ({"round_size": 7}, "round_size=7 is more than the 6 microbatches"),
+        ({"recompute": (RecomputePolicy.NONE,)}, r"the model has cuts at \(4,\), where other code"),
     ],
 )
 def test_hints_fit_the_model_and_the_machine(hints: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
-        PartitionHints(**hints).check(num_blocks=8, num_devices=4, num_microbatches=6)
+        PartitionHints(**hints).check(num_blocks=8, num_devices=4, num_microbatches=6, cuts=(4,))
 
 
 def test_both_cuts_are_the_partition() -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.cost.memory import RESERVED_BYTES
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import (
@@ -56,7 +55,8 @@ def job(*, num_blocks: int = 6, device_mib: int = 4000, **changes: Any) -> Train
     blocks = tuple(part(f"layers.{index}") for index in range(num_blocks))
     hardware = replace(
         load_hardware("rtx4090x4"),
-        device_bytes=device_mib * MIB + RESERVED_BYTES,
+        device_bytes=device_mib * MIB,
+        reserved_bytes=1,
         host_bytes=2**37,
     )
     whole = TrainingJob(

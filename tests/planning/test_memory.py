@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_lightning.planning.cost.memory import MemoryKind, MemoryModel, longest_that_fits
+from roundpipe_lightning.planning.cost.device_memory import MemoryKind
+from roundpipe_lightning.planning.cost.memory import MemoryModel, longest_that_fits
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
@@ -47,12 +48,14 @@ def work(**changes: object) -> WorkProfile:
 
 
 def memory(*, trained: bool = True, **changes: object) -> MemoryModel:
-    machine = replace(load_hardware("rtx4090x2"), device_bytes=100_000, host_bytes=10**6)
+    machine = replace(
+        load_hardware("rtx4090x2"), device_bytes=100_000, reserved_bytes=1000, host_bytes=10**6
+    )
     profile = work()
     if not trained:
         segments = [part(p.name, size=p.parameter_bytes, trained=False) for p in profile.segments]
         profile = WorkProfile(head=segments[0], blocks=tuple(segments[1:-1]), tail=segments[-1])
-    whole = MemoryModel(work=profile, hardware=machine, reserved_bytes=1000)
+    whole = MemoryModel(work=profile, hardware=machine)
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -184,20 +187,6 @@ def test_cpu_workers_use_the_host_s_memory() -> None:
     assert report.device.of(MemoryKind.WEIGHTS) == 0
     assert report.host.of(MemoryKind.WEIGHTS) == 0
     assert report.host.available_bytes == 10**6 - 2 * report.device.total_bytes
-
-
-def test_the_longest_sequences_just_fit() -> None:
-    whole = memory()
-    longest = whole.longest_seq_len(LAYOUT, multiple_of=10)
-    assert longest > 0
-
-    def fits(seq_len: int) -> bool:
-        return whole.report(LAYOUT, shape=MicrobatchShape(sequences=1, seq_len=seq_len)).fits
-
-    assert fits(longest)
-    assert not fits(longest + 10)
-    nothing = memory(hardware=replace(whole.hardware, device_bytes=10_000))
-    assert nothing.longest_seq_len(LAYOUT) == 0
 
 
 @settings(max_examples=30, deadline=None)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
+from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
-from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint
+from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.simulate import simulate_transfers
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule

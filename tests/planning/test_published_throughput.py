@@ -32,7 +32,9 @@ def test_throughput_is_predicted(result: Any) -> None:
 def test_longest_sequences_are_predicted(result: Any) -> None:
     errors = {row["model"]: row["error"] for row in result["sequences"]}
     assert len(errors) == 5
-    assert max(map(abs, errors.values())) <= 0.25, errors
+    assert max(map(abs, errors.values())) <= 0.15, errors
+    # docs/planning.md says what may be behind these two
+    assert {name for name, error in errors.items() if error > 0} == {"llama3_1_8b", "qwen3_32b"}
 
 
 def test_slower_uploads_never_help(result: Any) -> None:

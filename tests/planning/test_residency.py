@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import FitError
-from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint
+from roundpipe_lightning.planning.cost.device_memory import Footprint
+from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import Partition

@@ -259,7 +259,7 @@ def test_kept_attention_goes_with_the_boundaries() -> None:
 
 
 def footprint(hardware: HardwareSpec) -> Footprint:
-    return Footprint(model(boundary_bytes=100), hardware=hardware, reserved_bytes=0)
+    return Footprint(model(boundary_bytes=100), hardware=replace(hardware, reserved_bytes=1))
 
 
 def test_boundaries_go_directly_where_devices_reach_each_other_and_have_room() -> None:

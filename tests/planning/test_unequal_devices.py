@@ -9,8 +9,7 @@ import lightning
 import pytest
 import torch
 
-from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES
-from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
+from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline

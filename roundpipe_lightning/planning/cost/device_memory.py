@@ -7,7 +7,8 @@ anything all ask here. A device holds, while it runs a stage,
                   16 bits where they are uploaded in fewer; blocks that stay (`Plan.resident`)
     gradients     of the stage, and of the one before, which are being downloaded (two slots)
     boundaries    the inputs of the round's microbatches, a gradient that arrives and one that
-                  leaves; with a selective recompute attention's outputs on their way
+                  leaves (of the FUSED stage none arrives, and one that leaves takes the place of
+                  an input); with a selective recompute attention's outputs on their way
     activations   FORWARD: the most that one block needs at once
                   BACKWARD: what all its blocks keep, and what one block's backward needs beside
                   FUSED: the same and the tail segment, with the logits
@@ -31,9 +32,6 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage
-
-RESERVED_BYTES = 384 * 2**20
-"""Device memory that a runtime takes for itself: the context and its libraries."""
 
 _IN_FLIGHT = 2
 
@@ -99,19 +97,12 @@ class Footprint:
     Args:
         profile: The model, with the sizes of one microbatch; sizes of 0 need no memory.
         hardware: The machine.
-        reserved_bytes: Device memory that is not for plans.
     """
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        *,
-        hardware: HardwareSpec,
-        reserved_bytes: int = RESERVED_BYTES,
-    ) -> None:
+    def __init__(self, profile: ModelProfile, *, hardware: HardwareSpec) -> None:
         self.profile = profile
         self.hardware = hardware
-        self.reserved_bytes = reserved_bytes
+        self._reserved = max(one.reserved_bytes for one in hardware.workers)
         blocks = profile.blocks
         self._attention = prefix_sums([block.attention_bytes for block in blocks])
         self._working = _Ranges([block.working_bytes for block in blocks])
@@ -174,9 +165,10 @@ class Footprint:
             MemoryKind.BOUNDARIES: (inputs + _IN_FLIGHT) * self.boundary_bytes * ones,
             MemoryKind.ACTIVATIONS: self._activations(table),
         }
+        teams, fused = self.num_teams(config), table.fused
+        sizes[MemoryKind.BOUNDARIES][:, fused] -= _IN_FLIGHT * self.boundary_bytes
         if config.recompute is RecomputePolicy.SELECTIVE:
             sizes[MemoryKind.BOUNDARIES] += self._attention_in_flight(table)
-        teams, fused = self.num_teams(config), table.fused
         gradients = table.part_sums(self.profile, "trainable_bytes")
         gradients[:, :fused] = 0.0
         if self.hardware.shares_host_memory:
@@ -189,7 +181,7 @@ class Footprint:
         before = table.neighbours(-teams, goes_on=config.goes_on)
         sizes[MemoryKind.WEIGHTS] = slots + self._expanded_bytes(table)
         sizes[MemoryKind.GRADIENTS] = gradients + _at(gradients, before)
-        sizes[MemoryKind.RESERVED] = self.reserved_bytes * ones
+        sizes[MemoryKind.RESERVED] = self._reserved * ones
         return sizes
 
     def _expanded_bytes(self, table: PartitionTable) -> Floats:

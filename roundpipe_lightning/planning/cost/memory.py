@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from roundpipe_lightning.planning.cost.device_memory import RESERVED_BYTES, Footprint, MemoryKind
+from roundpipe_lightning.planning.cost.device_memory import Footprint, MemoryKind
 from roundpipe_lightning.planning.cost.traffic import stage_parts
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
@@ -106,13 +106,11 @@ class MemoryModel:
         work: The model.
         hardware: The machine.
         storage: What is kept for each parameter.
-        reserved_bytes: Device memory that is not for plans.
     """
 
     work: WorkProfile
     hardware: HardwareSpec
     storage: ParameterStorage = field(default_factory=ParameterStorage)
-    reserved_bytes: int = RESERVED_BYTES
 
     def report(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> MemoryReport:
         need = self.footprint(shape).need(layout)
@@ -133,25 +131,12 @@ class MemoryModel:
     def footprint(self, shape: MicrobatchShape) -> Footprint:
         if shape not in self._footprints:
             profile = self.storage.stored(size_model(self.work, shape=shape))
-            self._footprints[shape] = Footprint(
-                profile, hardware=self.hardware, reserved_bytes=self.reserved_bytes
-            )
+            self._footprints[shape] = Footprint(profile, hardware=self.hardware)
         return self._footprints[shape]
 
     @cached_property
     def _footprints(self) -> dict[MicrobatchShape, Footprint]:
         return {}
-
-    def longest_seq_len(
-        self, layout: PipelineLayout, *, sequences: int = 1, multiple_of: int = 1024
-    ) -> int:
-        """Return the longest sequences that fit, a multiple of `multiple_of`; 0 where none do."""
-
-        def shortage(count: int) -> float:
-            shape = MicrobatchShape(sequences=sequences, seq_len=count * multiple_of)
-            return self.report(layout, shape=shape).missing_share
-
-        return multiple_of * longest_that_fits(shortage, too_long=2**20)
 
     def busy_devices(self, layout: PipelineLayout) -> int:
         """Return how many devices work at a time: each on a microbatch of its own."""
@@ -241,6 +226,3 @@ def longest_that_fits(shortage: Callable[[int], float], *, too_long: int) -> int
 def _by_size(sizes: dict[MemoryKind, float]) -> tuple[tuple[MemoryKind, int], ...]:
     rows: Sequence[tuple[MemoryKind, int]] = [(k, round(size)) for k, size in sizes.items()]
     return tuple(sorted((row for row in rows if row[1]), key=lambda row: -row[1]))
-
-
-__all__ = ["RESERVED_BYTES", "MemoryKind", "MemoryModel", "MemoryNeed", "MemoryReport"]

@@ -30,6 +30,12 @@ import yaml
 
 from roundpipe_lightning.errors import HardwareError
 
+RESERVED_BYTES = 384 * 2**20
+"""Memory that a device's runtime takes for itself: the context, its libraries, their workspaces."""
+
+_FRAGMENTED_SHARE = 0.03
+"""Share of a named device's memory that is left to gaps between tensors."""
+
 
 def _check_positive(name: str, value: object) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -135,6 +141,10 @@ class HardwareSpec:
             is copied, and `device_bytes` is a part of `host_bytes`.
         devices_reach_each_other: Whether each device's driver copies from every other one's memory
             without the host, as `torch.cuda.can_device_access_peer` says.
+        reserved_bytes: Memory of a device that is not for plans: the runtime's context, libraries
+            and their workspaces, and what a fragmented allocator cannot use.
+        disk_bytes_per_second: What the disk reads, or writes, of mapped weights and of optimizer
+            state that lies there.
         efficiency: What share of the rates is reached.
         unequal: Every device as a machine of its own, where they are not equal; the rates above
             are those of the first one then, `device_bytes` are the smallest.
@@ -158,6 +168,8 @@ class HardwareSpec:
     host_bytes_per_second: float
     shares_host_memory: bool = False
     devices_reach_each_other: bool = False
+    reserved_bytes: int = RESERVED_BYTES
+    disk_bytes_per_second: float = 3e9
     efficiency: Efficiency = Efficiency()
     unequal: tuple[HardwareSpec, ...] = ()
 
@@ -231,6 +243,7 @@ _AROUND = (
     "root_upload_bytes_per_second",
     "root_download_bytes_per_second",
     "host_bytes_per_second",
+    "disk_bytes_per_second",
 )
 """Figures of a machine around its devices."""
 
@@ -289,9 +302,10 @@ def hardware_from_mapping(
 ) -> HardwareSpec:
     """Return a machine from plain values, as a YAML file has them.
 
-    What is missing of the machine around the devices is assumed: a link of sixteen lanes each, at
-    most four on a root; 128 GiB of host memory for each device (256 for one of 64 or more), which
-    is the faster the more devices and the faster their links are. A figure that is None is missing.
+    What is missing of the machine around the devices is assumed: 3 % of their memory for gaps
+    beside the runtime's; at most four on a root; 128 GiB of host memory for each device (256 for
+    one of 64 or more), which is the faster the more devices and the faster their links are. A
+    figure that is None is missing.
 
     Args:
         figures: The fields of `HardwareSpec`. `devices` is the number of devices, or the number by
@@ -361,6 +375,7 @@ def _completed(figures: dict[str, Any]) -> dict[str, Any]:
         "root_download_bytes_per_second": per_root * down,
         "host_bytes": count * (256 if size >= 64 * _GIB else 128) * _GIB,
         "host_bytes_per_second": generation * max(60e9, 50e9 * (1 + math.log2(count))),
+        "reserved_bytes": RESERVED_BYTES + round(_FRAGMENTED_SHARE * size),
         **figures,
         "efficiency": _FITTED | _mapping("efficiency", figures.get("efficiency", {})),
     }

@@ -198,6 +198,7 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
     for each in jobs.values():
         each.hints.check(
             num_blocks=len(job.work.blocks),
+            cuts=job.work.cuts,
             num_devices=job.hardware.num_devices,
             num_microbatches=each.num_microbatches,
         )

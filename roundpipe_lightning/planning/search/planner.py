@@ -379,11 +379,6 @@ def _describe_misfit(cases: Sequence[Case], request: PlanningRequest) -> str:
         )
     if request.recompute == (RecomputePolicy.NONE,):
         num_blocks = case.profile.num_blocks
-        if case.profile.cuts:
-            return (
-                f"recompute=none needs all {num_blocks} blocks in the fused stage, which the "
-                f"model's cuts {case.profile.cuts} do not allow: allow recompute=full."
-            )
         whole = Partition(forward=(), backward=(num_blocks,))
         need = min(each.footprint.most_bytes(each.config.with_stages(whole)) for each in cases)
         return (

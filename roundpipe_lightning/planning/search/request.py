@@ -198,7 +198,9 @@ class PartitionHints:
     def cuts(self) -> bool:
         return self.forward is not None or self.backward is not None
 
-    def check(self, *, num_blocks: int, num_devices: int, num_microbatches: int) -> None:
+    def check(
+        self, *, num_blocks: int, num_devices: int, num_microbatches: int, cuts: Sequence[int] = ()
+    ) -> None:
         """Refuse hints that do not fit a model, a machine or a batch.
 
         Raises:
@@ -215,6 +217,12 @@ class PartitionHints:
             raise PlanError(
                 f"partition.recompute=none has all {num_blocks} blocks in the fused stage, but "
                 f"partition.limits.fused={self.most_fused}: drop one of the two."
+            )
+        if self._fuses_all and cuts:
+            raise PlanError(
+                f"partition.recompute=none has all {num_blocks} blocks in the fused stage, but the "
+                f"model has cuts at {tuple(cuts)}, where other code runs between two blocks, and "
+                "no stage spans one: drop it, or set partition.recompute=full."
             )
         if self.resident is not None and self.resident > num_blocks:
             raise PlanError(
