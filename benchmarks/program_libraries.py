@@ -13,7 +13,19 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
-from program_kinds import CLASSES, INPUTS, LENGTH, TOKENS, WIDTH, Program, small
+from program_kinds import (
+    CLASSES,
+    GPT2,
+    INPUTS,
+    LENGTH,
+    TOKENS,
+    WIDTH,
+    Program,
+    Variants,
+    having,
+    small,
+    stack,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
@@ -28,10 +40,22 @@ class _Images(Program):
         return torch.rand(rows, 3, self.side, self.side), torch.randint(CLASSES, (rows,))
 
 
-class TimmVit(_Images):
-    """timm: a vision transformer, Mixup and SoftTargetCrossEntropy."""
+def mixed_up(program: Program, x: Tensor, y: Tensor) -> Tensor:
+    x, y = program.mixup(x, y)
+    return program.criterion(program(x), y)
 
-    def build(self) -> None:
+
+def with_pixels(program: Program, rows: int) -> Any:
+    x, _ = _Images.batch(program, rows)
+    return x, torch.randint(CLASSES, (rows, program.side, program.side))
+
+
+class ImageModels(Variants, base=_Images, method="build"):
+    """Models of images."""
+
+    @having(step=mixed_up)
+    def timm_vit(self) -> None:
+        """timm: a vision transformer, Mixup and SoftTargetCrossEntropy."""
         import timm.data
         import timm.loss
 
@@ -41,60 +65,51 @@ class TimmVit(_Images):
         self.mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=CLASSES)
         self.criterion = timm.loss.SoftTargetCrossEntropy()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = self.mixup(*batch)
-        return self.criterion(self(x), y)
-
-
-class TimmConvNext(_Images):
-    """timm: ConvNeXt with stages of several widths."""
-
-    side = 32
-
-    def build(self) -> None:
-        import timm.data
-        import timm.loss
+    @having(side=32)
+    def timm_conv_next(self) -> None:
+        """timm: ConvNeXt with stages of several widths."""
+        import timm
 
         self.model = timm.models.ConvNeXt(
             depths=(2, 2, 2, 2), dims=(8, 16, 16, 32), num_classes=CLASSES, ls_init_value=0.5
         )
 
-
-class TorchvisionVit(_Images):
-    """torchvision: a vision transformer."""
-
-    def build(self) -> None:
+    def torchvision_vit(self) -> None:
+        """torchvision: a vision transformer."""
         from torchvision.models import VisionTransformer
 
         self.model = VisionTransformer(
-            image_size=8,
-            patch_size=4,
-            num_layers=4,
-            num_heads=2,
-            hidden_dim=WIDTH,
-            mlp_dim=32,
-            num_classes=CLASSES,
+            8, 4, num_layers=4, num_heads=2, hidden_dim=WIDTH, mlp_dim=32, num_classes=CLASSES
         )
         nn.init.normal_(self.model.heads.head.weight, std=0.1)
 
-
-class TorchvisionResnet(_Images):
-    """torchvision: ResNet, batch normalisation in its blocks."""
-
-    side = 16
-    rate = 0.01
-
-    def build(self) -> None:
+    @having(side=16, rate=0.01)
+    def torchvision_resnet(self) -> None:
+        """torchvision: ResNet, batch normalisation in its blocks."""
         from torchvision.models.resnet import BasicBlock, ResNet
 
         self.model = ResNet(BasicBlock, [2, 1, 1, 1], num_classes=CLASSES)
+
+    @having(
+        side=32,
+        batch=with_pixels,
+        loss=lambda self, predicted, y: self.dice(predicted, y) + F.cross_entropy(predicted, y),
+    )
+    def segmentation_unet(self) -> None:
+        """segmentation-models-pytorch: U-Net on ResNet, Dice loss."""
+        import segmentation_models_pytorch as smp
+
+        self.model = smp.Unet(
+            "resnet18", encoder_weights=None, classes=CLASSES, decoder_channels=(32, 16, 16, 8, 8)
+        )
+        self.dice = smp.losses.DiceLoss("multiclass")
 
 
 class TorchvisionDetection(Program):
     """torchvision: FCOS, lists of images of several sizes and of boxes."""
 
     rate = 0.001
-    rows = 4
+    sizes: ClassVar = [4, 4, 4]
 
     def build(self) -> None:
         from torchvision.models.detection import FCOS
@@ -108,8 +123,7 @@ class TorchvisionDetection(Program):
         anchors = AnchorGenerator(((16,),), ((1.0,),))
         self.model = FCOS(backbone, 3, min_size=64, max_size=64, anchor_generator=anchors)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, targets = batch
+    def step(self, images: Any, targets: Any) -> Tensor:
         losses = self.model(images, targets)
         self.log_dict(dict(losses), batch_size=len(images))
         return sum(losses.values())
@@ -169,8 +183,7 @@ class LightlySimClr(_Lightly):
         self.criterion = NTXentLoss()
         self.criterion.memory_bank.bank_ptr.zero_()  # not used, so not set
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, _ = batch
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
         return self.criterion(self(x), self(x + 0.1))
 
 
@@ -182,13 +195,12 @@ class LightlyMoCo(_Lightly):
         from lightly.models.utils import deactivate_requires_grad, update_momentum
 
         super().build()
-        self.slow = nn.ModuleList(self.block() for _ in range(4))
+        self.slow = stack(type(self).block)
         deactivate_requires_grad(self.slow)
         self.update = update_momentum
         self.criterion = NTXentLoss(memory_bank_size=(32, WIDTH))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, _ = batch
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
         self.update(self.blocks, self.slow, m=0.8)
         key = self.embed(x + 0.1)
         for block in self.slow:
@@ -318,26 +330,16 @@ class LitGpt(Program):
             from litgpt.model import GPT, Config
 
             more = {}
-        self.model = GPT(
-            Config(
-                block_size=16,
-                vocab_size=TOKENS,
-                padded_vocab_size=TOKENS,
-                n_layer=4,
-                n_head=2,
-                n_embd=WIDTH,
-                **more,
-            )
-        )
+        sizes = {"vocab_size": TOKENS, "padded_vocab_size": TOKENS, "n_embd": WIDTH}
+        self.model = GPT(Config(block_size=16, n_layer=4, n_head=2, **sizes, **more))
         for parameter in self.model.parameters():
             nn.init.normal_(parameter, std=0.2)
         if self.lora:
             mark_only_lora_as_trainable(self.model)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def step(self, ids: Tensor, y: Tensor) -> Tensor:
         from litgpt.utils import chunked_cross_entropy
 
-        ids, y = batch
         return chunked_cross_entropy(self.model(ids), y, ignore_index=0)
 
     def batch(self, rows: int) -> Any:
@@ -351,29 +353,6 @@ class LitGptLora(LitGpt):
     lora = True
 
 
-class SegmentationUnet(_Images):
-    """segmentation-models-pytorch: U-Net on ResNet, Dice and focal losses."""
-
-    side = 32
-    rows = 8
-    rate = 0.1
-
-    def build(self) -> None:
-        import segmentation_models_pytorch as smp
-
-        self.model = smp.Unet(
-            "resnet18", encoder_weights=None, classes=CLASSES, decoder_channels=(32, 16, 16, 8, 8)
-        )
-        self.criterion = smp.losses.DiceLoss("multiclass")
-
-    def loss(self, predicted: Tensor, y: Tensor) -> Tensor:
-        return self.criterion(predicted, y) + F.cross_entropy(predicted, y)
-
-    def batch(self, rows: int) -> Any:
-        x, _ = super().batch(rows)
-        return x, torch.randint(CLASSES, (rows, self.side, self.side))
-
-
 class VectorQuantize(Program):
     """vector-quantize-pytorch: a codebook between blocks, moved by averages."""
 
@@ -383,8 +362,7 @@ class VectorQuantize(Program):
         super().build()
         self.quantizer = Quantizer(dim=WIDTH, codebook_size=6, decay=0.8)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.embed(x)
         for index, block in enumerate(self.blocks):
             x = block(x)
@@ -419,9 +397,9 @@ class Peft(Program):
         import peft
         import transformers
 
-        config = small("gpt2", n_embd=WIDTH, n_layer=4, n_head=2, n_positions=16)
         lora = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
-        self.model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
+        model = transformers.GPT2LMHeadModel(small("gpt2", **GPT2))
+        self.model = peft.get_peft_model(model, lora)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss
