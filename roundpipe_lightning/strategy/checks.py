@@ -32,6 +32,14 @@ _STEPS: Mapping[TrainerFn | None, Sequence[str]] = {
 }
 
 
+def takes_iterator(module: LightningModule, *steps: str) -> bool:
+    """Return whether one of a module's steps fetches its batches itself; all if none is named."""
+    return any(
+        is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+        for step in steps or {step for steps in _STEPS.values() for step in steps}
+    )
+
+
 def refuse_renamed(given: Mapping[str, object]) -> None:
     """Refuse settings of `RoundPipeStrategy` that have another name now, or that are none.
 
@@ -111,10 +119,7 @@ def check_module(
         ConfigurationError: The module trains in such a way.
     """
     splits = microbatching == "step"
-    takes_iterator = is_param_in_hook_signature(
-        module.training_step, "dataloader_iter", explicit=True
-    )
-    if splits and takes_iterator:
+    if splits and takes_iterator(module, "training_step"):
         raise ConfigurationError(
             f"{type(module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
             "so microbatching='step' cannot split them. Leave it out, or write "

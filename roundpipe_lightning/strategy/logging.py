@@ -27,6 +27,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
@@ -53,16 +54,27 @@ class LogCall:
 
 
 class LogRecorder:
-    """Stands in for `self.log` on the view of one microbatch."""
+    """Stands in for `self.log` on the view of one microbatch.
 
-    def __init__(self) -> None:
+    Args:
+        needs_size: Whether Lightning refuses calls without `batch_size`, as it does where the step
+            fetches its batches itself.
+    """
+
+    def __init__(self, *, needs_size: bool = False) -> None:
         self.calls: list[LogCall] = []
+        self._needs_size = needs_size
 
     def __call__(self, name: str, value: Any, *args: Any, **arguments: Any) -> None:
         """Remember a call; the parameters are those of `LightningModule.log`."""
         if isinstance(value, Tensor):
             value = value.detach().clone()
         arguments.update(zip(_POSITIONAL, args, strict=False))
+        if self._needs_size and arguments.get("batch_size") is None:
+            raise MisconfigurationException(
+                "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` "
+                "should be provided."
+            )
         self.calls.append(LogCall(name=name, value=value, arguments=arguments))
 
 

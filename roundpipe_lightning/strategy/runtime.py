@@ -30,7 +30,7 @@ from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import compat, sync_hooks
+from roundpipe_lightning.strategy import checks, compat, sync_hooks
 from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
 from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import (
@@ -310,7 +310,11 @@ class PipelineRuntime:
         )
         first, microbatches, shares = cut.first, cut.parts, cut.shares
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
-        recorders, logged = [LogRecorder() for _ in microbatches], LoggedBatch(batch)
+        needs_size, logged = (
+            checks.takes_iterator(self._module, "training_step"),
+            LoggedBatch(batch),
+        )
+        recorders = [LogRecorder(needs_size=needs_size) for _ in microbatches]
         planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
         overlaps = trains and first is None and self._may_overlap()

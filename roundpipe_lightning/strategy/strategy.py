@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -83,6 +83,8 @@ def _without_stop_iteration(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except StopIteration as error:
+            if checks.takes_iterator(cast("RoundPipeStrategy", args[0])._module):  # noqa: SLF001
+                raise  # it is the end of the loader
             refused = RuntimeError("StopIteration was raised, by code that is no iterator.")
             for note in getattr(error, "__notes__", ()):
                 add_note(refused, note)

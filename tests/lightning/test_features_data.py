@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -115,6 +116,29 @@ def test_several_validation_loaders_and_predictions_in_order(tmp_path: Path) -> 
     for other in others:
         assert_close(other.result, one.result, tolerance=1e-4)
         assert all(p["y"].device.type == "cpu" for part in other.result for p in part)
+
+
+class Fetching(Regressor):
+    """Takes two batches a step; the loader ends within one."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        (x, y), _, _ = next(dataloader_iter)
+        first = functional.mse_loss(self(x), y)
+        (x, y), _, _ = next(dataloader_iter)
+        loss = functional.mse_loss(self(x), y) + first
+        with pytest.raises(MisconfigurationException, match="batch_size"):
+            self.log("loss", loss)
+        self.log("loss", loss, batch_size=len(x))
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
+    def fit(trainer: Trainer, module: Any) -> None:
+        trainer.fit(module, regression_data(20))  # five batches
+
+    compare(tmp_path, Fetching, fit, num_microbatches=2, max_epochs=2)
 
 
 class _Stream(IterableDataset[Any]):

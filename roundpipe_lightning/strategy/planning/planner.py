@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -47,6 +46,7 @@ from roundpipe_lightning.planning.search.fit import (
 from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy.checks import takes_iterator
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.inputs import (
     DryRunError,
@@ -150,8 +150,8 @@ class StepPlanner:
         self.profile: ModelProfile = profile_module(module, self.chain)
         self._parameter_work = parameter_work(module, self.chain)
         self._planned: list[Planned] = []
-        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter")
-        self._is_blind = not options.dry_run or takes_iterator  # a dry run would take batches
+        # A dry run would take batches.
+        self._is_blind = not options.dry_run or takes_iterator(module, "training_step")
         if given_plan is not None:
             self._check_given(given_plan)
             self.num_microbatches = given_plan.num_microbatches
