@@ -80,6 +80,7 @@ class StepContext:
         forms: What is known of calls, where the user's code runs once on the whole batch and the
             microbatches are pieces of it; None: it runs for every microbatch.
         is_first: Whether no step of the engine has ended before it began.
+        may_write: As of `UserCode`.
     """
 
     module: nn.Module
@@ -100,6 +101,7 @@ class StepContext:
     stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
     returned: Countdown
     is_first: bool
+    may_write: bool | None = None
     outside: Outside | None = None
     outside_blocks: frozenset[nn.Parameter] = frozenset()
     compiler: BlockCompiler | None = None
@@ -158,6 +160,7 @@ class Microbatch:
             ),
             classes=context.classes,
             outside=context.outside,
+            may_write=context.may_write,
         )
         turns = MicrobatchTurns(
             index,
@@ -269,10 +272,10 @@ class Microbatch:
             output = context.call(view, batch, self._index)
         turns.check_not_aborted()
         forward.write_buffers_back()
+        user.write_parameters_back()
         forward.end_user_code()
         self.links = forward.links()
         self.num_streamed = sum(call.position is None for call in forward.calls)
-        user.check_unwritten()
         if context.backward:
             user.check_frozen()
         return materialized(output)

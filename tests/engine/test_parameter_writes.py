@@ -1,7 +1,8 @@
-"""Writes into parameters while a step runs: on devices they would be lost, so they are refused."""
+"""Writes into parameters while a step runs: the masters get them where the step runs once."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.chain.chain import Chain
+from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import ConfigurationError
 from tests.kit.engine import (
     WIDTH,
@@ -25,6 +28,8 @@ from tests.kit.engine import (
     plain_step,
     plan_of,
     regression_batches,
+    stack_of,
+    training_step,
 )
 
 
@@ -47,7 +52,7 @@ def _several(parameter: Tensor) -> None:
 
 
 WRITES: list[Callable[[Any], None]] = [_in_place, _through_data, _by_other_data, _several]
-REFUSED = "A step writes into the parameter {!r}: into the copy"
+REFUSED = "A step writes into the parameter {!r}, in a block or for every microbatch"
 
 
 class _Writing(Block):
@@ -96,17 +101,18 @@ def test_a_write_into_a_block_is_refused(write: Callable[[Any], None], plans_blo
         assert not differences(module, mean_step(engine, batches), wanted)
 
 
+@pytest.mark.parametrize("devices", [emulated_workers, cpu_workers])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_into_a_parameter_outside_the_blocks_is_refused(
-    write: Callable[[Any], None],
-) -> None:
+def test_a_write_by_every_microbatch_is_refused(write: Callable[[Any], None], devices: Any) -> None:
     module, batches = _Averaging(), regression_batches(3)
+    before = copy.deepcopy(module.state_dict())
     wanted = plain_step(module, batches)
-    with engine_for(module, devices=emulated_workers(2)) as engine:
+    with engine_for(module, devices=devices(2)) as engine:
         module.write = write
         with pytest.raises(ConfigurationError, match=re.escape(REFUSED.format("teacher.weight"))):
             mean_step(engine, batches)
         module.write = lambda parameter: None
+        module.load_state_dict(before)
         assert not differences(module, mean_step(engine, batches), wanted)
 
 
@@ -134,10 +140,66 @@ def test_a_parameter_with_other_memory_is_refused_on_the_host_too(place: str) ->
         engine_step(module, stack, plan_of(stack), regression_batches(3), devices=cpu_workers(2))
 
 
-def test_on_the_host_every_microbatch_writes_into_the_parameter() -> None:
-    module = _Averaging()
-    before = module.teacher.weight.detach().clone()
-    module.write = _in_place
-    stack = layers_of(module)
-    engine_step(module, stack, plan_of(stack), regression_batches(3), devices=cpu_workers(2))
-    assert torch.equal(module.teacher.weight, before * 0.5**3)
+class _MomentumTeacher(Regressor):
+    """Its teacher, blocks too, is a moving average of the student, moved between two uses."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__(3)
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+        self.listed = list(self.teacher.parameters())
+        self.move = write
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found, wanted = self.head(batch[0]), batch[0]
+        for layer in self.layers:
+            found = layer(found)
+        for _ in range(2):
+            for layer in self.teacher:
+                wanted = layer(wanted)
+            for mine, slow in zip(self.layers.parameters(), self.teacher.parameters(), strict=True):
+                self.move(slow, mine)
+        self.listed[0].data.add_(0.25)
+        self.head.weight.data.clamp_(-0.1, 0.1)
+        return (found - wanted).square().mean()
+
+
+def _lerp(slow: Tensor, mine: Tensor) -> None:
+    with torch.no_grad():
+        slow.lerp_(mine, 0.5)
+
+
+def _data(slow: Tensor, mine: Tensor) -> None:
+    slow.data.mul_(0.5).add_(mine.data, alpha=0.5)
+
+
+def _assigned(slow: Tensor, mine: Tensor) -> None:
+    slow.data = slow.data * 0.5 + mine.data * 0.5
+
+
+@torch.no_grad()
+def _foreach(slow: Tensor, mine: Tensor) -> None:
+    torch._foreach_lerp_([slow], [mine], 0.5)
+
+
+@pytest.mark.parametrize("devices", [emulated_workers, cpu_workers])
+@pytest.mark.parametrize("write", [_lerp, _data, _assigned, _foreach])
+def test_a_momentum_teacher_moves_once_in_a_step_that_runs_once(write: Any, devices: Any) -> None:
+    module = _MomentumTeacher(write)
+    twin = copy.deepcopy(module)
+    stacks = [layers_of(module), stack_of(tuple(module.teacher), name="teacher")]
+    chain = Chain.recorded(Chain.from_stacks([stacks[0], stacks[1], stacks[1]]).links)
+    (batch,) = regression_batches(1, samples_each=6)
+    plan = plan_of(chain, num_workers=2, num_microbatches=3)
+    with Engine(module, stack=stacks, devices=devices(2), plan=plan, chain=chain) as engine:
+        for _ in range(2):
+            twin.zero_grad()
+            loss = twin.training_step(batch, 0)
+            loss.backward()
+            result = engine.step([batch], training_step, loss_scales=[1.0], joined=True)
+            torch.testing.assert_close(result.losses[0], loss.detach())
+            torch.testing.assert_close(
+                dict(module.named_parameters()), dict(twin.named_parameters())
+            )
+            for name, parameter in twin.layers.named_parameters():
+                got = result.gradients[module.layers.get_parameter(name)]
+                torch.testing.assert_close(got, parameter.grad)

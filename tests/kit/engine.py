@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
-from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
@@ -111,7 +111,7 @@ def auto_plan(stack: BlockStack | None, *, num_workers: int, num_microbatches: i
 
 
 def plan_of(
-    stack: BlockStack | None,
+    stack: BlockStack | Chain | None,
     *,
     num_workers: int = 2,
     num_microbatches: int = 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,40 @@ def test_a_user_s_comparison_with_one_device() -> None:
             strategy=EmulatedStrategy(microbatching="step"),
             max_epochs=1,
         )
+
+
+class MomentumTeacher(Regressor):
+    """A moving average of the blocks, moved at the beginning and the end of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for slow, mine in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            slow.mul_(0.9).add_(mine, alpha=0.1)
+        next(self.layers.parameters()).data.clamp_(-0.5, 0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.move()
+        wanted = batch[0]
+        for layer in self.teacher:
+            wanted = layer(wanted)
+        self.move()
+        return (
+            super().training_step(batch, batch_idx) + (self.head(batch[0]) - wanted).square().mean()
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+def test_a_momentum_teacher(options: dict[str, Any]) -> None:
+    assert_trains_as_one_device(
+        MomentumTeacher,
+        regression_data,
+        strategy=EmulatedStrategy(num_microbatches=4, upload_dtype=None),
+        **options,
+    )
 
 
 def test_devices_are_as_many_as_workers(tmp_path: Path) -> None:

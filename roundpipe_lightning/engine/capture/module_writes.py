@@ -77,13 +77,18 @@ class ParameterWrites:
     """What code does to parameters, until it is looked at.
 
     Args:
-        keeps_copies: Whether parameters are copies, into which nobody is to write.
+        is_watched: Whether writes in place are looked for, too, and not only other memory.
+        leaf: Returns what stands for a parameter. Called before that is written into, or its memory
+            is handed out.
     """
 
-    def __init__(self, *, keeps_copies: bool) -> None:
-        self._keeps_copies = keeps_copies
+    def __init__(
+        self, *, is_watched: bool, leaf: Callable[[nn.Parameter], nn.Parameter] = lambda p: p
+    ) -> None:
+        self._is_watched = is_watched
+        self._leaf = leaf
         self._written: list[nn.Parameter] = []
-        self._given: list[tuple[nn.Parameter, Tensor]] = []
+        self._given: list[tuple[nn.Parameter, Tensor, int]] = []  # with their versions
         self._replaced: list[tuple[nn.Parameter, Tensor]] = []  # with their memory before
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
@@ -92,35 +97,43 @@ class ParameterWrites:
         Returns:
             What it gives, if it was called here.
         """
-        if self._keeps_copies and _writes(getattr(func, "__name__", "")):
-            written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-            self._written += [tensor for tensor in written if isinstance(tensor, nn.Parameter)]
+        if self._is_watched and _writes(getattr(func, "__name__", "")):
+            given = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+            self._written += [self._leaf(p) for p in given if isinstance(p, nn.Parameter)]
             return None
         if type(func) is not types.MethodWrapperType or not isinstance(args[0], nn.Parameter):
             return None
         if func == _SET_DATA:
+            self._leaf(args[0])
             if all(known is not args[0] for known, _ in self._replaced):
                 self._replaced.append((args[0], args[0].data))
-        elif func == _GET_DATA and self._keeps_copies:
-            values: Tensor = func(*args)
-            self._given.append((args[0], values))
+        elif func == _GET_DATA and self._is_watched:
+            leaf = self._leaf(args[0])
+            values: Tensor = func(leaf)
+            self._given.append((leaf, values, 0 if values.is_inference() else values._version))
             return values
         return None
 
-    def take_written(self) -> Sequence[nn.Parameter]:
-        """Return what was written to or had other memory in the end, and forget all uses."""
+    def take_written(self, *, keeps: bool = False) -> Sequence[nn.Parameter]:
+        """Return what was written to or had other memory in the end, each once.
+
+        Other memory is taken back; its values are kept if it `keeps` them.
+        """
         if not (self._written or self._given or self._replaced):
             return ()
-        written = self._written
-        for parameter, values in self._given:
-            if not values.is_inference() and values._version:
+        written, self._written = self._written, []
+        for number, (parameter, values, version) in enumerate(self._given):
+            if not values.is_inference() and values._version != version:
                 written.append(parameter)
+                self._given[number] = (parameter, values, values._version)
         for parameter, before in self._replaced:
             if parameter.data_ptr() != before.data_ptr():
+                if keeps:
+                    before.copy_(parameter.data)
                 parameter.data = before  # a later block may find it in the same place
                 written.append(parameter)
-        self._written, self._given, self._replaced = [], [], []
-        return written
+        self._replaced = []
+        return list(dict.fromkeys(written))
 
 
 def _writes(name: str) -> bool:
@@ -134,8 +147,9 @@ def refuse_write(name: str) -> NoReturn:
         ConfigurationError: Always.
     """
     raise ConfigurationError(
-        f"A step writes into the parameter {name!r}: into the copy that a worker has of it, which "
-        "is dropped, so the module would never know. Make what a step changes a buffer "
-        "(register_buffer), or write when no step runs, in a callback or on_train_batch_end "
-        "(moving averages: lightning.pytorch.callbacks.WeightAveraging)."
+        f"A step writes into the parameter {name!r}, in a block or for every microbatch: into the "
+        "copy that a worker has of it, or several times. Write outside the blocks with "
+        "RoundPipeStrategy(microbatching='blocks'), which runs the step once; or when no step "
+        "runs, in a callback or on_train_batch_end (moving averages: "
+        "lightning.pytorch.callbacks.WeightAveraging); or make what a step changes a buffer."
     )

@@ -210,6 +210,7 @@ class DriverForward(ForwardPass):
         self._passed: set[int | None] = set()  # positions whose BACKWARD turn will have ended
         self._posted_here = False  # in the present turn
         self.turns.on_leave = self._post_left
+        self.user.before_write = self._let_pieces_end
         self._thread_id = threading.get_ident()
 
     # ------------------------------------------------------------------------------- before a call
@@ -413,10 +414,21 @@ class DriverForward(ForwardPass):
 
     def _before_use(self) -> None:
         """Let the pieces have the worker where they need it for what is asked for."""
-        if threading.get_ident() != self._thread_id or not self._posted_here:
+        if threading.get_ident() != self._thread_id:
             return
-        with self.user.suspended():
-            self.next_turn()
+        self.user.write_parameters_back()
+        if self._posted_here:
+            with self.user.suspended():
+                self.next_turn()
+
+    def _let_pieces_end(self) -> None:
+        """Wait until the pieces have run all calls: user code writes into a parameter."""
+        self._before_use()
+        self.board.await_all()
+
+    def call_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.user.write_parameters_back()
+        return super().call_block(block, args, kwargs)
 
     def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:  # noqa: ARG002
         self.user.writes.were_any = True

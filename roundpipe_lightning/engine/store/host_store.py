@@ -102,6 +102,8 @@ class HostStore:
         #: Values that stand for parameters while the optimizer writes into them; empty: nothing.
         #: In the dtype that is uploaded.
         self.previous: dict[nn.Parameter, Tensor] = {}
+        #: Parameters that steps write into, and how often: copies on devices may be older.
+        self.rewritten: dict[nn.Parameter, int] = {}
         #: Which of the two the steps that begin now are given.
         self.versions = WeightVersions(previous=False)
 
@@ -206,6 +208,22 @@ class HostStore:
         """Cast parameters that an optimizer has stepped. Called before anybody may read them."""
         if self.copies is not None:
             self.copies.updated({p: p for p in parameters}, by)
+
+    def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
+        """Write values into a parameter while a step runs, for all that is uploaded from now on.
+
+        Returns:
+            Whether that was done; not where the step computes with other values than it has.
+        """
+        if parameter in self._served:
+            return False
+        self._await_updates([parameter])
+        with torch.no_grad():
+            parameter.copy_(values)
+        if self.copies is not None:
+            self.copies.cast({parameter: parameter})
+        self.rewritten[parameter] = self.rewritten.get(parameter, 0) + 1
+        return True
 
     # ------------------------------------------------------------------------------------ values
 

@@ -223,6 +223,7 @@ class ResidentBlocks:
         self._blocks: set[nn.Module] = set()
         self._microbatches: list[int] = []
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
+        self._renewed: dict[nn.Parameter, int] = {}  # by `HostStore.rewritten`
         self._placed: dict[nn.Module, tuple[nn.Parameter, ...]] = {}  # in the order of the layout
         self._buffers = PlacedBuffers(device, keep_writes=kind is not StageKind.BACKWARD)
         self._writes: list[tuple[nn.Module, str, Any]] = []
@@ -286,7 +287,17 @@ class ResidentBlocks:
             event = self._weights.events.pop(block, None)
             if event is not None:
                 self._await_upload(event)
+            if self._store.rewritten:
+                self._renew(block)
         return self._maker.view_of(block)
+
+    def _renew(self, block: nn.Module) -> None:
+        """Copy again what a step has written into parameters since their upload began."""
+        for parameter in self._store.parameters_of(block):
+            times = self._store.rewritten.get(parameter, 0)
+            if times != self._renewed.get(parameter, 0):
+                self._renewed[parameter] = times
+                self._leaves[parameter].data.copy_(self._device.upload(parameter.detach()))
 
     @contextmanager
     def written(self, writes: ModuleWrites) -> Iterator[None]:

@@ -86,6 +86,8 @@ class UserCode(TorchFunctionMode):
         stream: The microbatch's random numbers; None leaves the process's generators in use.
         classes: The classes of views.
         outside: Asked before every torch function outside the blocks, or None.
+        may_write: Whether the code may write into parameters, as it runs once; None: where it
+            computes in their memory.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class UserCode(TorchFunctionMode):
         stream: RandomStream | None,
         classes: ViewClasses,
         outside: Outside | None = None,
+        may_write: bool | None = None,
     ) -> None:
         super().__init__()
         self.stream = stream
@@ -112,7 +115,12 @@ class UserCode(TorchFunctionMode):
         self._devices = tuple(w.device for w in workers)
         self._host = CpuDevice()
         self._crosses = not all(device.shares_host_memory for device in self._devices)
-        self._parameter_writes = ParameterWrites(keeps_copies=self._crosses)
+        self._may_write = may_write
+        #: Called before the code writes into a parameter, or could: others may be reading it.
+        self.before_write: Callable[[], None] = lambda: None
+        self._parameter_writes = ParameterWrites(
+            is_watched=self._crosses or may_write is not None, leaf=self._leaf_to_write
+        )
         self._active = False
         self._modes = ModeStack()
         self._classes = classes
@@ -154,8 +162,13 @@ class UserCode(TorchFunctionMode):
         if key not in self._leaves:
             with self.suspended():
                 values = worker.outside(parameter)
+                worker.renew(parameter, values)
                 self._leaves[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return self._leaves[key]
+
+    def _leaf_to_write(self, parameter: nn.Parameter) -> nn.Parameter:
+        self.before_write()
+        return self._leaf(parameter) if parameter in self._masters else parameter
 
     def _buffer(self, buffer: Tensor) -> Tensor:
         worker = self._worker()
@@ -199,14 +212,27 @@ class UserCode(TorchFunctionMode):
                     "between must all be trainable before it."
                 )
 
-    def check_unwritten(self) -> None:
-        """Raise if the code outside the blocks has written into a worker's copy of a parameter.
+    def write_parameters_back(self) -> None:
+        """Write what the code outside the blocks has written into parameters into the masters.
 
         Raises:
-            ConfigurationError: Naming it.
+            ConfigurationError: If it may not, or the optimizer's step is still being made.
         """
-        for written in self._parameter_writes.take_written():
-            self._refuse_write(written)
+        with self.suspended(), torch.no_grad():
+            written = self._parameter_writes.take_written(keeps=bool(self._may_write))
+            if written:
+                self.before_write()
+            for leaf in written:
+                known = (key for key, value in self._leaves.items() if value is leaf)
+                index, parameter = next(known, (0, leaf))
+                worker = self._workers[index]
+                if not self._may_write or (
+                    parameter in self._masters and not worker.rewrite(parameter, leaf)
+                ):
+                    self._refuse_write(leaf)
+                for (other, master), stale in self._leaves.items():
+                    if master is parameter and stale is not leaf:
+                        self._workers[other].renew(parameter, stale.data)
 
     def _refuse_write(self, written: Tensor) -> None:
         originals = (p for (_, p), leaf in self._leaves.items() if leaf is written)
@@ -239,7 +265,7 @@ class UserCode(TorchFunctionMode):
         self._streamed.clear()
         self.side_outputs.clear()
         self.stream = self.cut = self.check_gradient = None
-        del self._worker
+        del self._worker, self.before_write
 
     # ----------------------------------------------------------------------------------- places
 
@@ -288,14 +314,17 @@ class UserCode(TorchFunctionMode):
         It `gathers` where tensors that it keeps in objects (a cache) may be on other devices.
         """
         self._resident, self._gathers = resident, gathers and self._crosses
+        outer = self._parameter_writes
+        self._parameter_writes = inner = ParameterWrites(is_watched=self._crosses)
         try:
             with nullcontext() if self.stream is None else self.stream.block(number):
                 yield
-            for written in self._parameter_writes.take_written():
+            for written in inner.take_written():
                 self._refuse_write(resident.original_of(written))
         finally:
             self._resident, self._gathers = None, False
-            self._parameter_writes.take_written()
+            self._parameter_writes = outer
+            inner.take_written()
 
     @property
     def runs_a_block(self) -> bool:

@@ -190,6 +190,16 @@ class Worker:
             self._outside_bytes += parameter.nbytes
         return self._outside[parameter]
 
+    def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
+        """Write values of here into a parameter on the host; return whether that was possible."""
+        return self._store.rewrite(parameter, self.device.download(values.detach()))
+
+    def renew(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Give a copy of a parameter here the values that a step has written into it."""
+        if parameter in self._store.rewritten and not self.device.shares_host_memory:
+            with self.device.activate():
+                values.copy_(self.device.upload(parameter.detach()))
+
     def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
         """Send gradients of such parameters to the host, and then to `landed`.
 
