@@ -30,8 +30,14 @@ from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import checks, compat, sync_hooks
-from roundpipe_lightning.strategy.logging import LoggedBatch, LogRecorder, OwnLog, replay_logs
+from roundpipe_lightning.strategy import compat, sync_hooks
+from roundpipe_lightning.strategy.logging import (
+    LogRecorder,
+    host_log,
+    log_means,
+    logged_from,
+    own_log_refused,
+)
 from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import (
     FirstBatch,
@@ -182,7 +188,6 @@ class PipelineRuntime:
         self._step_listeners = step_listeners
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
         self._metrics = LentMetrics(module, in_place=self._on_host)
-        self._own_log = OwnLog(module)
         self._choice = ModeChoice(
             module, self._stacks, options.microbatching, fuses_loss=options.fuses_loss
         )
@@ -310,21 +315,17 @@ class PipelineRuntime:
         )
         first, microbatches, shares = cut.first, cut.parts, cut.shares
         backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
-        needs_size, logged = (
-            checks.takes_iterator(self._module, "training_step"),
-            LoggedBatch(batch),
-        )
-        recorders = [LogRecorder(needs_size=needs_size) for _ in microbatches]
+        recorders = [LogRecorder() for _ in microbatches]
+        is_one = len(microbatches) == 1
+        logs = [host_log(self._module)] if is_one else recorders
         planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
         overlaps = trains and first is None and self._may_overlap()
 
         def call(view: Any, microbatch: Any, index: int) -> Any:  # in the microbatch's thread
             cut.begin(index)
-            with self._own_log.recording_into(view.log):
+            with logged_from(self._module, microbatch) if is_one else nullcontext():
                 output = view.training_step(microbatch, *arguments)
-            if index == 0:
-                logged.look_at(microbatch)
             if self._fusion is not None:
                 output = self._fusion.materialized(output)
             check_output(output)
@@ -333,9 +334,9 @@ class PipelineRuntime:
         with host_generator_seeded(self._batch_number):
             seed = int(torch.randint(0, 2**62, (), device="cpu"))
         with (
-            self._metrics.of_step(len(microbatches)) as stand_ins,
+            self._metrics.lent() if is_one else nullcontext(self._metrics.refused()) as stand_ins,
             nullcontext() if cut.joined else host_generator_seeded(self._batch_number),
-            self._own_log.recorded(),
+            nullcontext() if is_one else own_log_refused(self._module),
         ):
             step = engine.begin_step(
                 microbatches,
@@ -346,7 +347,7 @@ class PipelineRuntime:
                 joined=cut.joined,
                 step_seed=seed,
                 thread_context=self._precision.thread_context,
-                overrides=lambda microbatch: {"log": recorders[microbatch]},
+                overrides=lambda microbatch: {"log": logs[microbatch]},
                 stand_ins=lambda microbatch: stand_ins,
                 outside=cut.outside,
             )
@@ -364,7 +365,7 @@ class PipelineRuntime:
                 raise
             known = step.outputs() if overlaps else step.result()
         cut.check_shares()
-        self._log_once(recorders, logged, shares=shares, losses=known.losses)
+        log_means(recorders, shares=shares, losses=known.losses, log=self._module.log)
         loss = loss_of_batch(known.losses, shares)
         ended = step.is_over or loss is None
         if ended:
@@ -382,24 +383,6 @@ class PipelineRuntime:
     @property
     def _batch_number(self) -> int:
         return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-
-    def _log_once(
-        self,
-        recorders: Sequence[LogRecorder],
-        logged: LoggedBatch,
-        *,
-        shares: Sequence[float] = (1.0,),
-        losses: Sequence[Tensor | None] = (None,),
-    ) -> None:
-        """Log what one step on the full batch has logged."""
-        logged.show_rest_to(self._module)
-        replay_logs(
-            recorders,
-            shares=shares,
-            losses=losses,
-            log=self._module.log,
-            metric_of=self._metrics.original,
-        )
 
     def _num_pieces(self, batch: Any) -> int:
         """Return the number of pieces of a batch; one where it cannot be cut."""
@@ -524,13 +507,12 @@ class PipelineRuntime:
         """Run a `training_step` that steps its optimizers itself, on the full batch."""
         if self._on_host:
             return self._module.training_step(batch, *arguments)
-        recorder, engine, logged = LogRecorder(), self._open_engine(), LoggedBatch(batch)
+        engine = self._open_engine()
         device = engine.workers[0].device
 
         def call(view: Any, here: Any) -> Any:
-            output = view.training_step(here, *arguments)
-            logged.look_at(here)
-            return output
+            with logged_from(self._module, here):
+                return view.training_step(here, *arguments)
 
         blocks = [block for stack in engine.stacks for block in stack.blocks]
         with (
@@ -538,9 +520,8 @@ class PipelineRuntime:
             device_generators_seeded(device, self._batch_number),
         ):
             output: STEP_OUTPUT = ManualStep(self._module, blocks=blocks, device=device).run_step(
-                call, batch, overrides={"log": recorder}, stand_ins=stand_ins
+                call, batch, overrides={"log": host_log(self._module)}, stand_ins=stand_ins
             )
-        self._log_once([recorder], logged)
         return output
 
     def evaluate(self, step_name: str, batch: Any, *arguments: Any) -> Any:
@@ -554,23 +535,21 @@ class PipelineRuntime:
         self.synchronize()
         with self._newest():
             self._cast_again()
-            recorder, engine, logged = LogRecorder(), self._open_engine(), LoggedBatch(batch)
+            engine = self._open_engine()
 
             def call(view: Any, here: Any) -> Any:
-                output = getattr(view, step_name)(here, *arguments)
-                logged.look_at(here)
+                with logged_from(self._module, here):
+                    output = getattr(view, step_name)(here, *arguments)
                 return output if self._fusion is None else self._fusion.materialized(output)
 
             with self._metrics.lent() as stand_ins:
-                output = engine.evaluate(
+                return engine.evaluate(
                     call,
                     batch,
-                    overrides={"log": recorder},
+                    overrides={"log": host_log(self._module)},
                     stand_ins=stand_ins,
                     outside=self._fusion,
                 )
-            self._log_once([recorder], logged)
-            return output
 
     def _newest(self) -> AbstractContextManager[None]:
         return nullcontext() if self.updater is None else self.updater.latest()

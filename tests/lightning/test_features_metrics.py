@@ -251,7 +251,7 @@ def test_metric_without_values(tmp_path: Path) -> None:
 def test_metric_that_nobody_finds_on_a_device(tmp_path: Path, num_microbatches: int) -> None:
     module = _Step(lambda m, p, t: m.kept[0](p, t))
     strategy = EmulatedStrategy(num_microbatches=num_microbatches)
-    with pytest.raises(ConfigurationError, match=r"kept\[0\].*another device|another device.*kept"):
+    with pytest.raises(ConfigurationError, match="met tensors of another device.*Leave"):
         make_trainer(tmp_path, strategy=strategy).fit(module, regression_data())
 
 
@@ -261,5 +261,5 @@ def test_metric_that_nobody_finds_in_validation_on_a_device(tmp_path: Path) -> N
             self.kept[0](self(batch[0]), batch[1])
 
     module = Validating(lambda *_: None)
-    with pytest.raises(ConfigurationError, match=r"device: kept\[0\].*Leave \.to\(device\)"):
+    with pytest.raises(ConfigurationError, match=r"another device.*Leave \.to\(device\)"):
         make_trainer(tmp_path, strategy=EmulatedStrategy()).validate(module, regression_data())

@@ -23,7 +23,7 @@ from torchmetrics import (
 )
 from torchmetrics.aggregation import CatMetric
 
-from roundpipe_lightning.strategy.logging import LogRecorder, replay_logs, weighted_mean
+from roundpipe_lightning.strategy.logging import LogRecorder, log_means, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
@@ -170,6 +170,20 @@ def test_some_microbatches_may_log_what_others_do_not(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["large_epoch"]) == pytest.approx(largest)
 
 
+def test_what_was_logged_is_known_inside_the_step(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def log(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("number", 3.0 + batch_idx)
+        seen.append(float(module.trainer.callback_metrics["number"]))
+
+    strategy = RoundPipeStrategy(num_microbatches=3, dry_run=False)
+    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=2)
+    trainer.fit(Regressor(on_step=log), regression_data())
+    assert seen[:1] == [3.0]
+    assert seen[-1] == 4.0
+
+
 def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) -> None:
     """`loss.exp()` of the batch is not what is logged, but the mean of the microbatches' own."""
     seen: list[tuple[float, int]] = []
@@ -278,9 +292,7 @@ def test_value_that_is_the_loss_follows_the_loss_whatever_its_batch_size() -> No
     def log(name: str, value: Any, **arguments: Any) -> None:
         calls[name] = (float(value), arguments)
 
-    replay_logs(
-        recorders, shares=[0.25, 0.75], losses=losses, log=log, metric_of=lambda metric: metric
-    )
+    log_means(recorders, shares=[0.25, 0.75], losses=losses, log=log)
     assert calls["loss"] == (2.5, {"batch_size": 10})
     assert calls["other"] == (3.0, {"prog_bar": True, "batch_size": 10})
 
