@@ -11,11 +11,11 @@ from torch import Tensor
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.models.batches import batch_size_of
-from roundpipe_lightning.models.weights import count_targets
 
-__all__ = ["BatchCounts", "count_batch", "length_of", "shortened"]
+__all__ = ["BatchCounts", "count_batch", "length_of", "shortened", "targets_of_rows"]
 
-_IDS, _MASK = "input_ids", "attention_mask"
+_IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
+_IGNORED = -100  # the label that cross-entropy leaves out by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,41 @@ def count_batch(batch: Any, *, tokens: Callable[[Any], float] | None = None) -> 
         samples: int | None = batch_size_of(batch)
     except BatchError:
         samples = None
+    targets = targets_of_rows(batch)
     return BatchCounts(
         samples=samples,
         tokens=_count_tokens(batch) if tokens is None else int(tokens(batch)),
-        targets=count_targets(batch),
+        targets=None if targets is None else int(targets.sum()),
     )
+
+
+def targets_of_rows(batch: Any) -> Tensor | None:
+    """Return how many targets each row of a batch for a language model has.
+
+    These are labels that are not -100. Causal language models shift the labels inside, so that the
+    first one of a sequence is never a target. That is decided from the data: where the labels equal
+    `input_ids` wherever they are not -100, the first column is left out. Labels that differ from
+    the inputs (shifted before, masked words, classes per token) count in full.
+
+    Args:
+        batch: A batch, as the data loader gives it.
+
+    Returns:
+        Whole numbers, shape (rows,); None for a batch without whole-number `labels` and `input_ids`
+        of one shape and two dimensions.
+    """
+    entries = batch if isinstance(batch, Mapping) else {}
+    labels, inputs = entries.get(_LABELS), entries.get(_IDS)
+    if not (isinstance(labels, Tensor) and isinstance(inputs, Tensor)):
+        return None
+    if labels.dim() != 2 or labels.shape != inputs.shape:
+        return None
+    if labels.is_floating_point() or labels.is_complex():
+        return None
+    counted = labels != _IGNORED
+    if not (counted & (labels != inputs)).any():
+        counted = counted[:, 1:]
+    return counted.sum(1)
 
 
 def _count_tokens(batch: Any) -> int | None:

@@ -50,6 +50,11 @@ def refuse_renamed(given: Mapping[str, object]) -> None:
     for name in given:
         if name == "trial_run":
             raise ConfigurationError("trial_run is called dry_run now.")
+        if name == "microbatch_weight":
+            raise ConfigurationError(
+                "microbatch_weight is gone: microbatches weigh by what cross_entropy counts, else "
+                "by their samples. For other losses leave microbatching='step' out."
+            )
         raise TypeError(f"RoundPipeStrategy got an unexpected keyword argument {name!r}")
 
 

@@ -1,10 +1,10 @@
 """`self.log` inside steps.
 
-A step on the whole batch logs as on one device: at once, but with values on the host, where
-Lightning keeps them. Where a step runs once per microbatch, at the same time, each writes its calls
-into a `LogRecorder`. When all are done, `log_means` makes the calls that one device would have made:
-with means, weighted by `batch_size=` where the user gave one, else by the shares of the loss. What
-*is* the loss is weighted as the loss.
+A step on the whole batch logs as on one device: at once, but with values on the host. Where a step
+runs once per microbatch, at the same time, each writes its calls into a `LogRecorder`. When all are
+done, `log_means` makes the calls that one device would have made: with means, weighted by
+`batch_size=` where the user gave one, else by the shares of the loss. What *is* the loss is
+weighted as the loss.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import compat
+from roundpipe_lightning.strategy.microbatching import StepModeError
 
 _MEANS = (torch.mean, "mean", "avg")
 _POSITIONAL = (
@@ -81,10 +81,16 @@ class LogRecorder:
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
 
     def __call__(self, name: str, value: Any, *args: Any, **arguments: Any) -> None:
-        """Remember a call; the parameters are those of `LightningModule.log`."""
+        """Remember a call; the parameters are those of `LightningModule.log`.
+
+        Raises:
+            StepModeError: The values of microbatches would not be put together as a mean.
+        """
         if isinstance(value, Tensor):
             value = value.detach().clone()
         arguments.update(zip(_POSITIONAL, args, strict=False))
+        if arguments.get("reduce_fx", "mean") not in _MEANS:
+            raise StepModeError(f"{name!r} is logged with reduce_fx={arguments['reduce_fx']!r}")
         self.calls.append((name, value, arguments))
 
 
@@ -97,11 +103,7 @@ def own_log_refused(module: LightningModule) -> Iterator[None]:
     """
 
     def refuse(name: str, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigurationError(
-            f"{name!r} is logged through the module itself and not through the `self` of "
-            "training_step, but microbatching='step' runs it once per microbatch. Set "
-            "microbatching='blocks', or leave it out."
-        )
+        raise StepModeError(f"{name!r} is logged not through training_step's own `self`")
 
     attributes = vars(module)
     before = {"log": attributes["log"]} if "log" in attributes else {}
@@ -127,9 +129,6 @@ def log_means(
         shares: The microbatches' shares of the loss.
         losses: Their losses, on the host.
         log: The original `LightningModule.log`; called in the order of the first calls.
-
-    Raises:
-        ConfigurationError: A value is no mean.
     """
     merged: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
     for microbatch, recorder in enumerate(recorders):
@@ -138,23 +137,20 @@ def log_means(
             time = times[name] = times.get(name, -1) + 1
             merged.setdefault((name, time), {})[microbatch] = value, arguments
     for (name, _), calls in merged.items():
-        values = [value.cpu() if isinstance(value, Tensor) else value for value, _ in calls.values()]
+        values = [
+            value.cpu() if isinstance(value, Tensor) else value for value, _ in calls.values()
+        ]
         arguments = dict(next(iter(calls.values()))[1])
         sizes = [each.get("batch_size") for _, each in calls.values()]
         arguments["batch_size"] = None if None in sizes else sum(sizes)
-        weights = [shares[microbatch] for microbatch in calls]
-        reduce_fx = arguments.get("reduce_fx", "mean")
+        weights: Sequence[Any] = [shares[microbatch] for microbatch in calls]
         if not isinstance(values[0], (Tensor, Number)):
             value = values[0]  # Lightning says what is wrong with it
-        elif len(values) == 1 or _are_the_losses(values, [losses[index] for index in calls]):
-            value = weighted_mean(values, weights=weights)
-        elif reduce_fx not in _MEANS:
-            raise ConfigurationError(
-                f"self.log(..., reduce_fx={reduce_fx!r}) with microbatching='step': microbatches "
-                "are put together as means. Set microbatching='blocks', or leave it out."
-            )
         else:
-            value = weighted_mean(values, weights=weights if None in sizes else sizes)
+            of_loss = _are_the_losses(values, [losses[index] for index in calls])
+            if not of_loss and None not in sizes:
+                weights = sizes
+            value = weighted_mean(values, weights=weights)
         log(name, value, **arguments)
 
 

@@ -1,4 +1,4 @@
-"""`torchmetrics` objects inside steps: they live on the host, and compute where their arguments are.
+"""`torchmetrics` objects inside steps: kept on the host, they compute where their arguments are.
 
 A metric accumulates by changing its own attributes, and lives in host memory, while its arguments
 may be on a device. So for the time of a step on the whole batch it follows its arguments, and comes
@@ -24,6 +24,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.strategy.microbatching import StepModeError
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
@@ -85,11 +86,7 @@ class _RefusedMetric(nn.Module):
         self._name = name
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigurationError(
-            f"training_step uses the metric {self._name!r}, but microbatching='step' runs it once "
-            "per microbatch, all at the same time. Set microbatching='blocks', or leave it out; or "
-            "update the metric in on_train_batch_end."
-        )
+        raise StepModeError(f"training_step uses the metric {self._name!r}")
 
     update = compute = reset = forward
 

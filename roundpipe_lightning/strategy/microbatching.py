@@ -8,7 +8,10 @@ next ones run it once per microbatch if that is proven to be the same:
 - the first batch has written nothing into modules, their buffers, lists and dicts;
 - all blocks ran on pieces of the batch;
 - where the mean is over targets, those that `cross_entropy` got are as many for every microbatch as
-  its weight says. They are counted in every later step, too.
+  its weight says.
+
+They are counted in every later step, too, and in all of `microbatching="step"`. A later batch for
+which they differ is run again as a whole, before anything is updated; with `"step"` it is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -26,13 +30,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.capture.trees import children_of, tensors_in
+from roundpipe_lightning.engine.capture.trees import children_of
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
-from roundpipe_lightning.errors import BatchError, ConfigurationError, RoundPipeError
-from roundpipe_lightning.models.batches import split_batch
-from roundpipe_lightning.models.weights import microbatch_weights
+from roundpipe_lightning.errors import BatchError, ConfigurationError
+from roundpipe_lightning.models.batch_sizes import targets_of_rows
+from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
+from roundpipe_lightning.strategy.options import Options
 from roundpipe_lightning.strategy.planning.inputs import prove
 
 _CONTAINERS = (list, dict, set, deque)
@@ -51,6 +56,21 @@ def form_of(batch: Any) -> BatchForm:
     return (type(batch).__name__, *children)
 
 
+class StepModeError(ConfigurationError):
+    """A step does what cannot be done once per microbatch, in the mode that does so.
+
+    Args:
+        reason: What it does.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}, but microbatching='step' runs training_step once per microbatch. Set "
+            "microbatching='blocks', or leave it out."
+        )
+        self.reason = reason
+
+
 class SeenTargets:
     """Asked before every torch function outside the blocks: notes what `cross_entropy` counts.
 
@@ -58,7 +78,7 @@ class SeenTargets:
         inner: Asked next; None: nobody is.
 
     Attributes:
-        counts: Per row of what `cross_entropy` got: how much of it counts, of a mean over targets.
+        counts: Per call, and per row of what it got: how much of it counts, of a mean over targets.
     """
 
     def __init__(self, inner: Outside | None) -> None:
@@ -68,7 +88,7 @@ class SeenTargets:
     def __call__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if func in (functional.cross_entropy, functional.nll_loss):
+        if func in (functional.cross_entropy, functional.nll_loss) and torch.is_grad_enabled():
             self._note(*args, **kwargs)
         return NotImplemented if self._inner is None else self._inner(func, args, kwargs)
 
@@ -90,15 +110,6 @@ class SeenTargets:
             counts = torch.where(counts, weight[target.clamp(min=0)], 0)
         self.counts.append(counts.detach().double())
 
-    def of_rows(self, num_rows: int) -> Tensor | None:
-        """Return how much counts of every row, on the host; None if nothing was seen."""
-        if not self.counts:
-            return None
-        return self.counts[-1].reshape(num_rows, -1).sum(-1).cpu()
-
-    def total(self) -> float:
-        return float(self.counts[-1].sum()) if self.counts else 0.0
-
 
 class ModeChoice:
     """Chooses the mode of a training.
@@ -106,67 +117,44 @@ class ModeChoice:
     Args:
         module: The user's module.
         stacks: Its blocks.
-        mode: `"auto"`, `"blocks"` or `"step"`.
-        fuses_loss: Whether the stages that were asked for need the loss of one microbatch at a
-            time, so that a whole batch is one microbatch.
+        options: The strategy's settings.
     """
 
     def __init__(
-        self,
-        module: LightningModule,
-        stacks: Sequence[BlockStack],
-        mode: str,
-        *,
-        fuses_loss: bool = False,
+        self, module: LightningModule, stacks: Sequence[BlockStack], options: Options
     ) -> None:
-        self._warns = fuses_loss
         self._module = module
         self._stacks = stacks
-        self._mode = mode
+        self._mode = options.microbatching
+        self._shrinks = options.num_microbatches == "auto"
+        self._fuses_loss = self._warns = options.fuses_loss
+        self._tells = self._mode == "step"
         self._chosen: dict[str, str] = {}  # by the text of a batch's form
 
     def begin(
-        self,
-        batch: Any,
-        split: Callable[[], tuple[Sequence[Any], Sequence[float]]],
-        *,
-        num_pieces: int,
-        may_split: bool,
-        fusion: Outside | None,
-        trains: bool,
+        self, batch: Any, *, count: int, is_whole: bool, fusion: Outside | None, trains: bool
     ) -> MicrobatchedBatch:
         """Return what is to be run of a batch.
 
         Args:
             batch: The batch.
-            split: Splits it into microbatches, and returns these and their shares of the loss.
-            num_pieces: Microbatches of the whole batch.
-            may_split: Whether more than one microbatch was asked for.
+            count: Microbatches of a full batch.
+            is_whole: Whether some block has to run on whole batches.
             fusion: Asked before every torch function outside the blocks.
             trains: Whether gradients are wanted.
 
         Raises:
             BatchError: `microbatching="step"`, and it cannot be split.
         """
-        form = str(form_of(batch))
-        chosen = self._chosen.get(form) if self._mode == "auto" else self._mode
+        chosen = self._chosen.get(str(form_of(batch))) if self._mode == "auto" else self._mode
         if chosen not in (None, "blocks"):
             try:
-                parts, shares = split()
+                return self._split(batch, count, chosen, fusion)
             except BatchError:
                 if self._mode == "step":
                     raise
-            else:
-                return MicrobatchedBatch(
-                    parts=parts,
-                    shares=shares,
-                    count=len(parts),
-                    joined=False,
-                    fusion=fusion,
-                    counts=chosen == LossKind.TARGETS.value,
-                )
-        looks = trains and chosen is None and may_split
-        if self._warns and chosen == "blocks" and may_split:
+        looks = trains and chosen is None and count > 1
+        if self._warns and chosen == "blocks" and count > 1:
             self._warns = False
             rank_zero_warn(
                 "The whole batch is one microbatch: recompute='none', or a plan or hints that fuse "
@@ -174,14 +162,58 @@ class ModeChoice:
                 "microbatching='step' where it is the same.",
                 stacklevel=2,
             )
+        with suppress(BatchError):
+            count = max(1, min(count, batch_size_of(batch)))
         return MicrobatchedBatch(
             parts=[batch],
-            shares=(1.0,),
-            count=num_pieces,
+            counts=[1],
+            num_microbatches=1 if is_whole or self._fuses_loss else count,
             joined=True,
             fusion=fusion,
             first=FirstBatch(self._module, SeenTargets(fusion)) if looks else None,
         )
+
+    def _split(
+        self, batch: Any, count: int, chosen: str, fusion: Outside | None
+    ) -> MicrobatchedBatch:
+        """Split a batch; a small one into fewer microbatches, if their number is not the user's."""
+        if self._shrinks and count > 1:
+            count = min(count, max(1, batch_size_of(batch)))
+        parts = split_batch(batch, count)
+        return MicrobatchedBatch(
+            parts=parts,
+            counts=_counts_of(batch, parts, by_targets=chosen != LossKind.ROWS.value),
+            num_microbatches=count,
+            joined=False,
+            fusion=fusion,
+            checks=count > 1 and chosen != LossKind.ROWS.value,
+        )
+
+    def tell(self, batch: MicrobatchedBatch) -> None:
+        """Say once by what microbatches are weighed where nothing shows it."""
+        if self._tells and batch.checks and not batch.sees_targets:
+            self._tells = False
+            rank_zero_info(
+                "roundpipe: microbatching='step': training_step computes no cross_entropy, so its "
+                "microbatches weigh by their samples. Where its loss is no mean over samples, set "
+                "microbatching='blocks', or leave it out."
+            )
+
+    def falls_back(self, batch: Any, error: StepModeError) -> bool:
+        """Return whether a batch is run again as a whole, as its form is from now on.
+
+        Args:
+            batch: The batch; nothing was updated yet.
+            error: What it was refused for.
+        """
+        if self._mode != "auto":
+            return False
+        self._chosen[str(form_of(batch))] = "blocks"
+        rank_zero_info(
+            f"roundpipe: microbatching='blocks' from this batch on: {error.reason}. Nothing was "
+            "updated with it before."
+        )
+        return True
 
     def decide(
         self,
@@ -235,6 +267,15 @@ class ModeChoice:
             self._chosen.update(state)
 
 
+def _counts_of(batch: Any, parts: Sequence[Any], *, by_targets: bool) -> Sequence[int]:
+    """Return what the loss of each part is taken to average over: its targets, or its rows."""
+    if len(parts) == 1:
+        return [1]
+    sizes = [batch_size_of(part) for part in parts]
+    targets = targets_of_rows(batch) if by_targets else None
+    return sizes if targets is None else [int(some.sum()) for some in targets.split(sizes)]
+
+
 class FirstBatch:
     """What is seen in the first batch of a form.
 
@@ -276,19 +317,16 @@ class FirstBatch:
             raise Unproven("its loss is a sum")
         try:
             parts = split_batch(batch, num_microbatches)
-            shares = microbatch_weights(parts, "auto" if kind is LossKind.TARGETS else "samples")
-        except RoundPipeError as error:
+        except BatchError as error:
             raise Unproven(str(error)) from error
-        if kind is LossKind.TARGETS:
-            self._check_targets(parts, shares)
-
-    def _check_targets(self, parts: Sequence[Any], shares: Sequence[float]) -> None:
-        sizes = [len(next(tensors_in(part))) for part in parts]
-        counts = self.targets.of_rows(sum(sizes))
-        if counts is None or not float(counts.sum()):
+        if kind is LossKind.ROWS:
+            return
+        if not self.targets.counts:
             raise Unproven("its targets are not seen")
-        seen = [float(some.sum() / counts.sum()) for some in counts.split(sizes)]
-        if any(abs(a - b) > _TOLERANCE for a, b in zip(seen, shares, strict=True)):
+        sizes = [batch_size_of(part) for part in parts]
+        seen = self.targets.counts[-1].reshape(sum(sizes), -1).sum(-1).split(sizes)
+        counts = _counts_of(batch, parts, by_targets=True)
+        if not _are_proportional([float(some.sum()) for some in seen], counts):
             raise Unproven("its targets are others than the batch's labels")
 
 
@@ -298,59 +336,81 @@ class MicrobatchedBatch:
 
     Attributes:
         parts: What `training_step` is called with; of the whole batch there is one.
-        shares: Their shares of the loss; together 1.
-        count: Microbatches.
+        counts: What the loss of each is taken to average over.
+        num_microbatches: Microbatches of all parts.
         joined: Whether these are pieces of the one part, inside the calls of blocks.
         fusion: Asked before every torch function outside the blocks.
         first: What is seen of the first batch of a form.
-        counts: Whether targets are counted.
+        checks: Whether what the losses do average over is compared with `counts`.
     """
 
     parts: Sequence[Any]
-    shares: Sequence[float]
-    count: int
+    counts: Sequence[int]
+    num_microbatches: int
     joined: bool
     fusion: Outside | None
     first: FirstBatch | None = None
-    counts: bool = False
+    checks: bool = False
 
     def __post_init__(self) -> None:
         self._seen = [SeenTargets(self.fusion) for _ in self.parts]
+        self._totals: dict[int, list[float]] = {}
         self._thread = threading.local()
 
-    def begin(self, index: int) -> None:
-        """Called in the thread of a part, before its step."""
-        self._thread.index = index
+    @property
+    def shares(self) -> Sequence[float]:
+        """Shares of the parts in the loss; together 1."""
+        total = sum(self.counts)  # 0 where nothing is a target: the loss is not a number then
+        return [count / total if total else 1 / len(self.counts) for count in self.counts]
+
+    @property
+    def sees_targets(self) -> bool:
+        """Whether the losses have counted targets."""
+        return any(self._totals.values())
 
     @property
     def outside(self) -> Outside | None:
         """Asked before every torch function outside the blocks."""
         if self.first is not None:
             return self.first.targets
-        return self._count if self.counts else self.fusion
+        return self._note if self.checks else self.fusion
 
-    def _count(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._seen[self._thread.index](func, args, kwargs)
 
-    def check_shares(self) -> None:
-        """Compare the shares with the targets that the losses have counted.
+    def begin(self, index: int) -> None:
+        """Called in the thread of a part, before its step."""
+        self._thread.index = index
+
+    def check(self, index: int, output: Any) -> None:
+        """Called in the thread of a part after its step, before its backward pass.
+
+        No block has all its gradients before every part has been here: nothing is updated.
 
         Raises:
-            ConfigurationError: They differ.
+            StepModeError: The parts' losses cannot be put together, or there is more than a loss.
         """
-        totals = [one.total() for one in self._seen]
-        if not sum(totals):
+        if len(self.parts) > 1 and isinstance(output, Mapping) and set(output) != {"loss"}:
+            raise StepModeError("training_step returns more than the loss")
+        if not self.checks:
             return
-        if any(
-            abs(total / sum(totals) - share) > _TOLERANCE
-            for total, share in zip(totals, self.shares, strict=True)
-        ):
-            raise ConfigurationError(
-                "The loss counts other targets than the batch's labels, so the microbatches' "
-                "losses cannot be weighed. Set RoundPipeStrategy(microbatching='blocks')."
-            )
+        self._totals[index] = [float(counts.sum()) for counts in self._seen[index].counts]
+        totals = dict(self._totals)  # others may come meanwhile
+        if any(len(some) != len(totals[index]) for some in totals.values()):
+            raise StepModeError("the loss has other terms in other microbatches")
+        for seen in zip(*totals.values(), strict=True):
+            if not _are_proportional(seen, [self.counts[one] for one in totals]):
+                raise StepModeError("the loss counts other targets than the batch's labels")
+        sizes = [batch_size_of(part) for part in self.parts]
+        if not totals[index] and not _are_proportional(self.counts, sizes):
+            raise StepModeError("it is not seen which targets the loss counts")
+
+
+def _are_proportional(some: Sequence[float], others: Sequence[float]) -> bool:
+    total, other = sum(some), sum(others)
+    if not (total and other):
+        return not (any(some) or any(others))
+    return all(abs(a / total - b / other) <= _TOLERANCE for a, b in zip(some, others, strict=True))
 
 
 def _content(value: Any, seen: set[int], depth: int = 0) -> Any:

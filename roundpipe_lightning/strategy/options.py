@@ -17,7 +17,6 @@ from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.engine.update.separable import reason_not_with_gradients
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossMode
-from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
@@ -58,7 +57,6 @@ class Options:
     check_gradients: bool
     recompute: str
     blocks: str | Sequence[str] | None
-    microbatch_weight: MicrobatchWeight
     hardware: HardwareSource
     timeout_seconds: float
     loss: LossMode = "auto"
@@ -121,12 +119,6 @@ class Options:
             )
         if self.hardware != "auto" and not isinstance(self.hardware, HardwareSpec):
             load_hardware(self.hardware)
-        rule = self.microbatch_weight
-        if not callable(rule) and rule not in ("auto", "tokens", "samples"):
-            raise ConfigurationError(
-                f"microbatch_weight={rule!r}: set 'auto', 'tokens', 'samples', or a function that "
-                "takes a microbatch and returns its weight."
-            )
 
     @property
     def block_names(self) -> list[str] | None:

@@ -19,14 +19,11 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.manual import ManualStep
-from roundpipe_lightning.engine.steps import StepResult
+from roundpipe_lightning.engine.steps import StepOutputs, StepResult
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.engine.update.updater import Updater, update_units
-from roundpipe_lightning.errors import BatchError
-from roundpipe_lightning.models.batches import batch_size_of
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
-from roundpipe_lightning.models.weights import microbatch_weights
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
@@ -43,6 +40,7 @@ from roundpipe_lightning.strategy.microbatching import (
     FirstBatch,
     MicrobatchedBatch,
     ModeChoice,
+    StepModeError,
 )
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.parameter_watch import ParameterWatch
@@ -56,7 +54,6 @@ from roundpipe_lightning.strategy.step import (
     host_generator_seeded,
     loss_of_batch,
     output_of_batch,
-    split_into_microbatches,
 )
 
 PlanListener: TypeAlias = Callable[[PlanEvent], None]
@@ -188,9 +185,7 @@ class PipelineRuntime:
         self._step_listeners = step_listeners
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
         self._metrics = LentMetrics(module, in_place=self._on_host)
-        self._choice = ModeChoice(
-            module, self._stacks, options.microbatching, fuses_loss=options.fuses_loss
-        )
+        self._choice = ModeChoice(module, self._stacks, options)
 
     # The engine ----------------------------------------------------------------------------------
 
@@ -277,7 +272,7 @@ class PipelineRuntime:
 
         Raises:
             BatchError: The batch cannot be split.
-            ConfigurationError: A metric was used in a way that has no meaning for microbatches.
+            ConfigurationError: `microbatching="step"`, and the step does what it cannot do.
         """
         if not self._module.automatic_optimization:
             return self._manual_step(batch, *arguments)
@@ -304,31 +299,56 @@ class PipelineRuntime:
 
         A batch that has not ended is in flight then.
         """
-        trainer = self._module.trainer
-        cut = self._choice.begin(
-            batch,
-            lambda: self._split(batch),
-            num_pieces=self._num_pieces(batch),
-            may_split=self._planner.num_microbatches > 1,
-            fusion=self._fusion,
-            trains=trains,
-        )
-        first, microbatches, shares = cut.first, cut.parts, cut.shares
-        backward_scale = self._precision.loss_scale / trainer.accumulate_grad_batches
-        recorders = [LogRecorder() for _ in microbatches]
-        is_one = len(microbatches) == 1
-        logs = [host_log(self._module)] if is_one else recorders
+        while True:
+            cut = self._choice.begin(
+                batch,
+                count=self._planner.num_microbatches,
+                is_whole=self._engine is not None and bool(self._engine.forms.whole),
+                fusion=self._fusion,
+                trains=trains,
+            )
+            try:
+                present, known, recorders = self._run(cut, arguments, trains=trains)
+            except StepModeError as error:
+                if not self._choice.falls_back(batch, error):
+                    raise
+                continue
+            break
+        self._choice.tell(cut)
+        log_means(recorders, shares=cut.shares, losses=known.losses, log=self._module.log)
+        loss = loss_of_batch(known.losses, cut.shares)
+        ended = present.is_over or loss is None
+        if ended:
+            result: StepResult = present.end()
+            if cut.first is not None and loss is not None:
+                self._choose(cut.first, batch, arguments, result)
+            if loss is not None and trains:
+                loss = present.precomputed(loss, result)
+        elif loss is not None:
+            self.in_flight = present
+            loss = present.without_gradients(loss)
+        output = output_of_batch(loss, known.outputs)
+        return output, present if ended else None
+
+    def _run(
+        self, cut: MicrobatchedBatch, arguments: Sequence[Any], *, trains: bool
+    ) -> tuple[InFlightBatch, StepOutputs, Sequence[LogRecorder]]:
+        """Run the parts of a batch until the user's steps have returned, or to the end."""
+        is_one = len(cut.parts) == 1
+        recorders = [] if is_one else [LogRecorder() for _ in cut.parts]
+        scale = self._precision.loss_scale / self._module.trainer.accumulate_grad_batches
         planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
-        overlaps = trains and first is None and self._may_overlap()
+        overlaps = trains and cut.first is None and self._may_overlap()
 
-        def call(view: Any, microbatch: Any, index: int) -> Any:  # in the microbatch's thread
+        def call(view: Any, part: Any, index: int) -> Any:  # in the part's thread
             cut.begin(index)
-            with logged_from(self._module, microbatch) if is_one else nullcontext():
-                output = view.training_step(microbatch, *arguments)
+            with logged_from(self._module, part) if is_one else nullcontext():
+                output = view.training_step(part, *arguments)
             if self._fusion is not None:
                 output = self._fusion.materialized(output)
             check_output(output)
+            cut.check(index, output)
             return output
 
         with host_generator_seeded(self._batch_number):
@@ -338,24 +358,19 @@ class PipelineRuntime:
             nullcontext() if cut.joined else host_generator_seeded(self._batch_number),
             nullcontext() if is_one else own_log_refused(self._module),
         ):
+            logs: Sequence[Callable[..., None]] = recorders or [host_log(self._module)]
             step = engine.begin_step(
-                microbatches,
+                cut.parts,
                 call,
                 plan=planned.plan,
-                loss_scales=[share * backward_scale for share in shares],
+                loss_scales=[share * scale for share in cut.shares],
                 backward=trains,
                 joined=cut.joined,
                 step_seed=seed,
                 thread_context=self._precision.thread_context,
-                overrides=lambda microbatch: {"log": logs[microbatch]},
-                stand_ins=lambda microbatch: stand_ins,
+                overrides=lambda index: {"log": logs[index]},
+                stand_ins=lambda index: stand_ins,
                 outside=cut.outside,
-            )
-            present = InFlightBatch(
-                step,
-                planned=planned,
-                num_values=sum(num_values(microbatch) for microbatch in microbatches),
-                backward_scale=backward_scale,
             )
             try:
                 self.synchronize(has_next=True)
@@ -364,35 +379,13 @@ class PipelineRuntime:
                     step.result()
                 raise
             known = step.outputs() if overlaps else step.result()
-        cut.check_shares()
-        log_means(recorders, shares=shares, losses=known.losses, log=self._module.log)
-        loss = loss_of_batch(known.losses, shares)
-        ended = step.is_over or loss is None
-        if ended:
-            result: StepResult = present.end()
-            if first is not None and loss is not None:
-                self._choose(first, batch, arguments, result)
-            if loss is not None and trains:
-                loss = present.precomputed(loss, result)
-        elif loss is not None:
-            self.in_flight = present
-            loss = present.without_gradients(loss)
-        output = output_of_batch(loss, known.outputs)
-        return output, present if ended else None
+        size = sum(map(num_values, cut.parts))
+        present = InFlightBatch(step, planned=planned, num_values=size, backward_scale=scale)
+        return present, known, recorders
 
     @property
     def _batch_number(self) -> int:
         return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-
-    def _num_pieces(self, batch: Any) -> int:
-        """Return the number of pieces of a batch; one where it cannot be cut."""
-        if self._options.fuses_loss or (self._engine is not None and self._engine.forms.whole):
-            return 1
-        count = self._planner.num_microbatches
-        try:
-            return max(1, min(count, batch_size_of(batch)))
-        except BatchError:
-            return count
 
     def _choose(
         self, first: FirstBatch, batch: Any, arguments: Sequence[Any], result: StepResult
@@ -411,16 +404,11 @@ class PipelineRuntime:
             reason=reason,
         )
 
-    def _split(self, batch: Any) -> tuple[Sequence[Any], Sequence[float]]:
-        """Return the microbatches of a batch, and their shares of the loss."""
-        options, count = self._options, self._planner.num_microbatches
-        shrinks = options.num_microbatches == "auto"
-        parts = split_into_microbatches(batch, count, shrinks=shrinks)
-        return parts, microbatch_weights(parts, options.microbatch_weight)
-
     def _plan_for(self, cut: MicrobatchedBatch, arguments: Sequence[Any]) -> Planned:
         """Return the plan for a batch and show it if the batch is the largest so far."""
-        planned = self._planner.planned(cut.parts[0], arguments, count=cut.count, joined=cut.joined)
+        planned = self._planner.planned(
+            cut.parts[0], arguments, count=cut.num_microbatches, joined=cut.joined
+        )
         if self._plan_listeners:
             event = self._planner.event_of(planned, assumed_rates=self._assumed_rates)
             if event is not None:

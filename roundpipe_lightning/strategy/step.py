@@ -45,8 +45,6 @@ from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.updater import Updater
-from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.planning.report.step_record import EngineCounters, StepRecord
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.strategy.logging import weighted_mean
@@ -100,6 +98,11 @@ class InFlightBatch:
     def has_run_backward(self) -> bool:
         """Whether Lightning has run the loss backward: gradients may be handed out from then on."""
         return self._arrived is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine's step has ended well."""
+        return self._step is None or self._step.is_over
 
     # In the Trainer's thread, in this order ------------------------------------------------------
 
@@ -286,22 +289,6 @@ class _PrecomputedGradients(torch.autograd.Function):
 # What goes in ------------------------------------------------------------------------------------
 
 
-def split_into_microbatches(batch: Any, count: int, *, shrinks: bool) -> Sequence[Any]:
-    """Split a batch.
-
-    Args:
-        batch: On the host.
-        count: Number of microbatches; fewer for a batch of fewer rows if `shrinks`.
-        shrinks: Whether a small batch is run with fewer microbatches instead of being refused.
-
-    Raises:
-        BatchError: The batch cannot be split.
-    """
-    if shrinks and count > 1:
-        count = min(count, max(1, batch_size_of(batch)))
-    return split_batch(batch, count)
-
-
 @contextmanager
 def host_generator_seeded(batch_number: int) -> Iterator[None]:
     """Seed torch's host generator for one step, and put it back as it was.
@@ -377,17 +364,6 @@ def loss_of_batch(losses: Sequence[Tensor | None], shares: Sequence[float]) -> T
 
 
 def output_of_batch(loss: Tensor | None, outputs: Sequence[Any]) -> STEP_OUTPUT:
-    """Return what one step on the full batch would have returned.
-
-    Raises:
-        ConfigurationError: It is more than a loss, of several microbatches.
-    """
+    """Return what one step on the full batch would have returned."""
     mappings = [output for output in outputs if isinstance(output, Mapping)]
-    if loss is None or not mappings:
-        return loss
-    if len(outputs) > 1 and any(set(output) != {"loss"} for output in mappings):
-        raise ConfigurationError(
-            "training_step returns more than the loss, but microbatching='step' runs it once per "
-            "microbatch. Set microbatching='blocks', or leave it out."
-        )
-    return {**mappings[0], "loss": loss}
+    return {**mappings[0], "loss": loss} if mappings and loss is not None else loss

@@ -38,7 +38,6 @@ from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
-from roundpipe_lightning.models.weights import MicrobatchWeight
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
@@ -114,15 +113,14 @@ class RoundPipeStrategy(ParallelStrategy):
             all blocks, so nothing runs twice and every worker needs the memory for it. `"auto"`:
             what is faster, as predicted, and fits.
         blocks: Dotted name or names of the module lists that are the blocks; None finds them.
-        microbatch_weight: What a microbatch's share in the loss follows: `"tokens"`, `"samples"`,
-            `"auto"` (tokens where there are labels, else samples) or a function of the microbatch.
         loss: `"auto"`: a microbatch's cross-entropy is computed without whole logits where these
             would be larger than 256 MiB in float32; then the result differs in rounding. `"eager"`
             never does that, `"fused"` wherever it can.
         microbatching: `"blocks"`: `training_step` runs once, on the whole batch, and microbatches
             exist inside the calls of blocks: losses, logs and state are those of one device.
             `"step"`: it runs once per microbatch, which is faster; the same only where the loss is
-            a weighted mean over samples or targets. `"auto"`: `"step"` where that is proven.
+            a mean over samples, or over the targets that `cross_entropy` counts. `"auto"`: `"step"`
+            where that is proven.
         trust_rows: Whether blocks are run on pieces of the batch without a look whether its rows
             are independent.
         hardware: The machine: a `HardwareSpec`, the name of one (`"rtx4090x8"`) or the path of a
@@ -175,7 +173,6 @@ class RoundPipeStrategy(ParallelStrategy):
         check_gradients: bool = False,
         recompute: str = "auto",
         blocks: str | Sequence[str] | None = None,
-        microbatch_weight: MicrobatchWeight = "auto",
         loss: LossMode = "auto",
         microbatching: str = "auto",
         trust_rows: bool = False,

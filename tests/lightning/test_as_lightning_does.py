@@ -236,16 +236,16 @@ def _beside(step: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:The training step never ran the blocks")
 def test_a_step_that_was_put_onto_the_module_logs_once_per_batch(tmp_path: Path) -> None:
     def metrics(module: Regressor) -> Any:
-        strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step")
+        strategy = RoundPipeStrategy(num_microbatches=4)
         trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
         trainer.fit(module, regression_data())
-        return trainer.callback_metrics
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     torch.manual_seed(4)
     module = Regressor()
     wrapped = copy.deepcopy(module)
     wrapped.training_step = _beside(wrapped.training_step)  # type: ignore[method-assign]
-    assert metrics(wrapped) == metrics(module)
+    assert metrics(wrapped) == pytest.approx(metrics(module))
     assert "log" not in vars(wrapped)
 
 

@@ -251,7 +251,7 @@ def test_metric_without_values(tmp_path: Path) -> None:
 def test_metric_that_nobody_finds_on_a_device(tmp_path: Path, num_microbatches: int) -> None:
     module = _Step(lambda m, p, t: m.kept[0](p, t))
     strategy = EmulatedStrategy(num_microbatches=num_microbatches)
-    with pytest.raises(ConfigurationError, match="met tensors of another device.*Leave"):
+    with pytest.raises(ConfigurationError, match=r"met tensors of another device.*Leave"):
         make_trainer(tmp_path, strategy=strategy).fit(module, regression_data())
 
 

@@ -8,11 +8,18 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import microbatching
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
+    LanguageModel,
+    PaddedSequences,
     Regressor,
     make_trainer,
     parameter_error,
@@ -77,3 +84,92 @@ def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so(tmp_path: Pat
         make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(Regressor(), data)
     assert strategy.plan is not None
     assert strategy.plan.num_microbatches == 1
+
+
+class Changing(LanguageModel):
+    """Its last batches are no longer what the first two were."""
+
+    def __init__(self, change: Callable[[LanguageModel, Tensor, Tensor], Tensor]) -> None:
+        super().__init__("adamw")
+        self.change = change
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch["input_ids"])
+        for layer in self.layers:
+            x = layer(x)
+        logits, labels = self.head(x)[:, :-1], batch["labels"][:, 1:]
+        if batch_idx >= 2:
+            return self.change(self, logits, labels)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _some_targets(module: LanguageModel, logits: Tensor, labels: Tensor) -> Tensor:
+    odd = labels.masked_fill(labels % 2 == 0, -100)
+    return functional.cross_entropy(logits.flatten(0, 1), odd.flatten())
+
+
+def _logs_a_sum(module: LanguageModel, logits: Tensor, labels: Tensor) -> Tensor:
+    module.log("rows", float(len(labels)), reduce_fx="sum", on_epoch=True)
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _rows(module: LanguageModel, logits: Tensor, labels: Tensor) -> Tensor:
+    each = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return each.mean(1).mean()
+
+
+CHANGES = {
+    "other targets": (_some_targets, "the loss counts other targets than the batch's labels"),
+    "a sum is logged": (_logs_a_sum, "'rows' is logged with reduce_fx='sum'"),
+    "no targets": (_rows, "it is not seen which targets the loss counts"),
+}
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_later_batch_that_is_not_as_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, name: str
+) -> None:
+    """It is run again as a whole: no block was stepped with it before."""
+    change, reason = CHANGES[name]
+    data = DataLoader(PaddedSequences(20), batch_size=4)
+    said: list[str] = []
+    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
+    strategies = ["auto", kind(num_microbatches=2)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, lambda: Changing(change), data, max_epochs=1
+    )
+    assert ["'step'" in text for text in said] == [True, False], said
+    assert f"'blocks' from this batch on: {reason}. Nothing was updated" in said[1]
+    assert parameter_error(module, one) < 1e-5
+    strategy = kind(num_microbatches=2, microbatching="step")
+    with pytest.raises(ConfigurationError, match=f"{reason}.*Set microbatching='blocks'"):
+        make_trainer(tmp_path, strategy=strategy).fit(Changing(change), data)
+
+
+def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:
+    """Whatever labels there are: in `auto` the proof says what the loss averages over."""
+
+    class OfRows(LanguageModel):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            x = self.embedding(batch["input_ids"])
+            for layer in self.layers:
+                x = layer(x)
+            mean: Tensor = self.head(x).square().mean(2).mean()
+            return mean
+
+    data = DataLoader(PaddedSequences(20), batch_size=4)
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
+    (one, _), (module, _) = train_with(tmp_path, strategies, OfRows, data, max_epochs=1)
+    assert parameter_error(module, one) < 1e-5
+
+
+def test_pinned_steps_say_by_what_they_are_weighed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
+    make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(Regressor(), regression_data())
+    (text,) = said
+    assert "microbatches weigh by their samples" in text

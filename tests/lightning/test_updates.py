@@ -27,8 +27,7 @@ from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.separable import reason_not_separable
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.errors import ConfigurationError, GradientError
-from roundpipe_lightning.models.batches import split_batch
-from roundpipe_lightning.models.weights import microbatch_weights
+from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import runtime, sync_hooks
 from roundpipe_lightning.strategy.planning.inputs import storage_of
@@ -68,7 +67,8 @@ class PlainLoop(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         microbatches = split_batch(batch, self.num_microbatches)
-        shares = microbatch_weights(microbatches, "auto")
+        sizes = [batch_size_of(microbatch) for microbatch in microbatches]
+        shares = [size / sum(sizes) for size in sizes]
         scale = 1.0 / module.trainer.accumulate_grad_batches
         sums: dict[nn.Parameter, Tensor] = {}
         total = torch.zeros(())

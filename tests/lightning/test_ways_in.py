@@ -128,7 +128,7 @@ def test_cli_by_class_path_with_settings_and_subclass_mode(tmp_path: Path) -> No
 def test_cli_from_a_file_and_from_the_file_that_it_saves(tmp_path: Path) -> None:
     strategy_of = {
         "class_path": CLASS,
-        "init_args": {"num_microbatches": 2, "microbatch_weight": "samples", "timeout_seconds": 60},
+        "init_args": {"num_microbatches": 2, "update": "async", "timeout_seconds": 60},
     }
     config = tmp_path / "mine.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"strategy": strategy_of}}))
@@ -137,7 +137,7 @@ def test_cli_from_a_file_and_from_the_file_that_it_saves(tmp_path: Path) -> None
     saved = tmp_path / "first" / "config.yaml"
     written = yaml.safe_load(saved.read_text())["trainer"]["strategy"]
     assert written["class_path"] == CLASS
-    assert written["init_args"]["microbatch_weight"] == "samples"
+    assert written["init_args"]["update"] == "async"
     _, again = _cli(tmp_path / "second", "--config", str(saved))
     assert again.num_microbatches == 2
 
