@@ -87,7 +87,7 @@ def measure(case: str, folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from roundpipe_lightning.engine.store.host_store import HostStore
-    from roundpipe_lightning.models.blocks import find_blocks
+    from roundpipe_lightning.models.blocks import find_stacks
     from roundpipe_lightning.modules import ModelSource
 
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def measure(case: str, folder: Path) -> dict[str, Any]:
     loaded_seconds = time.perf_counter() - began
     loaded_peak = resident_bytes("VmHWM") - before
     module = nn.ModuleDict({"model": model})
-    stack = find_blocks(module, None)
+    stack = find_stacks(module, None)[0]
     assert stack is not None
     store = HostStore(module, stack.blocks)
     tensors = {p.data_ptr(): p.nbytes for p in model.parameters()}

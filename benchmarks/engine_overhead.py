@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.parameters import profile_module
 from tests.kit.plans import default_plan
 
@@ -109,7 +109,7 @@ def main() -> None:
         for batch in batches:
             (plain.training_step(batch, 0) * scale).backward()
 
-    stack = find_blocks(ours, None)
+    stack = find_stacks(ours, None)[0]
     plan = default_plan(profile_module(ours, stack), num_workers=1, num_microbatches=len(batches))
     with Engine(ours, stack=stack, devices=[CpuDevice()], plan=plan) as engine:
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
 from roundpipe_lightning.models.work.parameters import profile_module
 from tests.kit.plans import default_plan
@@ -99,7 +99,7 @@ def engine_step(module: nn.Module, fusion: LossFusion | None) -> Step:
     Raises:
         RoundPipeError: The engine does not take the model.
     """
-    stack = find_blocks(module, None)
+    stack = find_stacks(module, None)[0]
     count = architectures.NUM_MICROBATCHES
     plan = default_plan(
         profile_module(module, stack),

@@ -23,7 +23,7 @@ import yaml
 from peft import LoraConfig
 from torch import nn
 
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
@@ -203,7 +203,7 @@ def measure(name: str, *, rank: int | None = None, experts: bool = False) -> Wor
                 model = adapted(model, rank=rank, experts=experts)
     finally:
         torch.set_default_dtype(before)
-    return work_profile(model, find_blocks(model, None), seq_len=SHAPE.seq_len)
+    return work_profile(model, find_stacks(model, None)[0], seq_len=SHAPE.seq_len)
 
 
 def adapted(model: Any, *, rank: int, experts: bool) -> nn.Module:
@@ -211,7 +211,7 @@ def adapted(model: Any, *, rank: int, experts: bool) -> nn.Module:
 
     What is no linear layer but has stacked matrices is taken for experts.
     """
-    stack = find_blocks(model, None)
+    stack = find_stacks(model, None)[0]
     assert stack is not None
     block = stack.blocks[0]
     layers = {

@@ -13,7 +13,7 @@ from torch import nn
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
 from roundpipe_lightning.cli.build import Run
-from roundpipe_lightning.models.quantized import is_quantized, tensors_of
+from roundpipe_lightning.models.quantized import encodings_of
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule
 from roundpipe_lightning.planning.report.description import count_text, size_text
 from roundpipe_lightning.planning.report.step_record import IdleCause
@@ -138,7 +138,9 @@ def trained_row(module: nn.Module) -> list[tuple[str, str]]:
 
 def _num_parameters(module: nn.Module) -> int:
     """All parameters; a quantised weight counts as what it stands for."""
-    packed = [layer for layer in module.modules() if is_quantized(layer)]
-    held = {parameter for layer in packed for parameter in layer.parameters(recurse=False)}
-    whole = sum(like.numel() for layer in packed for like, _, _ in tensors_of(layer).values())
-    return whole + sum(p.numel() for p in module.parameters() if p not in held)
+    total = sum(p.numel() for p in module.parameters())
+    for layer in module.modules():
+        for name, encoding in encodings_of(layer).items():
+            packed = (getattr(layer, f"{name}_{part}") for part in ("codes", "scales"))
+            total += encoding.shape.numel() - sum(tensor.numel() for tensor in packed)
+    return total

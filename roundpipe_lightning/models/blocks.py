@@ -14,7 +14,7 @@ from torch import nn
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 
-__all__ = ["find_blocks", "find_stacks"]
+__all__ = ["find_stacks"]
 
 _GROWTH = 2.0
 """Ratio of block sizes from which on a model counts as one with stages of its own."""
@@ -23,33 +23,44 @@ _GROWTH = 2.0
 def find_stacks(module: nn.Module, names: Sequence[str] | None) -> tuple[BlockStack, ...]:
     """Return all stacks of blocks of a module, in the order in which they are registered.
 
-    Without names these are the largest repeated list, as `find_blocks` says, and every other list
-    of repeated children that have children themselves, so that an encoder and a decoder, or a tower
-    and a language model, are both found, and a `nn.Sequential` of two linear layers is not. Lists
-    inside of a stack's blocks are part of the blocks. Where every block has a list of blocks of its
-    own and these differ in size (the stages of a vision model), the inner lists are the stacks.
+    Without names these are the largest repeated list, and every other list of repeated children
+    that have children themselves, so that an encoder and a decoder, or a tower and a language
+    model, are both found, and a `nn.Sequential` of two linear layers is not. The largest is, of
+    every `nn.ModuleList` and `nn.Sequential` with at least two children of one type, the one whose
+    children of their commonest type have the most bytes of parameters. A list inside of another's
+    children is part of the other's bytes, so the outer one is taken; lists inside of a stack's
+    blocks are part of the blocks. Where every block has a list of blocks of its own and these
+    differ in size (the stages of a vision model), the inner lists are the stacks. A list that two
+    names lead to counts once.
 
     Args:
         module: The user's module; on the meta device too.
         names: None, or the dotted names of lists (`["encoder.block", "decoder.block"]`), in the
             order in which they are called, or those of the blocks of one stack.
 
+    Returns:
+        The stacks; none if no names are given and nothing repeats.
+
     Raises:
-        ConfigurationError: As `find_blocks`, or if a block is in two lists.
+        ConfigurationError: If a name leads nowhere, or not to a list or to blocks that can be
+            called one after the other (it says which name is near), or if a block is in two lists.
     """
     if names is None:
         main = _largest_list(module)
         return () if main is None else tuple(_all_lists(module, main)) or (main,)
     names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise ConfigurationError(
+            "blocks=[] names no block. Name a list of blocks, such as blocks=['model.layers'], "
+            "or leave blocks=None to have it found."
+        )
     children = [_child(module, name) for name in names]
-    if len(names) < 2 or not all(isinstance(c, nn.ModuleList) for c in children):
-        stack = find_blocks(module, names)
-        return () if stack is None else (stack,)
-    stacks = [
-        _list_as_stack(name, child)
-        for name, child in zip(names, children, strict=True)
-        if isinstance(child, nn.ModuleList)
-    ]
+    kinds = nn.ModuleList if len(names) > 1 else (nn.ModuleList, nn.Sequential)
+    if not all(isinstance(child, kinds) for child in children):
+        _check_blocks(names, children)
+        blocks, names = tuple(children), tuple(names)
+        return (BlockStack(name=_common_name(names), blocks=blocks, names=names),)
+    stacks = [_list_as_stack(*pair) for pair in zip(names, children, strict=True)]
     counts = Counter(block for stack in stacks for block in stack.blocks)
     twice = next((s for s in stacks if any(counts[b] > 1 for b in s.blocks)), None)
     if twice is not None:
@@ -58,41 +69,6 @@ def find_stacks(module: nn.Module, names: Sequence[str] | None) -> tuple[BlockSt
             "lists that have no block in common."
         )
     return tuple(stacks)
-
-
-def find_blocks(module: nn.Module, names: Sequence[str] | None) -> BlockStack | None:
-    """Return the stack of blocks of a module.
-
-    Without names it is the largest repeated list: of every `nn.ModuleList` and `nn.Sequential` with
-    at least two children of one type, the one whose children of their commonest type have the most
-    bytes of parameters. A list inside of another's children is part of the other's bytes, so the
-    outer one is taken. A list that two names lead to counts once.
-
-    Args:
-        module: The user's module; on the meta device too.
-        names: None, or the dotted name of a list (`["model.layers"]`), or the dotted names of the
-            blocks in the order of their calls.
-
-    Returns:
-        The stack; None if no names are given and nothing repeats.
-
-    Raises:
-        ConfigurationError: If a name leads nowhere, or not to a list or to blocks that can be
-            called one after the other. It says which name is near.
-    """
-    if names is None:
-        return _largest_list(module)
-    names = [names] if isinstance(names, str) else list(names)
-    if not names:
-        raise ConfigurationError(
-            "blocks=[] names no block. Name a list of blocks, such as blocks=['model.layers'], "
-            "or leave blocks=None to have it found."
-        )
-    children = [_child(module, name) for name in names]
-    if len(children) == 1 and isinstance(children[0], nn.ModuleList | nn.Sequential):
-        return _list_as_stack(names[0], children[0])
-    _check_blocks(names, children)
-    return BlockStack(name=_common_name(names), blocks=tuple(children), names=tuple(names))
 
 
 # --- finding --------------------------------------------------------------------------------------
@@ -158,7 +134,7 @@ def _repeated_bytes(blocks: Iterable[nn.Module | None]) -> int:
     )
 
 
-def _list_as_stack(name: str, blocks: nn.ModuleList | nn.Sequential) -> BlockStack:
+def _list_as_stack(name: str, blocks: nn.Module) -> BlockStack:
     prefix = f"{name}." if name else ""
     # named_children() would leave out a block that is there twice instead of having it refused
     table: dict[str, nn.Module | None] = dict(blocks._modules)  # noqa: SLF001

@@ -23,7 +23,8 @@ and `original1`, in every checkpoint, and adds two modules to each layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,9 +35,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.storage import SCALE_BLOCK
-
-BITS = (16, 8, 4)
-"""Values of `model.frozen_bits`; 16 stands for the dtype of the weights as they are."""
 
 _BLOCK = SCALE_BLOCK
 
@@ -148,52 +146,28 @@ class _Whole:
         return encoding.dequantize(codes, scales).as_strided(shape, stride, offset)
 
 
-def check_bits(bits: int) -> None:
-    """Refuse other numbers of bits.
-
-    Raises:
-        ConfigurationError: Naming those there are.
-    """
-    if bits not in BITS:
-        raise ConfigurationError(f"model.frozen_bits={bits} is not one of 16, 8, 4.")
-
-
 def quantize_frozen(model: nn.Module, bits: int) -> None:
-    """Freeze a model and quantise its layers, in place. Adapters are added afterwards.
+    """Freeze a model and quantise its layers one by one, in place. Adapters are added afterwards.
 
     Args:
-        model: On the host.
+        model: On the host, or on the meta device.
         bits: 8 or 4.
 
     Raises:
         ConfigurationError: The model has no layer to quantise, or bitsandbytes is missing.
     """
     model.requires_grad_(False)
-    if not quantize_layers(model, bits):
+    _functional()
+    classes: dict[tuple[type, tuple[str, ...]], type] = {}
+    found = list(quantizable_weights(model))
+    if not found:
         raise ConfigurationError(
             f"model.frozen_bits={bits}: {type(model).__name__} has no linear layer or experts that "
             "could be quantised. Use model.frozen_bits=16."
         )
-
-
-def quantize_layers(model: nn.Module, bits: int) -> int:
-    """Quantise frozen weights of layers one after the other, in place.
-
-    Args:
-        model: On the host, or on the meta device.
-        bits: 8 or 4.
-
-    Returns:
-        How many weights were quantised.
-    """
-    check_bits(bits)
-    _functional()
-    classes: dict[tuple[type, tuple[str, ...]], type] = {}
-    found = list(quantizable_weights(model))
     for layer in dict.fromkeys(layer for layer, _ in found):
         names = tuple(name for other, name in found if other is layer)
         _quantize(layer, names, bits=bits, classes=classes)
-    return len(found)
 
 
 def quantizable_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -205,15 +179,15 @@ def quantizable_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     getters = (getattr(part, "get_output_embeddings", None) for part in model.modules())
     output = next((get() for get in getters if get is not None), None)
     output = getattr(output, "base_layer", output)
-    shared = _shared(model)
+    counts = Counter(p for layer in model.modules() for p in layer._parameters.values())  # noqa: SLF001
     for layer in model.modules():
-        if layer is output or is_quantized(layer):
+        if layer is output or encodings_of(layer):
             continue
         for name, weight in layer._parameters.items():  # noqa: SLF001
             if (
                 weight is not None
                 and _is_matrix(layer, name, weight)
-                and weight not in shared
+                and counts[weight] == 1
                 and not weight.requires_grad
                 and weight.numel() % _BLOCK == 0
             ):
@@ -227,43 +201,24 @@ def _is_matrix(layer: nn.Module, name: str, weight: Tensor) -> bool:
     return weight.dim() == 3 and weight.shape[0] == getattr(layer, "num_experts", None)
 
 
-def is_quantized(layer: nn.Module) -> bool:
-    return isinstance(layer, _Quantized)
+def encodings_of(layer: nn.Module) -> Mapping[str, _Encoding]:
+    """Return the encodings of a layer's quantised weights by name.
 
-
-def tensors_of(layer: nn.Module) -> dict[str, tuple[Tensor, Callable[[], Tensor], Tensor]]:
-    """Return the tensors of a quantised layer as they would be without quantisation.
-
-    Returns:
-        By name: the tensor without values, how to get them, and the tensor that holds them.
+    The layer holds `NAME_codes` and `NAME_scales` in place of a weight; asked for `NAME`, it
+    dequantises it.
     """
-    assert isinstance(layer, _Quantized)
-    found: dict[str, tuple[Tensor, Callable[[], Tensor], Tensor]] = {}
-    for name, encoding in layer.encodings.items():
-        like = torch.empty(encoding.shape, dtype=encoding.dtype, device="meta")
-        codes: Tensor = getattr(layer, f"{name}_codes")
-        found[name] = (like, partial(_weight, layer, name), codes)
-    packed = {f"{name}_{part}" for name in layer.encodings for part in ("codes", "scales")}
-    for name, plain in layer.named_parameters(recurse=False):
-        if name not in packed:
-            found[name] = (torch.empty_like(plain, device="meta"), partial(_same, plain), plain)
-    return found
+    return layer.encodings if isinstance(layer, _Quantized) else {}
 
 
-def dequantized(layer: nn.Module) -> nn.Module:
-    """A copy of a layer whose weights are ordinary parameters; the codes are shared until then."""
-    assert isinstance(layer, _Quantized)
-    plain: Any = object.__new__(type(layer).__mro__[2])
-    plain.__dict__.update(layer.__dict__)
-    for table in ("_parameters", "_buffers", "_modules"):
-        plain.__dict__[table] = dict(layer.__dict__[table])
-    for name in layer.encodings:
-        delattr(plain, f"{name}_codes")
-        delattr(plain, f"{name}_scales")
-        whole = _weight(layer, name).detach()
-        plain.register_parameter(name, nn.Parameter(whole, requires_grad=False))
-    result: nn.Module = plain
-    return result
+def dequantize_layer(layer: nn.Module) -> None:
+    """Make the weights of a quantised layer ordinary parameters again, in place."""
+    weights = {name: getattr(layer, name).detach() for name in encodings_of(layer)}
+    layer.__class__ = type(layer).__mro__[2]
+    del layer.encodings
+    for name, weight in weights.items():
+        delattr(layer, f"{name}_codes")
+        delattr(layer, f"{name}_scales")
+        layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
 
 def _quantize(
@@ -299,21 +254,6 @@ def _weight(layer: Any, name: str) -> Tensor:
         return whole.weight(name)
     encoding, codes, scales = _packed(layer, name)
     return encoding.dequantize(codes, scales)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _shared(model: nn.Module) -> set[Tensor]:
-    """Parameters that several modules have."""
-    seen: set[Tensor] = set()
-    shared: set[Tensor] = set()
-    for module in model.modules():
-        for parameter in module._parameters.values():  # noqa: SLF001
-            if parameter is not None:
-                (shared if parameter in seen else seen).add(parameter)
-    return shared
 
 
 def _functional() -> Any:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.quantized import dequantized, is_quantized, tensors_of
+from roundpipe_lightning.models.quantized import dequantize_layer, encodings_of
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
@@ -134,23 +134,23 @@ def _walk(module: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight, Tensor]]
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
         yield from _merged_weights(module, prefix=prefix)
         return
-    if is_quantized(module):
-        for name, (like, make, token) in tensors_of(module).items():
-            yield _Weight(name=prefix + name, like=like, make=make), token
-        return
-    persistent = module._non_persistent_buffers_set  # noqa: SLF001
-    buffers = {k: b for k, b in module._buffers.items() if k not in persistent}  # noqa: SLF001
+    packed = set()
+    for name, encoding in encodings_of(module).items():
+        like = torch.empty(encoding.shape, dtype=encoding.dtype, device="meta")
+        codes = getattr(module, f"{name}_codes")
+        packed |= {codes, getattr(module, f"{name}_scales")}
+        yield _Weight(name=prefix + name, like=like, make=partial(getattr, module, name)), codes
+    hidden = module._non_persistent_buffers_set  # noqa: SLF001
+    buffers = {k: b for k, b in module._buffers.items() if k not in hidden}  # noqa: SLF001
     for name, tensor in {**module._parameters, **buffers}.items():  # noqa: SLF001
-        if tensor is not None:
+        if tensor is not None and tensor not in packed:
             like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            # A partial binds the tensor, a lambda would see the loop's last one.
-            yield _Weight(name=prefix + name, like=like, make=partial(_same, tensor)), tensor
+            yield (
+                _Weight(name=prefix + name, like=like, make=partial(getattr, module, name)),
+                tensor,
+            )
     for name, child in module.named_children():
         yield from _walk(child, prefix=f"{prefix}{name}.")
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _merged_weights(layer: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight, Tensor]]:
@@ -183,10 +183,9 @@ def _merged_weights(layer: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight,
 def _merged(layer: nn.Module) -> nn.Module:
     """A copy of a layer with its active adapters merged into it, as peft does it."""
     copied: Any = copy.deepcopy(layer)
-    for holder in list(copied.modules()):
-        for name, part in list(holder.named_children()):
-            if is_quantized(part):
-                setattr(holder, name, dequantized(part))
+    for part in copied.modules():
+        if encodings_of(part):
+            dequantize_layer(part)
     with torch.no_grad():
         while True:
             if hasattr(copied, "unload_and_optionally_merge_module"):

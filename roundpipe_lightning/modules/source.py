@@ -20,7 +20,7 @@ from transformers import (
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
-from roundpipe_lightning.models.quantized import check_bits, quantize_frozen
+from roundpipe_lightning.models.quantized import quantize_frozen
 from roundpipe_lightning.models.weight_files import check_can_map, check_has_weights
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -118,7 +118,10 @@ class ModelSource:
                 f"model.frozen_weights={self.frozen_weights!r} is not one of "
                 f"{', '.join(_FROZEN_WEIGHTS)}."
             )
-        check_bits(self.frozen_bits)
+        if self.frozen_bits not in (16, 8, 4):
+            raise ConfigurationError(
+                f"model.frozen_bits={self.frozen_bits} is not one of 16, 8, 4."
+            )
         if self.dtype not in (None, "auto", *_DTYPES):
             raise ConfigurationError(
                 f"model.dtype={self.dtype!r} is not one of auto, {', '.join(_DTYPES)}, or null."

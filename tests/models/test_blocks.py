@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.blocks import find_blocks, find_stacks
+from roundpipe_lightning.models.blocks import _largest_list, find_stacks
 
 
 class Block(nn.Module):
@@ -63,8 +63,8 @@ def with_alias() -> nn.Module:
     return module
 
 
-def found(module: nn.Module, names: Sequence[str] | None = None) -> tuple[str, int] | None:
-    stack = find_blocks(module, names)
+def found(module: nn.Module) -> tuple[str, int] | None:
+    stack = _largest_list(module)
     return None if stack is None else (stack.name, len(stack.blocks))
 
 
@@ -153,8 +153,7 @@ def test_models_of_transformers(model_type: str, name: str) -> None:
 )
 def test_blocks_by_name(names: Sequence[str], name: str, blocks: list[str]) -> None:
     module = model()
-    stack = find_blocks(module, names)
-    assert stack is not None
+    (stack,) = find_stacks(module, names)
     assert (stack.name, list(stack.names)) == (name, blocks)
     assert stack.blocks == tuple(module.get_submodule(block) for block in blocks)
 
@@ -176,7 +175,7 @@ def test_blocks_by_name(names: Sequence[str], name: str, blocks: list[str]) -> N
 )
 def test_names_that_make_no_stack(names: Sequence[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        find_blocks(model(), names)
+        find_stacks(model(), names)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.parameters import (
     module_fingerprint,
     parameter_work,
@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 
 def profile_of(module: nn.Module) -> ModelProfile:
-    return profile_module(module, find_blocks(module, None))
+    return profile_module(module, find_stacks(module, None)[0])
 
 
 def test_blocks_and_segments() -> None:
@@ -72,7 +72,7 @@ def test_only_the_experts_that_see_a_token_count() -> None:
     block.experts = nn.Parameter(torch.zeros(8, 4, 4))
     module = nn.Module()
     module.layers = nn.ModuleList([block])
-    stack = find_blocks(module, ["layers"])
+    stack = find_stacks(module, ["layers"])[0]
     dense = profile_module(module, stack).blocks[0]
     module.config = SimpleNamespace(num_experts=8, num_experts_per_tok=2)  # type: ignore[assignment]
     sparse = profile_module(module, stack).blocks[0]
@@ -82,7 +82,7 @@ def test_only_the_experts_that_see_a_token_count() -> None:
 
 def test_the_fingerprint_is_of_the_structure() -> None:
     def print_of(module: nn.Module) -> str:
-        return module_fingerprint(module, find_blocks(module, None))
+        return module_fingerprint(module, find_stacks(module, None)[0])
 
     same = print_of(Model())
     assert print_of(Model().to(torch.bfloat16).requires_grad_(False)) == print_of(Model()) == same
@@ -94,7 +94,7 @@ def test_the_fingerprint_is_of_the_structure() -> None:
 def test_work_from_parameters_has_their_bytes_and_operations() -> None:
     module = Model()
     module.layers[0].requires_grad_(False)
-    stack = find_blocks(module, None)
+    stack = find_stacks(module, None)[0]
     work, profile = parameter_work(module, stack), profile_module(module, stack)
     assert work.fingerprint == profile.fingerprint
     assert [block.name for block in work.blocks] == list(profile.block_names)

@@ -20,8 +20,8 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.models.quantized import (
     _Encoding,
-    dequantized,
-    is_quantized,
+    dequantize_layer,
+    encodings_of,
     quantize_frozen,
 )
 from roundpipe_lightning.models.weight_files import mapped_parameters
@@ -81,13 +81,13 @@ def test_weights_are_those_of_the_library(bits: int, dtype: str) -> None:
     model: Any = ModelSource(architecture=TINY, dtype=dtype, frozen_bits=bits).build()
     limit = {8: 0.02, 4: 0.15}[bits]
     for name, layer in linear_layers(model).items():
-        assert is_quantized(layer)
+        assert encodings_of(layer)
         weight = plain.get_parameter(f"{name}.weight").detach()
         assert layer.weight.dtype == weight.dtype
         error = (layer.weight.float() - weight.float()).abs().mean()
         assert error < limit * weight.float().abs().mean()
         assert torch.equal(layer.weight, by_hand(layer, bits))
-    assert not is_quantized(model.lm_head)
+    assert not encodings_of(model.lm_head)
     assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
     assert not any(p.requires_grad for p in model.parameters())
     before = {name: layer.weight for name, layer in linear_layers(model).items()}
@@ -224,10 +224,11 @@ def test_a_pickle_of_tensors_is_quantised_too(tmp_path: Path) -> None:
     torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
     layer = source(tmp_path, frozen_bits=8).build().model.layers[0].mlp.up_proj
     assert set(layer.state_dict()) == {"weight_codes", "weight_scales"}
-    plain = dequantized(layer)
-    assert type(plain) is nn.Linear
-    assert torch.equal(plain.weight, layer.weight)
-    assert set(plain.state_dict()) == {"weight"}
+    weight = layer.weight
+    dequantize_layer(layer)
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, weight)
+    assert set(layer.state_dict()) == {"weight"}
 
 
 def test_a_state_dict_comes_back() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
 from roundpipe_lightning.models.work.work_profile import StepProfile, step_profile
 
@@ -79,7 +79,7 @@ def batch() -> dict[str, Tensor]:
 def measure(module: nn.Module, **settings: Any) -> StepProfile:
     return step_profile(
         module,
-        find_blocks(module, None),
+        find_stacks(module, None)[0],
         microbatch=batch(),
         call=lambda root, microbatch: root.training_step(microbatch),
         settings={"log": lambda name, value: None},
@@ -312,7 +312,7 @@ def test_losses_without_logits_need_no_memory_for_them() -> None:
     tails = [
         step_profile(
             module,
-            find_blocks(module, None),
+            find_stacks(module, None)[0],
             microbatch={"tokens": tokens},
             call=lambda root, microbatch: root.training_step(microbatch),
             fusion=fusion,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.blocks import find_blocks
+from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.parameters import module_fingerprint
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters
@@ -40,7 +40,7 @@ def build(model_type: str, **changes: Any) -> nn.Module:
 
 
 def measure(model: nn.Module) -> WorkProfile:
-    return work_profile(model, find_blocks(model, None), seq_len=128)
+    return work_profile(model, find_stacks(model, None)[0], seq_len=128)
 
 
 def forward_operations(work: WorkProfile) -> list[float]:
@@ -62,7 +62,7 @@ def test_a_dense_model_s_products_are_those_of_its_weights() -> None:
     assert {block.boundary_bytes.of(SHAPE) for block in work.blocks} == {TOKENS * 64 * 2}
     assert work.num_parameters == sum(p.numel() for p in model.parameters())
     assert work.num_trainable == work.num_parameters
-    assert work.fingerprint == module_fingerprint(model, find_blocks(model, None))
+    assert work.fingerprint == module_fingerprint(model, find_stacks(model, None)[0])
 
 
 def test_attention_counts_the_pairs_that_its_mask_leaves() -> None:
@@ -171,7 +171,7 @@ def plain_call(module: nn.Module, sequences: int, seq_len: int) -> Any:
 def test_any_module_is_measured() -> None:
     with torch.device("meta"):
         model = Plain()
-    work = work_profile(model, find_blocks(model, None), call=plain_call, seq_len=128)
+    work = work_profile(model, find_stacks(model, None)[0], call=plain_call, seq_len=128)
     head, block, tail = 8 * 16, 16 * 48, 16 * 4
     assert forward_operations(work) == [2 * TOKENS * x for x in (head, block, block, tail)]
     assert backward_operations(work)[0] == 2 * TOKENS * head
@@ -214,7 +214,8 @@ def test_blocks_get_copies_of_objects_that_hold_tensors() -> None:
     with torch.device("meta"):
         model, plain = Caching(), Plain()
     work, expected = (
-        work_profile(m, find_blocks(m, None), call=plain_call, seq_len=128) for m in (model, plain)
+        work_profile(m, find_stacks(m, None)[0], call=plain_call, seq_len=128)
+        for m in (model, plain)
     )
     assert forward_operations(work) == forward_operations(expected)
     assert work.blocks[0].kept_bytes == work.blocks[1].kept_bytes
@@ -260,7 +261,7 @@ def test_long_sequences_are_tried_only() -> None:
 
     with torch.device("meta"):
         model = Plain()
-    block = work_profile(model, find_blocks(model, None), call=call, seq_len=128).blocks[0]
+    block = work_profile(model, find_stacks(model, None)[0], call=call, seq_len=128).blocks[0]
     assert len(set(block.peak_bytes.amounts)) == 1
 
 
@@ -271,7 +272,7 @@ def test_blocks_that_do_not_run_have_no_work() -> None:
 
     with torch.device("meta"):
         model = Skipping()
-    work = work_profile(model, find_blocks(model, None), call=plain_call, seq_len=128)
+    work = work_profile(model, find_stacks(model, None)[0], call=plain_call, seq_len=128)
     assert work.blocks[0].forward.matrix_operations.of(SHAPE) == 0
     assert work.blocks[0].num_parameters == 16 * 48 + 48
 
