@@ -109,11 +109,6 @@ class ExportOptions:
 def export_pretrained(model: Pretrained, folder: str | Path, *, options: ExportOptions) -> Path:
     """Write a model or its adapter to a folder, which is replaced as a whole; return the folder.
 
-    Args:
-        model: On the host. It is left as it is.
-        folder: Where to.
-        options: How.
-
     Raises:
         CheckpointError: The folder holds something else, or cannot be written; what was there
             before is untouched.
@@ -305,11 +300,6 @@ def check_replaceable(folder: Path, *, overwrite: bool) -> None:
 @contextmanager
 def _replaced_folder(folder: Path, *, about: Mapping[str, Any], overwrite: bool) -> Iterator[Path]:
     """Yield an empty folder; put it in `folder`'s place, or remove it after an error.
-
-    Args:
-        folder: Where to.
-        about: What the marker says.
-        overwrite: Whether anything that is there may be replaced.
 
     Raises:
         CheckpointError: The folder holds something else, or cannot be written (a full disk, say).

@@ -223,13 +223,6 @@ def _check_match(
 
     Its loading runs once on tensors without values, so that its rules are the ones that hold.
 
-    Args:
-        skeleton: The model on the meta device.
-        tensors: The checkpoint's tensors; only their shapes are looked at.
-        build: `from_pretrained` of the model's class, with its configuration.
-        options: Which differences are meant.
-        name: Of the checkpoint, for the message.
-
     Raises:
         ModelSourceError: Listing every tensor that is missing, extra or of another shape.
     """

@@ -96,13 +96,7 @@ def draw_weights(module: nn.Module, *, seed: int) -> None:
 def shape_differences(
     wanted: Mapping[str, Tensor], found: Mapping[str, Any], *, may_lack: Collection[str] = ()
 ) -> list[str]:
-    """Name every tensor that is missing, extra or of another shape, in a line each.
-
-    Args:
-        wanted: A module's tensors.
-        found: A file's.
-        may_lack: Names that need not be found.
-    """
+    """Name every tensor that is missing, extra or of another shape, in a line each."""
     lines = [
         f"  missing: {name}, {shape_text(tensor)}"
         for name, tensor in wanted.items()

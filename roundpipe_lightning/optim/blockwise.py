@@ -41,12 +41,7 @@ _PART = 512 * BLOCK  # numbers encoded at a time: fewer are slower, as each oper
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Source of the random numbers of a rounding.
-
-    Attributes:
-        seed: Of the tensor and the step.
-        offset: Number of the first element in its tensor.
-    """
+    """Source of a rounding's random numbers: of a tensor and step, from an element on."""
 
     seed: int
     offset: int

@@ -201,15 +201,7 @@ def _adamw(number: Any, gradient: Any, moments: Any, factors: Any, whole: Any) -
 
 @dataclass(frozen=True, kw_only=True)
 class KernelForm:
-    """Types of the arrays that a step reads and writes.
-
-    Attributes:
-        values: Dtype of the master.
-        gradient: Dtype of the gradient.
-        copy: Dtype of the copy; None: there is none.
-        moments: How the moments are kept.
-        stochastic: Whether a master of bfloat16 is rounded at random.
-    """
+    """Types of the arrays that a step reads and writes."""
 
     values: torch.dtype
     gradient: torch.dtype

@@ -58,10 +58,6 @@ class Range(NamedTuple):
 class StateFile:
     """A file without a name, mapped into memory.
 
-    Args:
-        folder: Where it lies.
-        num_bytes: Its size; the disk's room is taken at once.
-
     Raises:
         OffloadError: The folder cannot be written to, or the disk has no room.
     """
@@ -112,12 +108,7 @@ class StateFile:
 
 
 class StateFiles:
-    """All state of an optimizer on disk.
-
-    Args:
-        folder: Where the files lie.
-        window_bytes: State that is stepped at a time.
-    """
+    """All state of an optimizer on disk."""
 
     def __init__(self, folder: Path, *, window_bytes: int = STATE_WINDOW_BYTES) -> None:
         self._folder, self._window_bytes = folder, window_bytes
@@ -129,9 +120,6 @@ class StateFiles:
 
     def allocate(self, fields: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Make a file for the state of parameters, all zero.
-
-        Args:
-            fields: The tensors of each parameter, without memory.
 
         Raises:
             OffloadError: The disk has no room.
@@ -161,10 +149,6 @@ class StateFiles:
         """Yield tasks whose state may be in memory at the same time, to be done before the next.
 
         Meanwhile the next window is read ahead, and the one before is written behind.
-
-        Args:
-            tasks: In the order in which they are done.
-            state_of: Returns the pieces of state that a task reads and writes.
 
         Raises:
             OffloadError: State could not be written, now or since the last time; it is in memory.

@@ -44,14 +44,7 @@ class UnusableCodeError(Exception):
 
 
 class PieceStep:
-    """Steps pieces of a parameter, in any thread, without Python's lock.
-
-    Args:
-        parameter: Whose.
-        form: What is read and written.
-        function: Of that form.
-        width: Numbers that torch's kernel steps at a time.
-    """
+    """Steps pieces of a parameter, in any thread, without Python's lock."""
 
     def __init__(
         self, parameter: FlatParameter, form: KernelForm, function: Callable[..., None], width: int

@@ -26,16 +26,7 @@ ROUNDED = ("values", "first", "second")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Hyper-parameters of a step of AdamW.
-
-    Attributes:
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Times lr: decay of the weights.
-        maximize: Whether to go up the gradient.
-    """
+    """Hyper-parameters of a step of AdamW."""
 
     lr: float
     beta1: float

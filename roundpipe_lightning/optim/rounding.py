@@ -87,14 +87,7 @@ def _round(part: Tensor, *, seed: int, offset: int) -> Tensor:
 
 
 def noise(count: int, *, seed: int, offset: int, device: torch.device) -> Tensor:
-    """Return `count` uniform numbers of 16 bits, as int32.
-
-    Args:
-        count: How many.
-        seed: Up to 64 bits.
-        offset: Number of the first element.
-        device: Where to.
-    """
+    """Return `count` uniform numbers of 16 bits, as int32."""
     low, high = _signed(seed ^ (offset >> 32)), _signed(seed >> 32)
     first = _signed(offset)
     x = torch.arange(count, dtype=torch.int32, device=device)

@@ -69,14 +69,7 @@ class Moment:
         return {self.name: dense_like(parameter, self._dtype or working_dtype(parameter))}
 
     def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
-        """Return elements `start` (a multiple of `BLOCK`) to `stop` in the working dtype.
-
-        Args:
-            flat: The fields, flat, in the order of the parameter's memory.
-            start: First element.
-            stop: End of the piece.
-            scratch: Where to put what has to be converted.
-        """
+        """Return elements `start` (a multiple of `BLOCK`) to `stop` in the working dtype."""
         piece = flat[self.name][start:stop]
         return piece if self._dtype is None else scratch.allocate(stop - start).copy_(piece)
 
@@ -200,12 +193,6 @@ class StateLayout:
     ) -> None:
         """Copy what `export` returned, or `torch.optim.AdamW` has, into a parameter's state.
 
-        Args:
-            saved: From a checkpoint.
-            state: With all its tensors.
-            parameter: Whose.
-            name: What errors call it.
-
         Raises:
             CheckpointError: Something is missing, or has another shape.
         """
@@ -236,12 +223,7 @@ class StateLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlace:
-    """Size and place of the state of large parameters.
-
-    Attributes:
-        memory_bytes: Per parameter, in memory.
-        disk_bytes: Per parameter, on disk.
-    """
+    """Bytes of state per parameter, of large parameters, in memory and on disk."""
 
     memory_bytes: float
     disk_bytes: float

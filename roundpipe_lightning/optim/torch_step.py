@@ -21,14 +21,7 @@ NUM_SCRATCH = 4
 def step_with_torch(
     task: Task, scratch: Scratch, *, moments: tuple[Moment, Moment], stochastic_rounding: bool
 ) -> None:
-    """Step pieces of parameters, in any thread.
-
-    Args:
-        task: The pieces.
-        scratch: Memory of the calling thread.
-        moments: How the two moments are kept.
-        stochastic_rounding: Whether masters of bfloat16 are rounded at random.
-    """
+    """Step pieces of parameters, in any thread."""
     first, second = moments
     values = [_loaded(piece.parameter.values, piece, scratch) for piece in task]
     gradients = [_loaded(piece.parameter.gradient, piece, scratch) for piece in task]

@@ -8,10 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
-from roundpipe_lightning.models.losses.chunked_loss import (
-    chunk_tokens,
-    logit_bytes,
-)
+from roundpipe_lightning.models.losses.chunked_loss import chunk_tokens
 
 VOCABULARY = 151_936
 
@@ -33,13 +30,6 @@ def test_chunks_keep_to_the_budget_and_cover_everything(
     )
     assert 1 <= tokens <= num_tokens
     assert tokens * vocabulary * bytes_per_logit <= max(chunk_bytes, vocabulary * bytes_per_logit)
-
-
-def test_bytes_of_a_logit() -> None:
-    assert logit_bytes(compute_bytes=4) == 4
-    assert logit_bytes(compute_bytes=2) == 6
-    assert logit_bytes(compute_bytes=2, softcapped=True) == 10
-    assert logit_bytes(compute_bytes=8, softcapped=True) == 16
 
 
 def test_32_thousand_tokens_take_a_twentieth_of_the_plain_loss() -> None:

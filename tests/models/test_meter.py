@@ -14,9 +14,9 @@ ROWS, COLUMNS = 256, 128
 NUMBERS = ROWS * COLUMNS
 
 
-def count(work: Callable[[Tensor], object], *, dtype: torch.dtype = torch.bfloat16) -> Count:
+def count(work: Callable[[Tensor], object]) -> Count:
     """Count an operation on a matrix."""
-    matrix = torch.empty((ROWS, COLUMNS), dtype=dtype, device="meta")
+    matrix = torch.empty((ROWS, COLUMNS), dtype=torch.bfloat16, device="meta")
     meter = Meter()
     with meter:
         work(matrix)
@@ -49,11 +49,6 @@ def test_bytes_are_those_that_memory_moves(work: Callable[[Tensor], object], mov
     assert counted.matrix_operations == counted.matrix_bytes == 0
 
 
-def test_sectors_are_of_bytes_not_of_numbers() -> None:
-    wide = count(lambda matrix: matrix[:, ::16].neg(), dtype=torch.float32)
-    assert wide.memory_bytes == (32 + 4) * NUMBERS // 16
-
-
 def test_the_gradient_of_a_part_is_written_into_zeros() -> None:
     sizes = (ROWS, COLUMNS)
 
@@ -66,10 +61,3 @@ def test_the_gradient_of_a_part_is_written_into_zeros() -> None:
     copied = 2 * (NUMBERS + NUMBERS // 2)  # contiguous
     assert count(of_slice).memory_bytes == copied + 2 * (NUMBERS // 2 + NUMBERS + NUMBERS)
     assert count(of_row).memory_bytes == 2 * (COLUMNS + NUMBERS + COLUMNS)
-
-
-def test_matrix_products_count_operations_and_bytes() -> None:
-    counted = count(lambda matrix: matrix @ matrix.t())
-    assert counted.matrix_operations == 2 * ROWS * ROWS * COLUMNS
-    assert counted.matrix_bytes == 2 * (NUMBERS + NUMBERS + ROWS * ROWS)
-    assert counted.memory_bytes == 0

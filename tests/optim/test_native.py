@@ -177,45 +177,6 @@ def test_what_is_no_number_goes_where_torch_lets_it_go() -> None:
     assert results[0].isnan().nonzero().flatten().tolist() == [3, 20, 39]
 
 
-def test_what_cannot_be_read_is_left_to_torch() -> None:
-    def prepared(**changed: Any) -> bool:
-        state = {name: torch.zeros(16) for name in ("exp_avg", "exp_avg_sq")}
-        fields: dict[str, Any] = {"values": torch.zeros(16), "gradient": torch.zeros(16)}
-        fields |= {"state": state, "step": torch.ones(()), "copy": None, "seed": 0}
-        parameter = FlatParameter(settings=PLAIN, **{**fields, **changed})
-        found = native.prepare(parameter, moments=MomentFormat.FP32, stochastic_rounding=True)
-        return found is not None
-
-    assert prepared()
-    assert not prepared(gradient=torch.zeros(15))
-    assert not prepared(gradient=torch.zeros(16, dtype=torch.float64))
-    assert not prepared(copy=torch.zeros(16, device="meta"))
-    assert not prepared(copy=torch.zeros(16).as_subclass(_Other))
-    moments = {"exp_avg": torch.zeros(16).bfloat16(), "exp_avg_sq": torch.zeros(16)}
-    assert not prepared(state=moments)
-
-
-class _Other(Tensor):
-    """May have its numbers anywhere."""
-
-
-def test_defaults_of_the_caller_do_not_matter() -> None:
-    form = KernelForm(
-        values=torch.float32,
-        gradient=torch.float32,
-        copy=None,
-        moments=MomentFormat.FP32,
-        stochastic=False,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            assert native.checked.__wrapped__(form)[1] is not None
-    finally:
-        torch.set_default_dtype(before)
-
-
 # ------------------------------------------------------------------------ where it cannot be made
 
 

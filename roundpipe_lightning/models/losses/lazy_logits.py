@@ -50,14 +50,7 @@ LARGE_LOGITS_BYTES = 256 * 2**20
 
 
 class LogitSource:
-    """The computation of logits, and the properties known before it runs.
-
-    Args:
-        form: What they are.
-        function: Makes them from the inputs.
-        inputs: Hidden states, weight and bias, or the logits that these are made from.
-        fusion: Counts what becomes of them.
-    """
+    """The computation of logits, and the properties known before it runs."""
 
     def __init__(
         self,

@@ -79,13 +79,7 @@ class LogitForm:
         return function(self.hidden.new_zeros((1, 1), dtype=self.dtype)).dtype
 
     def losses(self, labels: Tensor, *, dtype: torch.dtype, **options: Any) -> Tensor | None:
-        """Return the loss of one label per token; None where the cap cannot be fused.
-
-        Args:
-            labels: One per token.
-            dtype: What the loss is to be.
-            **options: Of `linear_cross_entropy`.
-        """
+        """Return the loss of one label per token; None where the cap cannot be fused."""
         softcap, scale = self.cap, self.factor
         if softcap is not None:
             scale *= softcap
