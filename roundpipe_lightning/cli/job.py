@@ -155,6 +155,7 @@ class Job:
         }
         if spec is None:
             sizes["host_bytes"] = sizes["host_bytes"] or hardware.get("host_bytes")
+            sizes["disk_bytes_per_second"] = hardware.get("disk_bytes_per_second")
         given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
         if spec is None and not given:
             return "auto"

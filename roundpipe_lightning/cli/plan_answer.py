@@ -33,7 +33,6 @@ _MULTIPLE = 128
 """The longest sequence is a multiple of this."""
 
 _GIB = 2**30
-_DISK_BYTES_PER_SECOND = 5e9  # an NVMe disk, to say how long a step's state takes
 _SMALL_RATE = 1e-4  # below, an update is often less than half a step of bfloat16
 
 
@@ -62,6 +61,7 @@ _RESOURCES = {
         "root_download_bytes_per_second",
     ),
     "host memory bandwidth": ("host_bytes_per_second",),
+    "disk bandwidth": ("disk_bytes_per_second",),
 }
 """Figures of a machine that become twice as large where a resource is twice as fast."""
 
@@ -277,10 +277,10 @@ def _slower_storage(job: Job, training: TrainingJob) -> Iterator[_Row]:
     if adamw is None or adamw["offload"] is not None:
         return
     size = 2 * _MOMENT_BYTES[adamw["moments"]] * training.work.num_trainable
-    seconds = size / _DISK_BYTES_PER_SECOND
+    rate = training.hardware.disk_bytes_per_second
     cost = (
-        f"the same results; the disk moves {size / _GIB:,.1f} GiB a step, {seconds:,.1f} s at 5 "
-        "GB/s, which is not in the speed"
+        f"the same results; the disk moves {size / _GIB:,.1f} GiB a step, {size / rate:,.1f} s at "
+        f"{rate / 1e9:g} GB/s"
     )
     on_disk = {**adamw, "offload": "disk", "offload_dir": job.config.paths.output_dir}
     yield Price.DISK, "optimizer=adamw_disk", {"optimizer": on_disk}, cost

@@ -27,7 +27,8 @@ from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent
 from roundpipe_lightning.engine.device.probe import cache_folder, probe_hardware
 from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
 from roundpipe_lightning.errors import FitError, HardwareError
-from roundpipe_lightning.planning.model.hardware import load_hardware
+from roundpipe_lightning.planning.model.hardware import MatrixRates, load_hardware
+from roundpipe_lightning.strategy.planning import inputs
 
 
 def _waiting(event: HostEvent, method: str) -> tuple[threading.Thread, list[object]]:
@@ -353,6 +354,51 @@ def test_accelerators_are_measured_alone_and_at_once(
     assert next(tmp_path.iterdir()).name.startswith("Fast-1_x4")
     with pytest.raises(HardwareError, match="5 devices were asked for; this machine has 4"):
         probe_hardware(num_workers=5, folder=tmp_path)
+
+
+def test_each_kind_of_unequal_accelerators_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("Fast", "Slow", "Slow")
+    memory = {"Fast": 24 * 2**30, "Slow": 16 * 2**30}
+    devices = [torch.device("cuda", index) for index in (1, 2, 5)]
+    kinds = dict(zip(devices, names, strict=True))
+    speeds = {"Fast": 2.0, "Slow": 1.0}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: devices[0])
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(probe, "_give_back", lambda: None)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    monkeypatch.setattr(
+        probe,
+        "_properties",
+        lambda device: SimpleNamespace(name=kinds[device], total_memory=memory[kinds[device]]),
+    )
+    measured: list[torch.device] = []
+
+    def rates(device: torch.device, share: float) -> MatrixRates:
+        measured.append(device)
+        return MatrixRates(float32=speeds[kinds[device]] * 1e12)
+
+    monkeypatch.setattr(probe, "_matrix_rates", rates)
+    monkeypatch.setattr(probe, "_copy_rate", lambda device: 1e11)
+    monkeypatch.setattr(probe, "_transfer_rate", lambda devices, *, upload: 1e10 * len(devices))
+    monkeypatch.setattr(inputs, "probe_hardware", partial(probe_hardware, folder=tmp_path))
+    free = dict(zip(devices, (20, 15, 9), strict=True))
+    monkeypatch.setattr(inputs, "available_bytes", lambda device: free[device] * 2**30)
+    for _ in range(2):  # measured, then read
+        spec = inputs.find_machine(
+            "auto",
+            num_workers=3,
+            workers_per_device=1,
+            computes_on_host=False,
+            accelerators=devices,
+        )
+        assert measured == devices[:2]
+        assert spec.device_name == "Fast and Slow and Slow"
+        assert [one.matrix_rates.float32 / 1e12 for one in spec.workers] == [2, 1, 1]
+        assert [one.device_bytes / 2**30 for one in spec.workers] == [20, 15, 9]
+        assert spec.device_bytes == 9 * 2**30
 
 
 def test_transfers_are_timed() -> None:

@@ -150,6 +150,10 @@ def test_slow_links_make_a_step_longer_and_compressed_frozen_weights_shorter() -
     mapped = ParameterStorage(weights=WeightStorage.MEMORY_MAPPED)
     slow_host = machine(host_bytes_per_second=3e8)
     assert seconds(mapped, slow_host) > 1.5 * seconds(STORAGE, slow_host)
+    # five parts of the model, of which the page cache holds four
+    small = machine(host_bytes=4 * size, disk_bytes_per_second=1e8)
+    assert seconds(mapped, small) == pytest.approx(9 * size * 2 / 1e8, rel=0.3)
+    assert seconds(mapped, small) > 2 * seconds(mapped, replace(small, host_bytes=5 * size))
 
 
 def test_storage_says_what_a_step_moves() -> None:
@@ -157,6 +161,8 @@ def test_storage_says_what_a_step_moves() -> None:
     on_disk = ParameterStorage(optimizer_bytes=0, disk_bytes=8)
     assert on_disk.update_bytes == STORAGE.update_bytes
     assert on_disk.state_bytes(1000) == 8 * 1000
+    slow_disk = machine(disk_bytes_per_second=1e9)
+    assert on_disk.update_seconds(10**9, slow_disk) == pytest.approx(16.0)
     assert on_disk.state_bytes(10**12) == 3 * 64 * 2**20
     assert STORAGE.state_bytes(1000) == 8 * 1000
     half = replace(BLOCK, trainable_bytes=200, num_quantizable=400, quantizable_bytes=800)

@@ -48,17 +48,22 @@ _MOST_REPEATS = 64
 
 
 def probe_hardware(
-    *, num_workers: int | None = None, folder: Path | None = None, fresh: bool = False
+    *,
+    num_workers: int | None = None,
+    devices: Sequence[torch.device] = (),
+    folder: Path | None = None,
+    fresh: bool = False,
 ) -> HardwareSpec:
     """Measure this machine, or return what was measured before, unless a `fresh` one is wanted.
 
     Args:
         num_workers: Devices to count on: accelerators (None: all of them), or CPU workers where
             there is no accelerator (None: 1).
+        devices: The accelerators; empty: the machine's first ones.
         folder: Where measurements are kept. None: the user's cache folder.
         fresh: Whether to measure again.
     """
-    machine = _Machine.found(num_workers)
+    machine = _Machine.found(num_workers, devices)
     path = (folder or cache_folder()) / machine.file_name
     if not fresh and (known := _read(path)) is not None:
         return replace(known, devices_reach_each_other=machine.reaches_itself)
@@ -104,7 +109,7 @@ class _Machine:
 
     Attributes:
         devices: Accelerators; the one CPU without any.
-        name: What one device is called.
+        name: What the devices are called.
         num_workers: Accelerators, or CPU workers.
     """
 
@@ -113,7 +118,7 @@ class _Machine:
     num_workers: int
 
     @classmethod
-    def found(cls, num_workers: int | None) -> _Machine:
+    def found(cls, num_workers: int | None, given: Sequence[torch.device] = ()) -> _Machine:
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if kind is None or kind.type not in ("cuda", "xpu"):
             name = platform.processor() or platform.machine() or "CPU"
@@ -122,8 +127,11 @@ class _Machine:
         count = torch.accelerator.device_count()
         if num_workers is not None and not 1 <= num_workers <= count:
             raise HardwareError(f"{num_workers} devices were asked for; this machine has {count}.")
-        devices = tuple(torch.device(kind.type, index) for index in range(num_workers or count))
-        names = sorted({_properties(device).name for device in devices})
+        first = [torch.device(kind.type, index) for index in range(num_workers or count)]
+        devices = tuple(given or first)
+        names = [_properties(device).name for device in devices]
+        if len(set(names)) == 1:
+            names = names[:1]
         return cls(devices=devices, name=" and ".join(names), num_workers=len(devices))
 
     @property
@@ -143,37 +151,53 @@ class _Machine:
         return re.sub(r"[^A-Za-z0-9.+_-]+", "-", "_".join(words)) + ".json"
 
     def measured(self) -> HardwareSpec:
-        host_rate = _copy_rate(torch.device("cpu"))
-        in_host = host_bytes() or UNKNOWN_BYTES
+        """Measure a device of each kind alone, and the links of all at once."""
+        in_host, host_rate = host_bytes() or UNKNOWN_BYTES, _copy_rate(torch.device("cpu"))
         # CPU workers share cores, memory and bandwidth evenly.
         share = 1 / self.num_workers if self.is_cpu else 1.0
-        if self.is_cpu:
-            memory_bytes = int(in_host * share)
-            memory_rate = up = down = host_rate * share
-            root_up = root_down = host_rate
-        else:
-            memory_bytes = min(_properties(device).total_memory for device in self.devices)
-            memory_rate = _copy_rate(self.devices[0])
-            up, down = (_transfer_rate(self.devices[:1], upload=up) for up in (True, False))
-            root_up = max(up, _transfer_rate(self.devices, upload=True))
-            root_down = max(down, _transfer_rate(self.devices, upload=False))
-        return HardwareSpec(
-            name="auto",
+        kinds: dict[tuple[str, int], HardwareSpec] = {}
+        workers = []
+        for device in self.devices:
+            kind = (self.name, int(in_host * share))
+            if not self.is_cpu:
+                kind = (_properties(device).name, _properties(device).total_memory)
+            if kind not in kinds:
+                up = down = rate = host_rate * share
+                if not self.is_cpu:
+                    rate = _copy_rate(device)
+                    up, down = (_transfer_rate([device], upload=up) for up in (True, False))
+                kinds[kind] = HardwareSpec(
+                    name="auto",
+                    device_name=kind[0],
+                    num_devices=1,
+                    device_bytes=kind[1],
+                    matrix_rates=_matrix_rates(device, share=share),
+                    memory_bytes_per_second=rate,
+                    upload_bytes_per_second=up,
+                    download_bytes_per_second=down,
+                    devices_per_root=1,
+                    root_upload_bytes_per_second=up,
+                    root_download_bytes_per_second=down,
+                    host_bytes=in_host,
+                    host_bytes_per_second=host_rate,
+                    shares_host_memory=self.is_cpu,
+                    efficiency=Efficiency(attention=_ATTENTION_SHARE, host=_HOST_SHARE),
+                )
+            workers.append(kinds[kind])
+        root_up = root_down = host_rate
+        if not self.is_cpu:
+            root_up, root_down = (_transfer_rate(self.devices, upload=up) for up in (True, False))
+        first = workers[0]
+        return replace(
+            first,
             device_name=self.name,
             num_devices=self.num_workers,
-            device_bytes=memory_bytes,
-            matrix_rates=_matrix_rates(self.devices[0], share=share),
-            memory_bytes_per_second=memory_rate,
-            upload_bytes_per_second=up,
-            download_bytes_per_second=down,
+            device_bytes=min(one.device_bytes for one in workers),
             devices_per_root=self.num_workers,
-            root_upload_bytes_per_second=root_up,
-            root_download_bytes_per_second=root_down,
-            host_bytes=in_host,
-            host_bytes_per_second=host_rate,
-            shares_host_memory=self.is_cpu,
+            root_upload_bytes_per_second=max(first.upload_bytes_per_second, root_up),
+            root_download_bytes_per_second=max(first.download_bytes_per_second, root_down),
             devices_reach_each_other=self.reaches_itself,
-            efficiency=Efficiency(attention=_ATTENTION_SHARE, host=_HOST_SHARE),
+            unequal=tuple(workers) if len(kinds) > 1 else (),
         )
 
 

@@ -14,7 +14,7 @@ anything all ask here. A device holds, while it runs a stage,
                   FUSED: the same and the tail segment, with the logits
     reserved      the runtime's context and the allocator's gaps
 
-Workers that compute in the host's memory hold no weights, and the gradients of one stage.
+Workers that compute in the host's memory hold no weights, and the gradients of one stage's blocks.
 """
 
 from __future__ import annotations
@@ -170,6 +170,9 @@ class Footprint:
         if config.recompute is RecomputePolicy.SELECTIVE:
             sizes[MemoryKind.BOUNDARIES] += self._attention_in_flight(table)
         gradients = table.part_sums(self.profile, "trainable_bytes")
+        if self.hardware.shares_host_memory:  # those of the segments are added to sums at once
+            own = [block.trainable_bytes for block in self.profile.blocks]
+            gradients = table.block_sums(prefix_sums(own))
         gradients[:, :fused] = 0.0
         if self.hardware.shares_host_memory:
             return {**sizes, MemoryKind.GRADIENTS: gradients}

@@ -104,13 +104,19 @@ class StepModel:
         return Footprint(stored, hardware=self.links)
 
     @cached_property
+    def _placed(self) -> ParameterStorage | None:
+        return self.storage and self.storage.placed(
+            self.profile, num_trainable=self.num_trainable, hardware=self.hardware
+        )
+
+    @cached_property
     def links(self) -> HardwareSpec:
         """The machine with the uploads that the weights' place allows."""
-        return self.hardware if self.storage is None else self.storage.links(self.hardware)
+        return self.hardware if self._placed is None else self._placed.links(self.hardware)
 
     @cached_property
     def host(self) -> HostCosts:
-        storage, hardware = self.storage, self.hardware
+        storage, hardware = self._placed, self.hardware
         if storage is None:
             return HostCosts(timing=self.timing)
 
@@ -124,7 +130,7 @@ class StepModel:
             per_downloaded_byte=transfer(0.0, 1.0) + hardware.host_seconds(storage.sum_bytes(1.0)),
             first_upload=self.links.upload_seconds(1.0),
             last_download=self.links.download_seconds(1.0),
-            optimizer=hardware.host_seconds(self.num_trainable * storage.update_bytes),
+            optimizer=storage.update_seconds(self.num_trainable, hardware),
             timing=self.timing,
         )
 

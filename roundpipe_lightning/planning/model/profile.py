@@ -101,6 +101,11 @@ class ModelProfile:
     def num_blocks(self) -> int:
         return len(self.blocks)
 
+    @property
+    def parts(self) -> tuple[BlockProfile, ...]:
+        """Head, blocks and tail."""
+        return (self.head, *self.blocks, self.tail)
+
     def each(self, change: Callable[[BlockProfile], BlockProfile]) -> ModelProfile:
         """Return the model with every block and segment changed."""
         blocks = tuple(map(change, self.blocks))
@@ -109,8 +114,7 @@ class ModelProfile:
     @property
     def busy_seconds(self) -> float:
         """Duration of a microbatch, forward and backward, without any recompute."""
-        parts = (*self.blocks, self.head, self.tail)
-        return sum(part.forward_seconds + part.backward_seconds for part in parts)
+        return sum(part.forward_seconds + part.backward_seconds for part in self.parts)
 
     def seconds_to_recompute(self, policy: RecomputePolicy = RecomputePolicy.FULL) -> float:
         """Duration of the recompute of all blocks under a policy."""

@@ -37,6 +37,9 @@ class WeightStorage(Enum):
     """In the page cache, mapped from files: the host copies them into a page-locked buffer first,
     so each byte passes the host's memory three times instead of once."""
 
+    ON_DISK = "on_disk"
+    """The same, of more than the page cache holds: every upload reads them from the disk."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterStorage:
@@ -73,10 +76,33 @@ class ParameterStorage:
         """Bytes that the optimizer reads and writes for a trainable parameter in one step.
 
         It reads the gradient, reads and writes master and state, and writes the 16-bit copy. State
-        on disk passes the memory as well; the disk's own time is not known here.
+        on disk passes the memory as well.
         """
         state = self.optimizer_bytes + self.disk_bytes
         return self.gradient_bytes + 2 * self.master_bytes + 2 * state + 2
+
+    def update_seconds(self, num_trainable: int, hardware: HardwareSpec) -> float:
+        """Return the optimizer's time: the host's, or the disk's to read and write its state."""
+        moved = 2 * num_trainable * self.disk_bytes
+        in_memory = hardware.host_seconds(num_trainable * self.update_bytes)
+        return max(in_memory, moved / hardware.disk_bytes_per_second)
+
+    def placed(
+        self, profile: ModelProfile, *, num_trainable: int, hardware: HardwareSpec
+    ) -> ParameterStorage:
+        """Return the storage with mapped weights on the disk where the page cache is too small.
+
+        Uploads go through all of them in turn, so a cache that has no room for all has none of what
+        is needed next.
+        """
+        if self.weights is not WeightStorage.MEMORY_MAPPED:
+            return self
+        mapped = sum(p.parameter_bytes - p.trainable_bytes for p in self.stored(profile).parts)
+        kept = num_trainable * (self.master_bytes + self.gradient_bytes)
+        held = kept + self.state_bytes(num_trainable)
+        if mapped + held <= hardware.host_bytes:
+            return self
+        return replace(self, weights=WeightStorage.ON_DISK)
 
     def state_bytes(self, num_trainable: int) -> float:
         """Return the memory that the optimizer's state takes, with its windows on the disk."""
@@ -90,16 +116,24 @@ class ParameterStorage:
     def transfer_seconds(
         self, *, uploaded_bytes: float, downloaded_bytes: float, hardware: HardwareSpec
     ) -> float:
-        """Time for which transfers keep the host's memory busy; 0 where nothing is copied.
+        """Time for which transfers keep the host's memory or the disk busy.
 
         The bytes are those of all devices together: weights up, gradients down.
         """
-        if hardware.shares_host_memory:
-            return 0.0
-        read = uploaded_bytes / hardware.host_bytes_per_second
-        if self.weights is WeightStorage.MEMORY_MAPPED:
-            read = hardware.host_seconds(_MAPPED_PASSES * uploaded_bytes)
-        return read + downloaded_bytes / hardware.host_bytes_per_second
+        if hardware.shares_host_memory:  # nothing is copied but from the disk
+            on_disk = self.weights is WeightStorage.ON_DISK
+            return uploaded_bytes / hardware.disk_bytes_per_second if on_disk else 0.0
+        down = downloaded_bytes / hardware.host_bytes_per_second
+        return uploaded_bytes / self._upload_rate(hardware) + down
+
+    def _upload_rate(self, hardware: HardwareSpec) -> float:
+        """Return the bytes per second that the weights' place gives to all devices together."""
+        rate = hardware.host_bytes_per_second
+        if self.weights is not WeightStorage.PAGE_LOCKED:
+            rate *= hardware.efficiency.host / _MAPPED_PASSES
+        if self.weights is WeightStorage.ON_DISK:
+            rate = min(rate, hardware.disk_bytes_per_second)
+        return rate
 
     def saved_bytes(self, num_parameters: int, num_bytes: int) -> float:
         """Return the bytes by which parameters of so many bytes shrink where they are quantised."""
@@ -130,7 +164,7 @@ class ParameterStorage:
         """Return the machine with the uploads that the weights' place allows."""
         if self.weights is WeightStorage.PAGE_LOCKED:
             return hardware
-        copied = hardware.host_bytes_per_second * hardware.efficiency.host / _MAPPED_PASSES
+        copied = self._upload_rate(hardware)
         return replace(
             hardware,
             upload_bytes_per_second=min(hardware.upload_bytes_per_second, copied),

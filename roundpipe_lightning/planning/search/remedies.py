@@ -48,7 +48,7 @@ class Price(IntEnum):
     """Sequences are shorter."""
 
     DISK = 3
-    """A disk holds what memory does not, and its time is not predicted."""
+    """A disk holds what memory does not."""
 
     TRAINABLE = 4
     """Fewer parameters are trained."""

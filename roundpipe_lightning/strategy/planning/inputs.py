@@ -114,8 +114,9 @@ def cpu_workers(num_workers: int) -> HardwareSpec:
 
 def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareSpec:
     """Measure the accelerators, or take what was measured before; memory is what there is now."""
+    devices = _devices(num_devices, accelerators)
     try:
-        spec = probe_hardware(num_workers=num_devices)
+        spec = probe_hardware(num_workers=num_devices, devices=devices)
     except (RuntimeError, HardwareError) as error:
         spec = load_hardware("rtx4090x1")
         rank_zero_info(
@@ -123,11 +124,13 @@ def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareS
             f"of an {spec.device_name}. Name the machine with RoundPipeStrategy(hardware=...)."
         )
         spec = replace(spec, name="auto", num_devices=num_devices, devices_per_root=num_devices)
-    devices = _devices(num_devices, accelerators)
+    sizes = [max(1, available_bytes(device)) for device in devices]
+    own = zip(spec.unequal, sizes, strict=True) if spec.unequal else ()
     return replace(
         spec,
         # What a plan may take of the accelerator with the least memory.
-        device_bytes=max(1, min(map(available_bytes, devices), default=spec.device_bytes)),
+        device_bytes=min(sizes, default=spec.device_bytes),
+        unequal=tuple(replace(one, device_bytes=size) for one, size in own),
         devices_reach_each_other=all_reach(devices),
         host_bytes=host_bytes() or UNKNOWN_BYTES,  # another container may have another limit
     )
