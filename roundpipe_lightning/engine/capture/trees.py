@@ -24,7 +24,7 @@ def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(node)
 
 
-def with_children(node: Any, children: Mapping[Any, Any]) -> Any:
+def _with_children(node: Any, children: Mapping[Any, Any]) -> Any:
     """Return a container like `node` that holds other children, all under the same keys."""
     if isinstance(node, MutableMapping):
         twin = copy.copy(node)
@@ -56,7 +56,7 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     after = {key: map_leaves(function, child) for key, child in before.items()}
     if all(after[key] is child for key, child in before.items()):
         return node
-    return with_children(node, after)
+    return _with_children(node, after)
 
 
 def tensors_in(node: Any) -> Iterator[Tensor]:

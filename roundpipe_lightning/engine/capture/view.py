@@ -361,12 +361,18 @@ class ViewClasses:
 
 
 def _view_class(base: type, extra: tuple[type, ...]) -> type:
+    in_disguise = any(issubclass(c, View) for c in extra)
+    return class_like(base, (*extra, base) if in_disguise else (View, base))
+
+
+def class_like(base: type, bases: tuple[type, ...]) -> type:
+    """Make a class that passes for `base`: it has its name, and its objects say it is theirs."""
+
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__module__"] = base.__module__
         namespace["__qualname__"] = base.__qualname__
         namespace["__class__"] = property(lambda self: base)
 
-    bases = (*extra, base) if any(issubclass(c, View) for c in extra) else (View, base)
     return types.new_class(base.__name__, bases, {}, fill)
 
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from roundpipe_lightning.engine.chain.values import (
     WRITTEN_SINCE,
     BlockCall,
     Value,
-    ValueOwner,
 )
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.transfer.boundary import TransferEndpoint
@@ -43,8 +42,7 @@ from roundpipe_lightning.errors import CaptureError
 
 if TYPE_CHECKING:
     from roundpipe_lightning.engine.chain.forward import ForwardPass
-
-T = TypeVar("T")
+    from roundpipe_lightning.engine.chain.segments import Segments
 
 _POLL_SECONDS = 0.2  # how soon a waiting thread notices that the step was aborted
 
@@ -86,6 +84,7 @@ class PostedCall:
         block: The block.
         name: The block's name.
         given: Its arguments, with `Cut` and `JoinedValue` in place of tensors.
+        taken: The joined values among them.
         sizes: Rows of every piece; one without rows leaves the call out.
         gradient: Whether gradients are enabled.
         autocast: The state around the call.
@@ -102,6 +101,7 @@ class PostedCall:
     block: nn.Module
     name: str
     given: Given
+    taken: Sequence[JoinedValue]
     sizes: Sequence[int]
     gradient: bool
     autocast: Sequence[Autocast]
@@ -130,22 +130,11 @@ class PostedCall:
         given: Given = Copies(part).copied(self.given)
         return given
 
-    def taken(self) -> Sequence[JoinedValue]:
-        """Return the joined values among the arguments."""
-        found: list[JoinedValue] = []
-
-        def look(source: Any, in_object: bool) -> Any:  # noqa: ARG001, FBT001 - a `Swap`
-            found.extend([source] if isinstance(source, JoinedValue) else [])
-            return source
-
-        Copies(look).copied(self.given)
-        return found
-
     def clear(self) -> None:
         """Break the circles of references."""
         self.calls.clear()
         self.values.clear()
-        self.given, self.versions = ((), {}), ()
+        self.given, self.taken, self.versions = ((), {}), (), ()
 
 
 class Left(NamedTuple):
@@ -222,10 +211,6 @@ class PieceBoard:
             if isinstance(entry, End):
                 return
 
-    def of_kind(self, kind: type[T]) -> list[T]:
-        """Return what has been posted of a kind."""
-        return [entry for entry in self._posted if isinstance(entry, kind)]
-
     def await_all(self) -> None:
         """Wait until the pieces have done all that is posted."""
         self._wait(lambda: min(self._num_done[1:], default=len(self._posted)) == len(self._posted))
@@ -269,7 +254,7 @@ class JoinedValue(Value):
 
     def __init__(
         self,
-        owner: ValueOwner,
+        owner: Segments,
         posted: PostedCall,
         first: Value,
         *,

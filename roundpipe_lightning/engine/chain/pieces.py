@@ -146,7 +146,7 @@ class PieceForward(ForwardPass):
         ):
             self._call(posted.block, posted.given_for(self._piece))
         posted.check_unwritten()
-        for joined in posted.taken():
+        for joined in posted.taken:
             joined.note_pending(-1, [self._piece])
 
     def _position_of(self, block: nn.Module) -> int | None:  # noqa: ARG002
@@ -232,6 +232,7 @@ class DriverForward(ForwardPass):
             if joined is not None:
                 self._sources[id(tensor)] = joined.part(0)
                 joined.note_pending(1, [i for i, size in enumerate(sizes) if size and i])
+                from_pieces.append(joined)
                 return joined
             whole = self._whole(tensor)
             versions.append((whole, whole._version))
@@ -240,6 +241,7 @@ class DriverForward(ForwardPass):
             return cut
 
         versions: list[tuple[Tensor, int]] = []
+        from_pieces: list[JoinedValue] = []
         dims = {id(a.tensor): d for a, d in zip(arguments, self._form.arguments, strict=True)}
         taken = Copies(swap).copied(given)  # can begin a segment
         position = self._in_turn(position)
@@ -249,6 +251,7 @@ class DriverForward(ForwardPass):
             block=block,
             name=self._names[block],
             given=taken,
+            taken=from_pieces,
             sizes=sizes,
             versions=versions,
             gradient=torch.is_grad_enabled(),

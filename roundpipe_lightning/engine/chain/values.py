@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -36,45 +36,22 @@ from roundpipe_lightning.engine.chain.saved_outputs import (
     Sample,
 )
 from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
+from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import CaptureError
 
+if TYPE_CHECKING:
+    from roundpipe_lightning.engine.chain.joined import JoinedBoundary
+    from roundpipe_lightning.engine.chain.segments import Segments
+
 WRITTEN_SINCE = (
     "A tensor that block {!r} was given has been written into since: its recompute, or another "
     "piece of the batch, would find other values. Give the block a copy "
     "(`block(x, mask.clone())`), or make a new tensor instead of writing into it."
 )
-
-
-class Boundary(Protocol):
-    """Values on their way; see `BoundaryTensor`."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Their size."""
-
-    def on(self, worker: TransferEndpoint | None) -> Tensor:
-        """Return them on a worker."""
-
-    def send_to(self, worker: TransferEndpoint) -> None:
-        """Begin to bring them to a worker."""
-
-    def release(self) -> None:
-        """Release their memory."""
-
-
-class ValueOwner(Protocol):
-    """The user code of the microbatch that a value belongs to."""
-
-    def materialize(self, value: Value) -> Tensor:
-        """Return the tensor that the user's code computes with in place of a value."""
-
-    def detached(self, value: Value) -> Tensor:
-        """Return a value without a graph."""
 
 
 class Value(Reference):
@@ -100,7 +77,7 @@ class Value(Reference):
 
     def __init__(
         self,
-        owner: ValueOwner,
+        owner: Segments,
         call: BlockCall,
         tensor: Tensor | None,
         *,
@@ -115,7 +92,7 @@ class Value(Reference):
         self.in_object = in_object
         self.segment = call.segment
         self.here = tensor
-        self.host: Boundary | None = None
+        self.host: BoundaryTensor | JoinedBoundary | None = None
         self.form = form
         self.is_wanted: Callable[[], bool] = lambda: False
         self._lazy: weakref.ref[LazyTensor] | None = None
@@ -375,7 +352,7 @@ class Sources:
         self._user = user
         self._turns = turns
         self._boundaries: dict[Tensor, BoundaryTensor] = {}
-        self._taken: dict[Boundary, None] = {}  # in the present turn
+        self._taken: dict[BoundaryTensor | JoinedBoundary, None] = {}  # in the present turn
         self.gradients: dict[Source, BoundaryTensor] = {}
 
     def here(self, source: Source, *, repeats: bool = False) -> Tensor:
@@ -414,7 +391,7 @@ class Sources:
             keeps = keeps or follower.device.reaches(maker.device)
         return BoundaryTensor(tensor, maker, pool=self._turns.pool, keeps=keeps)
 
-    def send_ahead(self, boundaries: Iterable[Boundary]) -> None:
+    def send_ahead(self, boundaries: Iterable[BoundaryTensor | JoinedBoundary]) -> None:
         """End the turn: send what the next one is likely to take to its worker."""
         worker = self._turns.next_worker
         if worker is not None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture.view import is_compiled_wrapper, uncompiled
+from roundpipe_lightning.engine.capture.view import class_like, is_compiled_wrapper, uncompiled
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter
 from roundpipe_lightning.errors import ConfigurationError
 
@@ -86,7 +86,7 @@ class MetaCopy:
         """Return the copy of a module, the same one every time."""
         known = self._made.get(id(module))
         if known is None:
-            copy: Any = object.__new__(_class_of(type(module)))
+            copy: Any = object.__new__(class_like(type(module), (_Copied, type(module))))
             self._made[id(module)] = known = (module, copy)
             self._modules[copy] = module
             self._fill(copy, module)
@@ -270,17 +270,6 @@ class _Copied:
             self.__dict__[name] = value
             return value
         return super().__getattr__(name)  # type: ignore[misc]  # a module's
-
-
-def _class_of(base: type) -> type:
-    """Make the class of the copies of one class's modules."""
-
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace["__module__"] = base.__module__
-        namespace["__qualname__"] = base.__qualname__
-        namespace["__class__"] = property(lambda self: base)
-
-    return types.new_class(base.__name__, (_Copied, base), {}, fill)
 
 
 def _method(kind: type, name: str) -> types.FunctionType | None:

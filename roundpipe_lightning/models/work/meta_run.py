@@ -9,9 +9,7 @@ by itself when it runs again.
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from roundpipe_lightning.engine.capture.trees import children_of, with_children
+from roundpipe_lightning.engine.capture.arguments import Copies
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
@@ -160,7 +158,7 @@ class _Recorder:
         def measured(*args: Any, **kwargs: Any) -> Any:
             if index == 0 and self._in_head:
                 self._end_head(args, kwargs)
-            taken = held_tensors((args, kwargs))
+            taken = _held_tensors((args, kwargs))
             key = (kind, *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in taken))
             if key not in self._alike:
                 self._alike[key] = _measure_block(self._meter, forward, args, kwargs)
@@ -198,7 +196,7 @@ class _Recorder:
     def _end_head(self, args: Any, kwargs: Any) -> None:
         meter = self._meter
         self._in_head = False
-        self._head_outputs = [t for t in held_tensors((args, kwargs)) if _needs_grad(t)]
+        self._head_outputs = [t for t in _held_tensors((args, kwargs)) if _needs_grad(t)]
         self.head.forward = meter.count
         self.head.boundary_bytes = _hidden(args, kwargs).nbytes
         self.head.kept_bytes = meter.live_bytes - self._before
@@ -218,7 +216,7 @@ def _measure_block(
     cost = SegmentCost(gradient_bytes=_gradient_bytes(_hidden(args, kwargs)))
 
     def run_block() -> Any:
-        own_args, own_kwargs = map_held_tensors(_leaf, (args, kwargs))
+        own_args, own_kwargs = Copies(lambda held, _: _leaf(held)).copied((args, kwargs))
         return forward(*own_args, **own_kwargs)
 
     before = meter.live_bytes
@@ -357,59 +355,13 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def map_held_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Replace every tensor in containers and objects, of which copies are made; modules stay.
-
-    Args:
-        function: Called once with each tensor, however often it is held.
-        value: A tensor, a container, an object with attributes or anything else.
-    """
-    return _HeldTensors(function).mapped(value)
-
-
-def held_tensors(value: Any) -> list[Tensor]:
+def _held_tensors(value: Any) -> list[Tensor]:
     """All tensors in containers and objects, each once."""
     found: list[Tensor] = []
 
-    def add(tensor: Tensor) -> Tensor:
+    def add(tensor: Tensor, in_object: bool) -> Tensor:  # noqa: ARG001, FBT001 - a `Swap`
         found.append(tensor)
         return tensor
 
-    map_held_tensors(add, value)
+    Copies(add).copied(value)
     return found
-
-
-class _HeldTensors:
-    """One walk through containers and objects: what has been seen, and what it became."""
-
-    _NO_HOLDERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        self._function = function
-        self._seen: dict[int, Any] = {}
-        self._alive: list[Any] = []
-
-    def mapped(self, value: Any) -> Any:
-        if id(value) not in self._seen:
-            self._alive.append(value)  # its id stays its own
-            self._seen[id(value)] = value  # where something holds itself
-            self._seen[id(value)] = self._replaced(value)
-        return self._seen[id(value)]
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._function(value)
-        if isinstance(value, self._NO_HOLDERS):
-            return value
-        children = dict(children_of(value))
-        attributes = vars(value) if not children and hasattr(value, "__dict__") else {}
-        before = list((children or attributes).items())
-        mapped = [(key, child, self.mapped(child)) for key, child in before]
-        after = {key: new for key, child, new in mapped if new is not child}
-        if not after:
-            return value
-        if children:
-            return with_children(value, {**children, **after})
-        twin = copy(value)
-        vars(twin).update(after)
-        return twin
