@@ -1,9 +1,14 @@
 """Runs in this process: what a configuration does, and what it refuses."""
 
+import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hydra.errors import MissingConfigException
+from torch import Tensor
+from torch.nn import functional
 
 from roundpipe_lightning.cli.build import find_checkpoint
 from roundpipe_lightning.cli.train import train
@@ -45,12 +50,34 @@ def test_evaluates_a_checkpoint_without_training(tmp_path: Path) -> None:
     assert again["loss_first"] is None
 
 
-def test_trains_on_an_ordinary_device_to_compare_with(tmp_path: Path) -> None:
-    pipeline = train_small(tmp_path / "pipeline")
-    single = train_small(tmp_path / "single", "trainer=single_device")
-    assert single["bubble_measured"] is None
-    assert single["loss_last"] == pytest.approx(pipeline["loss_last"], rel=1e-3)
+class Contrastive(CausalLanguageModule):
+    """Compares every sequence with all others of its batch."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        logits = self(batch).logits
+        one, other = (functional.normalize(part.mean(1), dim=1) for part in logits.chunk(2, dim=1))
+        targets = torch.arange(len(one), device=one.device)
+        loss = functional.cross_entropy(one @ other.T / 0.1, targets)
+        self.log("train_loss", loss, on_step=True, on_epoch=False)
+        return loss
+
+
+def test_a_module_of_ones_own_has_the_losses_of_one_device(tmp_path: Path) -> None:
+    """In the mode `step`, that of the configuration, it has not."""
+
+    def losses(name: str, *overrides: str) -> list[float]:
+        module = f"module._target_={__name__}.Contrastive"
+        train_small(tmp_path / name, module, "trainer.limit_val_batches=0", *overrides)
+        rows = csv.DictReader((tmp_path / name / "metrics.csv").read_text().splitlines())
+        return [float(row["train_loss"]) for row in rows if row["train_loss"]]
+
+    single = losses("single", "trainer=single_device")
+    assert len(single) == 3
+    assert summary(tmp_path / "single")["bubble_measured"] is None
     assert "plan.json" not in files(tmp_path / "single")
+    for mode in ("blocks", "auto"):
+        chosen = f"trainer.strategy.microbatching={mode}"
+        assert losses(mode, chosen) == pytest.approx(single, rel=1e-4)
 
 
 def test_a_saved_plan_is_used_again(tmp_path: Path) -> None:

@@ -173,3 +173,27 @@ def test_pinned_steps_say_by_what_they_are_weighed(
     make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(Regressor(), regression_data())
     (text,) = said
     assert "microbatches weigh by their samples" in text
+
+
+@pytest.mark.parametrize(("count", "joined"), [(lambda module: None, False), (add, True)])
+def test_a_resumed_training_keeps_the_choice(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: Callable[[Counts], Any],
+    joined: bool,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
+
+    def fit(max_steps: int, ckpt_path: Path | None = None) -> Any:
+        strategy = RoundPipeStrategy(num_microbatches=2)
+        trainer = make_trainer(tmp_path, strategy=strategy, max_steps=max_steps)
+        trainer.fit(Counts(count), regression_data(), ckpt_path=ckpt_path)
+        return trainer
+
+    fit(1).save_checkpoint(tmp_path / "first.ckpt")
+    (text,) = said
+    for part in ("because" if joined else "proven", "costs" if not joined else "wait", "settles"):
+        assert part in text
+    plan = fit(2, tmp_path / "first.ckpt").strategy.last_plan
+    assert (len(said), plan.joined) == (1, joined)
