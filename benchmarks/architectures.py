@@ -23,22 +23,21 @@ import copy
 import itertools
 import json
 import logging
-import multiprocessing
 import platform
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import tiny_configs
 import torch
 import transformers
+from forked import ForkError, answer_of
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional
@@ -436,39 +435,16 @@ def _described(error: BaseException) -> str:
     return f"{text} [{places}]"
 
 
-def _examine_in_child(name: str, kind: str, mode: str, connection: Connection) -> None:
+def examine_quietly(name: str, kind: str, mode: str) -> Report:
+    """Examine an architecture without warnings, and say how long it took."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
     start = time.perf_counter()
     try:
-        report = asdict(examine(name, kind, mode))
+        report = examine(name, kind, mode)
     except Exception as error:  # noqa: BLE001 - reported
-        report = asdict(Report(name=name, verdict=Verdict.BROKEN, reason=_described(error)))
-    report |= {"seconds": round(time.perf_counter() - start, 2)}
-    connection.send(Report(**report))
-
-
-def examine_in_process(name: str, kind: str, mode: str, *, timeout_seconds: float) -> Report:
-    """Examine an architecture in a process of its own."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_examine_in_child, args=(name, kind, mode, sender), daemon=True
-    )
-    process.start()
-    sender.close()
-    try:
-        if receiver.poll(timeout_seconds):
-            report: Report = receiver.recv()
-            return report
-        reason = f"not done after {timeout_seconds:g} s"
-    except EOFError:
-        reason = "the process ended without a report"
-    finally:
-        process.kill()
-        process.join()
-    return Report(name=name, verdict=Verdict.BROKEN, reason=reason, seconds=timeout_seconds)
+        report = Report(name=name, verdict=Verdict.BROKEN, reason=_described(error))
+    return replace(report, seconds=round(time.perf_counter() - start, 2))
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -515,9 +491,11 @@ def main() -> None:
     torch.set_num_threads(1)
     reports = []
     for name in names:
-        report = examine_in_process(
-            name, options.kind, options.mode, timeout_seconds=options.timeout
-        )
+        arguments = name, options.kind, options.mode
+        try:
+            report = answer_of(examine_quietly, *arguments, seconds=options.timeout)
+        except ForkError as error:
+            report = Report(name=name, verdict=Verdict.BROKEN, reason=str(error))
         reports.append(report)
         if options.output == "text":
             print(f"{name:32} {report.verdict.value:14} {report.mode:7}{report.reason}", flush=True)

@@ -27,7 +27,6 @@ import argparse
 import json
 import logging
 import math
-import multiprocessing
 import re
 import sys
 import time
@@ -37,11 +36,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 import program_libraries  # noqa: F401 - names its programs
 import torch
+from forked import ForkError, answer_of
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from program_kinds import Program
 from torch import Tensor
@@ -328,32 +327,6 @@ def worst(runs: Sequence[Run]) -> str:
     return max((run.verdict for run in runs), key=ORDER.index)
 
 
-def judge_in_process(name: str, options: Mapping[str, Any], counts: Sequence[int]) -> list[Run]:
-    """Judge in a forked process with a time limit."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(theirs, name, options, counts))
-    process.start()
-    theirs.close()
-    try:
-        if ours.poll(LIMIT_SECONDS):
-            answer: list[Run] = ours.recv()
-            return answer
-        reason = f"still running after {LIMIT_SECONDS:.0f} s"
-    except EOFError:
-        reason = "its process died"
-    finally:
-        process.kill()
-        process.join()
-    return [Run(num_microbatches=0, verdict="broken", message=reason)]
-
-
-def _send(pipe: Connection, name: str, options: Mapping[str, Any], counts: Sequence[int]) -> None:
-    torch.set_num_threads(1)
-    pipe.send(judge(name, options, counts))
-    pipe.close()
-
-
 def row(name: str, runs: Sequence[Run]) -> str:
     """A line of the table, and one for each run that is not the same."""
     stages = max((run.stages for run in runs), default="")
@@ -383,7 +356,11 @@ def main() -> None:
         options["microbatching"] = given.mode
     found: dict[str, list[Run]] = {}
     for name in given.programs:
-        found[name] = judge_in_process(name, options, given.microbatches)
+        try:
+            runs = answer_of(judge, name, options, given.microbatches, seconds=LIMIT_SECONDS)
+        except ForkError as error:
+            runs = [Run(num_microbatches=0, verdict="broken", message=str(error))]
+        found[name] = runs
         if given.output == "table":
             print(row(name, found[name]), flush=True)
     totals = Counter(worst(runs) for runs in found.values())
