@@ -1,12 +1,14 @@
 """Measures the host's cost of transfers: blocks of many small tensors, and many steps.
 
 The device is a part of host memory that is treated as a device's, so what is measured is the
-engine's own work. Three figures:
+engine's own work. Four figures:
 
 - The time of a stage run (weights uploaded into a slot, gradients gathered, downloaded and summed)
   for blocks of many small tensors, as in LoRA, against blocks of one tensor of the same
   size. Both alternate in one process; the figure is the ratio of their times, pair by pair.
 - What the calling thread spends on it, the same way.
+- Gradients on the host: bytes per second from the moment when a stage run's gradients are gathered
+  to that when they lie where they stay, against those of one `memmove`, pair by pair.
 - Growth over many steps of a small model, each of which begins while the one before is in flight:
   threads, tensors, slots and page-locked bytes.
 
@@ -17,6 +19,7 @@ engine's own work. Three figures:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import math
@@ -119,6 +122,31 @@ class StageRunLoop:
         self._transfers.end_step()
         return (time.perf_counter() - start) / STAGE_RUNS, own / STAGE_RUNS
 
+    def run_gradients(self) -> float:
+        """Send gradients as `run` does; return the seconds until they lie where they stay."""
+        reducer = GradientReducer(num_microbatches=1, num_stages=STAGE_RUNS + 1)
+        seconds = 0.0
+        self._transfers.begin_step(self._step)
+        for number in range(STAGE_RUNS):
+            stage_run = self._transfers.weights.acquire(self._stage, self._blocks)
+            placed = []
+            for block in self._blocks:
+                region = stage_run.regions[block]
+                leaves = list(region.leaves().values())
+                for leaf, gradient in zip(leaves, self._gradients, strict=True):
+                    leaf.grad = gradient
+                placed.append((region.layout, leaves))
+            self._transfers.drain(timeout_seconds=60.0)
+            self._transfers.send_gradients(
+                number + 1, placed, microbatches=[0], reducer=reducer, last=0, shared=()
+            )
+            start = time.perf_counter()
+            self._transfers.drain(timeout_seconds=60.0)
+            seconds += time.perf_counter() - start
+            self._transfers.weights.release()
+        self._transfers.end_step()
+        return seconds / STAGE_RUNS
+
     def close(self) -> None:
         """Give everything back."""
         self._everybody.close()
@@ -145,6 +173,29 @@ def many_small_tensors(*, num_tensors: int, num_elements: int, pairs: int) -> di
         "own_microseconds_per_tensor": statistics.median(
             (a - b) / (BLOCKS * num_tensors) * 1e6 for a, b in own
         ),
+    }
+
+
+def gradient_path(*, num_elements: int, pairs: int) -> dict[str, Any]:
+    """Measure the gradients' way on the host against a copy of as many bytes."""
+    loop, num_bytes = StageRunLoop(1, num_elements), 4 * BLOCKS * num_elements
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    ratios, rates = [], []
+    try:
+        for pair in range(pairs + 1):
+            start = time.perf_counter()
+            for _ in range(STAGE_RUNS):
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes)
+            copied = (time.perf_counter() - start) / STAGE_RUNS
+            seconds = loop.run_gradients()
+            if pair:
+                ratios.append(copied / seconds)
+                rates.append(num_bytes / seconds)
+    finally:
+        loop.close()
+    return {
+        "gradient_bytes_per_second": statistics.median(rates),
+        "gradient_share_of_memcpy": statistics.median(ratios),
     }
 
 
@@ -240,6 +291,7 @@ def main() -> None:
         num_elements=options.mebibytes * 2**18,
         pairs=options.pairs,
     )
+    result |= gradient_path(num_elements=options.mebibytes * 2**18, pairs=options.pairs)
     result |= growth(
         options.steps,
         seconds=options.seconds,
@@ -254,6 +306,8 @@ def main() -> None:
         f"blocks of {options.tensors} tensors against one of the same {options.mebibytes} MiB: "
         f"{result['stage_run_ratio_median']:.2f} times the time of a stage run, "
         f"{result['own_microseconds_per_tensor']:.2f} microseconds of the thread per tensor\n"
+        f"gradients to the host: {result['gradient_bytes_per_second'] / 1e9:.1f} GB/s, "
+        f"{result['gradient_share_of_memcpy']:.2f} of one memmove\n"
         f"{result['steps']} steps: {result['tensors_grown']} more tensors, "
         f"{result['threads_grown']} more threads, {result['page_locked_bytes_grown']} more bytes "
         f"page-locked, {result['device_bytes_grown']} more bytes on the device than after a tenth"

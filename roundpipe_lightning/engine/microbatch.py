@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -202,7 +201,8 @@ class Microbatch:
                 torch.set_grad_enabled(self._context.backward),
             ):
                 self._run_step()
-                turns.end_all()
+                with self._user.suspended():
+                    turns.end_all()
         finally:
             turns.deactivate()
             if self._forward is not None:
@@ -281,24 +281,20 @@ class Microbatch:
         return materialized(output)
 
     def _collect(self, rest: Sequence[Tensor]) -> None:
-        """Send the gradients of what user code has used outside the blocks to the host.
+        """Add the gradients of what user code has used outside the blocks.
 
         What is to come is the graph of `rest`.
         """
-        context, found, index = self._context, self._user.take_gradients(), self._index
-        if sum(map(len, found.values())) == len({p for some in found.values() for p in some}):
-            for worker, gradients in found.items():
-                landed = partial(
-                    context.reducer.reserve_shared(index), left=self._left(gradients, rest)
-                )
-                context.workers[worker].send_outside(gradients, landed=landed)
-            return
+        context = self._context
         total: Gradients = {}  # the same parameter on several workers: one sum of all
-        for worker, gradients in found.items():
-            device = context.workers[worker].device
-            with noted(f"gradients of microbatch {index} on {device.name}"):
-                fold(total, {p: device.download(g) for p, g in gradients.items()})
-        self.turns.add_gradients(total)
+        for worker, gradients in self._user.take_gradients().items():
+            transfers = context.workers[worker].transfers
+            if transfers is None:
+                fold(total, gradients)
+            else:
+                self.turns.worker.add_outside(transfers, gradients)
+        if total:
+            context.reducer.reserve_shared(self._index)(total, left=self._left(total, rest))
 
     def _left(self, gradients: Gradients, rest: Sequence[Tensor]) -> Rows:
         """Return the rows of parameters that later gradients may have, where that is known."""

@@ -461,9 +461,8 @@ class StepsInFlight:
             self._watch(step, step.wait)
             self._transfers.finish(
                 timeout_seconds=self._timeout_seconds,
-                landed=None
-                if is_alone
-                else lambda seconds: self._has_failed or reducer.await_all(seconds),
+                is_alone=is_alone,
+                landed=lambda seconds: self._has_failed or reducer.await_all(seconds),
             )
         was_aborted = step.context.turns.is_aborted
         if self._has_failed:

@@ -225,7 +225,8 @@ def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, 
         for _ in range(2):
             with evaluating(module), mode():
                 assert torch.equal(engine.evaluate(generate, ids), want)
-            assert not differences(module, mean_step(engine, batches), plain)
+            tolerance = 0.0 if server == "cpu" else 1e-6  # of both uses a device sums its round
+            assert not differences(module, mean_step(engine, batches), plain, tolerance=tolerance)
 
 
 @servers

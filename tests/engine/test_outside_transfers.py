@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +17,6 @@ from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientDownloads, Gradients
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
     StageRun,
@@ -195,24 +194,33 @@ def test_what_a_step_in_flight_needs_comes_ahead_and_what_only_the_last_one_used
         assert other.weights.outside_bytes == head.nbytes, "expected, if not asked for yet"
 
 
-def test_at_most_two_microbatches_gradients_are_on_their_way() -> None:
-    parameter = nn.Parameter(torch.zeros(100))
-    landed: list[Gradients] = []
-    take: Callable[[Gradients], None] = landed.append
-    with EmulatedServer(1, timing=EmulatedTiming(download_bytes_per_second=20_000)) as server:
-        (device,) = server.devices
-        queue = _Queue(device, CopyQueue.DOWNLOAD)
-        gradients = GradientDownloads(
-            device, layouts=Layouts(HostStore(nn.Identity(), [])), downloads=queue, worker=""
-        )
-        for number in range(4):
-            device.upload(torch.zeros(1))
-            gradient = device.empty(torch.Size([100]), torch.float32).fill_(number)
-            gradients.send_outside({parameter: gradient}, landed=take)
-            assert len(landed) >= number - 1
-        assert queue.drain(timeout_seconds=60)
-        queue.close()
-    assert [float(some[parameter].mean()) for some in landed] == [0, 1, 2, 3]
+@pytest.mark.parametrize(("round_size", "num_rounds"), [(6, 1), (3, 2), (1, 6)])
+def test_gradients_of_a_round_are_one_download(
+    round_size: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, batches = Regressor(3), regression_batches(6)
+    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=6, round_size=round_size)
+    plain, sent = plain_step(module, batches), list[int]()
+    submit = TransferQueue.submit
+
+    def noted(self: TransferQueue, job: Job) -> Event:
+        if job.priority is Priority.GRADIENTS:
+            sent.append(sum(source.nbytes for _, source in job.pieces))
+        return submit(self, job)
+
+    monkeypatch.setattr(TransferQueue, "submit", noted)
+    with (
+        EmulatedServer(2, poison=True) as server,
+        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
+    ):
+        for _ in range(2):
+            sent.clear()
+            result = mean_step(engine, batches)
+            if round_size in (1, 6):  # else a device has summed parts
+                assert not differences(module, result, plain)
+            for part in (module.head, module.tail):
+                num_bytes = sum(parameter.nbytes for parameter in part.parameters())
+                assert sent.count(num_bytes) == num_rounds
 
 
 def test_steps_on_a_slow_link_are_those_of_a_plain_loop() -> None:

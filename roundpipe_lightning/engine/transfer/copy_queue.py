@@ -69,8 +69,8 @@ class Job:
         priority: What it is for.
         pieces: Pairs of destination and source; flat ones of bytes are cut into chunks.
         after: What must be done before the first copy.
-        is_staged: Whether the host's side is not page-locked: each chunk then goes through a
-            page-locked buffer of the queue. Only for flat bytes.
+        is_staged: Whether the source is not page-locked: each chunk then goes through a page-locked
+            buffer of the queue. Only for uploads of flat bytes.
         done: Called in the queue's thread when all is there, before the event is set.
         is_direct: Whether it comes from another device, without the host.
         opens: Called in the queue's thread before the first copy; returns the pieces.
@@ -128,13 +128,12 @@ class _Chunk:
         entry: The job that it is part of.
         event: Its end.
         dst: Where it is to arrive.
-        staging: Where it arrives before, if that is to be copied on by the host.
+        is_last: Whether it ends the job.
     """
 
     entry: _Entry
     event: Event
     dst: Tensor
-    staging: Tensor | None
     is_last: bool
 
 
@@ -305,23 +304,18 @@ class TransferQueue:
         if chunk is None:  # there was nothing to copy
             self._end(entry)
             return
-        (dst, src), staging = chunk, None
+        dst, src = chunk
         if job.is_staged:
             self._staging.reverse()  # the other one may be in flight
             staging = self._staging[0][: src.nbytes]
-        if staging is not None and self._queue is CopyQueue.UPLOAD:
             copy_on_host(staging, src)
-            src, staging = staging, None
-        event = self._device.copy(
-            dst if staging is None else staging, src, queue=self._queue, after=job.after
-        )
+            src = staging
+        event = self._device.copy(dst, src, queue=self._queue, after=job.after)
         is_last = not entry.has_more
-        self._in_flight.append(
-            _Chunk(entry=entry, event=event, dst=dst, staging=staging, is_last=is_last)
-        )
-        if is_last and staging is None:
+        self._in_flight.append(_Chunk(entry=entry, event=event, dst=dst, is_last=is_last))
+        if is_last:
             job.event.stand_for(event)
-        elif not is_last:
+        else:
             with self._changed:
                 if not entry.is_over:
                     self._push(entry)
@@ -336,8 +330,6 @@ class TransferQueue:
             self.num_bytes += chunk.dst.nbytes
         if entry.is_over:
             return
-        if chunk.staging is not None:
-            copy_on_host(chunk.dst, chunk.staging)
         if chunk.is_last:
             self._end(entry)
 

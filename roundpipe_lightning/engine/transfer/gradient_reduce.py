@@ -1,6 +1,6 @@
-"""Gradients on their way to the host, and their sums there, in the order of the microbatches.
+"""Sums of gradients on the host, in the order of the microbatches.
 
-Steps M9, W6 and W7 of docs/design.md.
+Step W7 of docs/design.md.
 
 Floating-point addition is not associative, so a sum that depends on who finished first would make
 the result depend on the number of workers. Contributions that arrive early wait for their turn:
@@ -19,7 +19,6 @@ beforehand, so only those rows of h wait, and the others are added at once.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,22 +27,9 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.engine.device.events import DoneEvent, Event
 from roundpipe_lightning.engine.device.threads import Countdown
-from roundpipe_lightning.engine.store.block_layout import (
-    BlockLayout,
-    FlatLayout,
-    Form,
-    Layouts,
-    Place,
-    bytes_of,
-    gradient_dtype,
-)
-from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
+from roundpipe_lightning.engine.store.block_layout import FlatLayout, gradient_dtype
 from roundpipe_lightning.engine.store.host_store import TakeGradients
-from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
-from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 Rows: TypeAlias = dict[nn.Parameter, Tensor]
@@ -52,9 +38,6 @@ AddShared: TypeAlias = Callable[..., None]
 """Takes gradients, and perhaps rows."""
 
 T = TypeVar("T", bound=Tensor)
-
-_MOST_ON_THE_WAY = 2
-"""Microbatches whose gradients of outside parameters take memory on a worker until they land."""
 
 
 def fold(sums: dict[T, Tensor], contribution: dict[T, Tensor]) -> None:
@@ -339,7 +322,7 @@ class GradientReducer:
         They are of some microbatches, ascending, and host tensors, which are taken over.
         """
         if not isinstance(gradients, FlatGradients):  # those have it already
-            gradients = _in_their_dtype(gradients)
+            gradients = in_their_dtype(gradients)
         accumulator = self._stages[stage]
         if not accumulator.add(microbatches, gradients):
             return
@@ -378,7 +361,7 @@ class GradientReducer:
     def _add_shared(
         self, microbatch: int, number: int, gradients: Gradients, left: Rows | None = None
     ) -> None:
-        gradients = _in_their_dtype(gradients)
+        gradients = in_their_dtype(gradients)
         assert self._taken.isdisjoint(gradients), "who has uses elsewhere is not taken"
         if self._shared.add(microbatch, number, gradients, left):
             self._open.count()
@@ -396,123 +379,6 @@ class GradientReducer:
         return total
 
 
-def _in_their_dtype(gradients: Gradients) -> Gradients:
+def in_their_dtype(gradients: Gradients) -> Gradients:
+    """Return gradients in the types that they are summed up in."""
     return {parameter: g.to(gradient_dtype(parameter)) for parameter, g in gradients.items()}
-
-
-class GradientDownloads:
-    """A worker's gradients on their way to the host.
-
-    Those of a stage run are gathered in one buffer on the device by the thread whose turn it is.
-    Those of parameters outside the blocks go as they are, sent by any thread.
-    """
-
-    def __init__(
-        self, device: Device, *, layouts: Layouts, downloads: TransferQueue, worker: str
-    ) -> None:
-        self._device = device
-        self._layouts = layouts
-        self._downloads = downloads
-        self._memory = Memory(device, name=f"gradient staging of {worker}")
-        self._landed: Event = DoneEvent()
-        self._views: dict[tuple[Form, ...], tuple[Tensor, ...]] = {}
-        self._mutex = threading.Lock()
-        self._outside: deque[Event] = deque()
-
-    def prepare(self, num_bytes: int) -> None:
-        if num_bytes > self._memory.num_bytes:
-            self._views.clear()
-            self._memory.grow(num_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.num_bytes
-
-    def clear(self) -> None:
-        self._views.clear()
-        self._memory.clear()
-
-    def send_run(
-        self,
-        blocks: Sequence[tuple[BlockLayout, Sequence[nn.Parameter]]],
-        *,
-        landed: Callable[[FlatGradients], None],
-    ) -> bool:
-        """Gather the gradients of a stage run's leaves, take them from these, and send them.
-
-        Args:
-            blocks: Layouts and leaves of the run's blocks.
-            landed: Given the gradients in the queue's thread, when they are on the host.
-
-        Returns:
-            Whether there were any; else nothing will land.
-        """
-        layouts = tuple(layout for layout, _ in blocks)
-        layout = self._layouts.of_gradients(layouts)
-        leaves = [leaves[i] for layout_, leaves in blocks for i in layout_.form.trained]
-        found = [(index, leaf.grad) for index, leaf in enumerate(leaves)]
-        present = tuple(index for index, gradient in found if gradient is not None)
-        if not present:
-            return False
-        views = self._views_of(tuple(one.form for one in layouts), layout.places)
-        with torch.no_grad():
-            self._device.await_event(self._landed)
-            torch._foreach_copy_(
-                [views[index] for index in present], [g for _, g in found if g is not None]
-            )
-        for leaf in leaves:
-            leaf.grad = None
-        gathered = self._device.mark_event("gradients are gathered")
-        flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        gradients = FlatGradients(flat, layout=layout, present=present)
-        self._landed = self._downloads.submit(
-            Job(
-                name="gradients",
-                priority=Priority.GRADIENTS,
-                pieces=[(flat, self._memory.bytes_at(0, layout.num_bytes))],
-                after=[gathered],
-                is_staged=True,
-                done=partial(landed, gradients),
-            )
-        )
-        return True
-
-    def _views_of(self, forms: tuple[Form, ...], places: Sequence[Place]) -> tuple[Tensor, ...]:
-        if forms not in self._views:
-            whole = self._memory.bytes_at(0, self._memory.num_bytes)
-            self._views[forms] = tuple(place.within(whole, offset=0) for place in places)
-        return self._views[forms]
-
-    def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
-        """Send gradients of parameters outside the blocks, which compute so far has made.
-
-        Nobody else uses them after. `landed` is given them, on the host, in the queue's thread.
-        """
-        with self._mutex:
-            while len(self._outside) >= _MOST_ON_THE_WAY:
-                self._outside.popleft().wait()
-            self._outside.append(self._submit_outside(gradients, landed))
-
-    def _submit_outside(self, gradients: Gradients, landed: Callable[[Gradients], None]) -> Event:
-        pieces, on_host = [], {}
-        for parameter, gradient in gradients.items():
-            whole = gradient if fills_its_memory(gradient) else gradient.contiguous()
-            host = torch.empty(whole.nbytes, dtype=torch.uint8)
-            pieces.append((host, bytes_of(whole)))
-            on_host[parameter] = host.view(whole.dtype).as_strided(whole.shape, whole.stride())
-        longest = max(host.nbytes for host, _ in pieces)
-        return self._downloads.submit(
-            Job(
-                name="gradients of parameters outside the blocks",
-                priority=Priority.GRADIENTS,
-                pieces=pieces,
-                after=[self._device.mark_event("gradients outside the blocks are made")],
-                is_staged=self._downloads.can_stage(longest),
-                done=partial(landed, on_host),
-            )
-        )
-
-    def end_step(self, *, failed: bool = False) -> None:
-        self._outside.clear()
-        if failed:  # a download may have been given up
-            self._landed = DoneEvent()

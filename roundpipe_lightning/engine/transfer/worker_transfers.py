@@ -27,10 +27,11 @@ from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.block_layout import BlockLayout, Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
+from roundpipe_lightning.engine.transfer.gradient_downloads import GradientDownloads, GradientHomes
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     FlatGradients,
-    GradientDownloads,
     GradientReducer,
+    Gradients,
 )
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
@@ -108,6 +109,7 @@ class WorkerTransfers:
         layouts: Layouts,
         store: HostStore,
         uses: OutsideUses,
+        homes: GradientHomes,
         names: Mapping[nn.Module, str],
         on_failure: Callable[[BaseException, str], None],
     ) -> None:
@@ -129,9 +131,12 @@ class WorkerTransfers:
             worker=worker,
         )
         self.gradients = GradientDownloads(
-            device, layouts=layouts, downloads=self.downloads, worker=worker
+            device,
+            layouts=layouts,
+            downloads=self.downloads,
+            homes=homes,
+            worker=worker,
         )
-        self._longest_outside = store.longest_outside
         self._prepared: tuple[WorkerRuns, int] | None = None
         self._waits: list[tuple[WaitedFor, Any, Any]] = []
         self._ended: dict[object, list[tuple[WaitedFor, Any, Any]]] = {}  # by their steps
@@ -168,9 +173,7 @@ class WorkerTransfers:
     def _prepare(self, step: WorkerRuns) -> None:
         runs = (*step.runs, *step.room_for)
         self.weights.prepare(runs, num_slots=step.num_slots, resident=step.resident)
-        gradients = self._gradient_bytes(runs)
-        self.gradients.prepare(gradients)
-        self.downloads.prepare_staging(max(gradients, self._longest_outside))
+        self.gradients.prepare(self._gradient_bytes(runs))
         self.uploads.prepare_staging(self._staged_bytes(runs))
 
     def _gradient_bytes(self, runs: Iterable[StageRun]) -> int:
@@ -229,6 +232,10 @@ class WorkerTransfers:
                 add_reserved({})
             reducer.add_stage(stage, microbatches, {})
 
+    def send_outside(self, gradients: Gradients, *, reducer: GradientReducer, last: int) -> None:
+        """Send sums of gradients of parameters outside the blocks, of a run that `last` ends."""
+        self.gradients.send_outside(gradients, landed=reducer.reserve_shared(last))
+
     @property
     def num_bytes(self) -> int:
         """Bytes on the device: slots, blocks that stay, and staging."""
@@ -236,8 +243,8 @@ class WorkerTransfers:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked bytes of the queues' own."""
-        return self.uploads.staging_bytes + self.downloads.staging_bytes
+        """Page-locked bytes of the queue's own."""
+        return self.uploads.staging_bytes
 
     # ------------------------------------------------------------------------------ the end of it
 
@@ -311,19 +318,21 @@ class Transfers:
         self._layouts = Layouts(store)
         moving = [device for device in devices if not device.shares_host_memory]
         self._pools = PinnedPools(moving[0]) if moving else None
+        self._homes = GradientHomes(moving[0], on_failure=self._failed) if moving else None
         self._uses = OutsideUses()
         self._error: tuple[BaseException, str] | None = None
         self._versions = store.versions  # that of the last step
         self._on_failure: Callable[[], None] = _do_nothing
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
             None
-            if device.shares_host_memory
+            if device.shares_host_memory or self._homes is None
             else WorkerTransfers(
                 device,
                 worker=f"worker {index} ({device.name})",
                 layouts=self._layouts,
                 store=store,
                 uses=self._uses,
+                homes=self._homes,
                 names=names,
                 on_failure=self._failed,
             )
@@ -416,21 +425,24 @@ class Transfers:
         return error
 
     def finish(
-        self, *, timeout_seconds: float, landed: Callable[[float], bool] | None = None
+        self,
+        *,
+        timeout_seconds: float,
+        is_alone: bool = True,
+        landed: Callable[[float], bool] = lambda seconds: True,
     ) -> None:
-        """Wait for all that is in flight. A copy that failed is raised by others; see `take_error`.
+        """Wait for what is in flight. A copy that failed is raised by others; see `take_error`.
 
         Args:
             timeout_seconds: How long at most.
-            landed: Waits so many seconds for a part of it, and returns whether that was enough:
-                that part alone is then waited for.
+            is_alone: Whether to wait for all copies: there is no other step in flight.
+            landed: Waits so many seconds for gradients, and returns whether all have been added.
 
         Raises:
             WatchdogError: If it takes longer than this.
         """
         deadline = monotonic() + timeout_seconds
-        waits = [one.drain for one in self._moving] if landed is None else [landed]
-        for is_over in waits:
+        for is_over in (*(one.drain for one in self._moving if is_alone), landed):
             while not is_over(_POLL_SECONDS):
                 if monotonic() > deadline:
                     left = ", ".join(q.name for t in self._moving for q in t.busy_queues())
@@ -453,8 +465,9 @@ class Transfers:
                 transfers.abort()
                 transfers.drain(timeout_seconds=grace_seconds)
             transfers.end_step(failed=failed)
-        if self._pools is not None:
+        if self._pools is not None and self._homes is not None:
             self._pools.end(failed=failed)
+            self._homes.end_steps()
 
     def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
         """Return each worker's traffic of a step, once the step is over on the devices."""
@@ -465,14 +478,15 @@ class Transfers:
     @property
     def host_bytes(self) -> int:
         """Page-locked bytes beside those of the parameters."""
-        pools = 0 if self._pools is None else self._pools.num_bytes
-        return pools + sum(transfers.host_bytes for transfers in self._moving)
+        beside = sum(one.num_bytes for one in (self._pools, self._homes) if one is not None)
+        return beside + sum(transfers.host_bytes for transfers in self._moving)
 
     def close(self) -> None:
         for transfers in self._moving:
             transfers.close()
-        if self._pools is not None:
+        if self._pools is not None and self._homes is not None:
             self._pools.close()
+            self._homes.close()
 
 
 def _do_nothing() -> None:

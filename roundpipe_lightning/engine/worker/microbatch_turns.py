@@ -167,6 +167,7 @@ class MicrobatchTurns:
                 outside=self._used_outside(),
             )
         if ends_run:
+            worker.send_outside(reducer=self._reducer, last=self.index)
             worker.end_stage_run()
         self._turns.marks[action] = (self._begin_mark, worker.device.mark())
         if graph.last[action.worker] == action.key:

@@ -14,16 +14,22 @@ resident.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients
+from roundpipe_lightning.engine.transfer.gradient_reduce import (
+    GradientReducer,
+    Gradients,
+    fold,
+    in_their_dtype,
+)
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
@@ -62,6 +68,7 @@ class Worker:
         self._streamed_bytes = 0
         self._outside: dict[nn.Parameter, Tensor] = {}
         self._outside_bytes = 0
+        self._outside_sums: dict[WorkerTransfers, Gradients] = {}
         self._peak_bytes = 0
 
     def __str__(self) -> str:
@@ -200,15 +207,19 @@ class Worker:
             with self.device.activate():
                 values.copy_(self.device.upload(parameter.detach()))
 
-    def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
-        """Send gradients of such parameters to the host, and then to `landed`.
+    def add_outside(self, transfers: WorkerTransfers, gradients: Gradients) -> None:
+        """Add gradients of such parameters to those of the present stage run.
 
-        That may be later, in another thread. The gradients are taken over.
+        They were made on a worker with these transfers, and are taken over.
         """
-        if self.transfers is not None and not any(g.is_sparse for g in gradients.values()):
-            self.transfers.gradients.send_outside(gradients, landed=landed)
-        else:
-            landed({p: self.device.download(g) for p, g in gradients.items()})
+        with torch.no_grad():
+            fold(self._outside_sums.setdefault(transfers, {}), in_their_dtype(gradients))
+
+    def send_outside(self, *, reducer: GradientReducer, last: int) -> None:
+        """Send what `add_outside` has summed up, at the end of a run: with `last`."""
+        for transfers, gradients in self._outside_sums.items():
+            transfers.send_outside(gradients, reducer=reducer, last=last)
+        self._outside_sums = {}
 
     def count_bytes(self, num_bytes: int) -> None:
         """Note that `num_bytes` of boundaries are in use beside what is resident."""
@@ -240,5 +251,5 @@ class Worker:
 
     def clear(self) -> None:
         self._evict()
-        self._outside = {}
+        self._outside, self._outside_sums = {}, {}
         self._outside_bytes = 0

@@ -1,9 +1,10 @@
 """Device and host memory that a plan needs, by kind, against the memory there is.
 
 `Footprint` is the model of a device. The host holds for every parameter its 16-bit copy (compressed
-where frozen), and where it is trained its master, gradient and optimizer state; the boundaries that
-BACKWARD stages start from, of two rounds (and attention's outputs, where a selective recompute
-keeps them); and two page-locked slots per device where weights are not page-locked themselves.
+where frozen), and where it is trained its master, gradient and optimizer state; gradients of head
+and tail, which wait for those of other uses and rounds; the boundaries that BACKWARD stages start
+from, of two rounds (and attention's outputs, where a selective recompute keeps them); and two
+page-locked slots per device where weights are not page-locked themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 _GIB = 2**30
+_ROUNDS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ class MemoryModel:
 
     def _host(self, layout: PipelineLayout, shape: MicrobatchShape) -> dict[MemoryKind, float]:
         footprint = self.footprint(shape)
-        in_flight = min(layout.num_microbatches, 2 * layout.round_size)
+        in_flight = min(layout.num_microbatches, _ROUNDS_IN_FLIGHT * layout.round_size)
         partition = layout.partition
         kept = float(partition.num_backward * footprint.boundary_bytes)
         if layout.recompute is RecomputePolicy.SELECTIVE:
@@ -163,6 +165,7 @@ class MemoryModel:
             kept += sum(block.attention_bytes for block in blocks)
         sizes: dict[MemoryKind, float] = dict(self._host_parameters)
         sizes[MemoryKind.BOUNDARIES] = in_flight * kept
+        sizes[MemoryKind.GRADIENTS] += self._waiting_gradients(layout)
         is_mapped = self.storage.weights is WeightStorage.MEMORY_MAPPED
         if is_mapped and not self.hardware.shares_host_memory:
             largest = max(
@@ -171,6 +174,16 @@ class MemoryModel:
             )
             sizes[MemoryKind.STAGING] = 2.0 * largest * self.hardware.num_devices
         return sizes
+
+    def _waiting_gradients(self, layout: PipelineLayout) -> float:
+        """Bytes of head's and tail's gradients beside their sums: two rounds', of every use."""
+        work = self.work
+        if self.hardware.shares_host_memory:
+            return 0.0
+        uses = work.head.num_trainable + work.tail.num_trainable
+        rounds = min(layout.num_rounds, _ROUNDS_IN_FLIGHT)
+        num = rounds * uses - (work.num_trainable - sum(b.num_trainable for b in work.blocks))
+        return num * self.storage.gradient_bytes
 
     @cached_property
     def _host_parameters(self) -> dict[MemoryKind, float]:
