@@ -54,8 +54,8 @@ def summarize(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
         figures["peak_device_bytes"] = strategy.peak_device_bytes
         figures["num_workers"] = strategy.num_workers
         figures["num_microbatches"] = strategy.num_microbatches
-    elif strategy.root_device.type == "cuda":
-        figures["peak_device_bytes"] = torch.cuda.max_memory_allocated(strategy.root_device)
+    elif strategy.root_device.type != "cpu":
+        figures["peak_device_bytes"] = torch.accelerator.max_memory_allocated(strategy.root_device)
     return figures
 
 

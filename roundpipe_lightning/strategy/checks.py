@@ -87,12 +87,6 @@ def check_trainer_flags(strategy: ParallelStrategy) -> None:
             "statistics cannot be taken over all of them. Set Trainer(sync_batchnorm=False), and "
             "num_microbatches=1 if the statistics of the full batch matter."
         )
-    kinds = {device.type for device in strategy.parallel_devices or ()}
-    if not kinds <= {"cpu", "cuda"}:
-        raise ConfigurationError(
-            f"accelerator={', '.join(sorted(kinds))}: strategy='roundpipe' runs on "
-            "Trainer(accelerator='cpu') and Trainer(accelerator='gpu')."
-        )
 
 
 def check_trainer_is_alone(*, is_alone: bool) -> None:

@@ -52,7 +52,7 @@ class WorkersOnCuda(CUDAAccelerator):
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         """Return figures of one device; for the host, of every device, its name before each."""
-        if torch.device(device).type == "cuda":
+        if torch.device(device).type != "cpu":
             return super().get_device_stats(device)
         return {
             f"{each}.{name}": value

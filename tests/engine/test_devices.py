@@ -274,7 +274,7 @@ def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
 
 
 @pytest.mark.usefixtures("_no_accelerator")
@@ -320,12 +320,11 @@ def test_accelerators_are_measured_alone_and_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The figures' way into the machine; the measurements themselves need a device."""
-    properties = SimpleNamespace(name="Fast 1", total_memory=24 * 2**30)
     rates = load_hardware("rtx4090x1").matrix_rates
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(probe, "_properties", lambda device: properties)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, 24 * 2**30))
+    monkeypatch.setattr(probe, "_name", lambda device: "Fast 1")
     monkeypatch.setattr(probe, "_matrix_rates", lambda device, share: rates)
     monkeypatch.setattr(probe, "_copy_rate", lambda device: 1e12 if device.type == "cuda" else 1e11)
     both = {(1, True): 25e9, (1, False): 24e9, (4, True): 60e9, (4, False): 50e9}
@@ -352,6 +351,11 @@ def test_accelerators_are_measured_alone_and_at_once(
     assert spec.upload_seconds(15e9, num_devices=4) == pytest.approx(1)
     assert spec.download_seconds(12.5e9, num_devices=4) == pytest.approx(1)
     assert next(tmp_path.iterdir()).name.startswith("Fast-1_x4")
+    given = [torch.device("cuda", 1), torch.device("cuda", 3)]
+    both[2, True] = both[2, False] = 30e9
+    pair = probe_hardware(num_workers=2, devices=given, folder=tmp_path)  # of these two
+    assert pair.root_upload_bytes_per_second == 30e9
+    assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(HardwareError, match="5 devices were asked for; this machine has 4"):
         probe_hardware(num_workers=5, folder=tmp_path)
 
@@ -364,16 +368,15 @@ def test_each_kind_of_unequal_accelerators_is_measured(
     devices = [torch.device("cuda", index) for index in (1, 2, 5)]
     kinds = dict(zip(devices, names, strict=True))
     speeds = {"Fast": 2.0, "Slow": 1.0}
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: devices[0])
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: devices[0])
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setattr(probe, "_give_back", lambda: None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    monkeypatch.setattr(probe, "_name", lambda device: kinds[device])
     monkeypatch.setattr(
-        probe,
-        "_properties",
-        lambda device: SimpleNamespace(name=kinds[device], total_memory=memory[kinds[device]]),
+        torch.accelerator, "get_memory_info", lambda device: (0, memory[kinds[device]])
     )
+    monkeypatch.setattr(inputs, "runtime_of", lambda device: SimpleNamespace(counts_memory=True))
     measured: list[torch.device] = []
 
     def rates(device: torch.device, share: float) -> MatrixRates:

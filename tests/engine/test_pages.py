@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +40,50 @@ def test_a_view_keeps_the_pages_and_the_storage_has_no_byte_more() -> None:
     assert view.tolist() == [3.0] * 10
 
 
+def _private_kib(buffer: torch.Tensor) -> int:
+    """Return what of a buffer this process has for itself, as the system says."""
+    is_here, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(word, 16) for word in line.split()[0].split("-"))
+            is_here = first <= buffer.data_ptr() < last
+        elif is_here and line.startswith("Private_"):
+            found += int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_a_forked_process_copies_nothing_and_writes_for_itself() -> None:
+    module = Regressor(2)
+    store = HostStore(module, list(module.layers))
+    buffer = own_pages(2**24).fill_(3)
+    weight = next(module.layers.parameters())
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+
+    def read_and_write() -> None:
+        before = _private_kib(buffer)
+        seen = buffer.sum().item(), weight.sum().item()
+        read = _private_kib(buffer)
+        buffer[: 4 * PAGE_BYTES] = 1
+        weight.data.zero_()
+        answers.put((before, read, _private_kib(buffer), seen, own_pages(10).any().item()))
+
+    wanted = (3 * 2**24, weight.sum().item())
+    for _ in range(2):  # the second does not see what the first one wrote
+        process = context.Process(target=read_and_write)
+        process.start()
+        before, read, written, seen, fresh = answers.get()
+        process.join(60)
+        assert process.exitcode == 0
+        assert (before, read, written) == (0, 0, 4 * PAGE_BYTES // 1024)
+        assert seen == pytest.approx(wanted)
+        assert not fresh
+    assert _private_kib(buffer) == 2**14
+    assert weight.any()
+    store.close()
+
+
 class Runtime:
     """Registers memory as CUDA's driver does: a page can be registered once."""
 
@@ -61,7 +109,7 @@ def test_everything_that_is_locked_can_be_and_is_given_back(
 ) -> None:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
     device = AcceleratorDevice(torch.device("cuda", 0))
     module = Regressor(6)
     store, pools = HostStore(module, list(module.layers)), PinnedPools(device)
@@ -94,7 +142,7 @@ def test_memory_that_cannot_be_locked_is_said_once_per_device(
         forgotten.append(device)
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
     monkeypatch.setattr(AcceleratorDevice, "_forget_error", forget)
     device = AcceleratorDevice(torch.device("cuda", 0))
     buffer = own_pages(100)

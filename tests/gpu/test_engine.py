@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
-from roundpipe_lightning.engine.device.base import Device
+from tests.kit.accelerators import NUM, device, needs_cuda, needs_one, workers
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     Regressor,
@@ -23,26 +22,24 @@ from tests.kit.engine import (
     regression_batches,
 )
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU; none is visible to torch"
-)
+pytestmark = needs_one
 
 TOLERANCE = 1e-4
 """Between a GPU's float32 sums and the processor's."""
 
 
-def workers_on_one_gpu(num: int) -> list[Device]:
-    return [AcceleratorDevice(torch.device("cuda", 0)) for _ in range(num)]
-
-
-@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("num_devices", range(1, min(NUM, 2) + 1))
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_gradients_are_those_of_the_processor(name: str, num_workers: int) -> None:
+def test_gradients_are_those_of_the_processor(
+    name: str, num_workers: int, num_devices: int
+) -> None:
     module = tiny_causal_lm(name, tied=True)
     stack, batches = decoder_stack(module), token_batches(4)
     plain = plain_step(module, batches)
     plan = plan_of(stack, num_workers=num_workers, num_microbatches=4)
-    result = engine_step(module, stack, plan, batches, devices=workers_on_one_gpu(num_workers))
+    devices = workers(num_workers, num_devices=num_devices)
+    result = engine_step(module, stack, plan, batches, devices=devices)
     assert not differences(module, result, plain, tolerance=TOLERANCE)
     assert all(gradient.device.type == "cpu" for gradient in result.gradients.values())
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
@@ -57,7 +54,7 @@ def test_the_number_of_workers_changes_nothing() -> None:
             stack,
             plan_of(stack, num_workers=num, num_microbatches=4),
             batches,
-            devices=workers_on_one_gpu(num),
+            devices=workers(num),
         )
         for num in (1, 2, 4)
     ]
@@ -73,16 +70,17 @@ def test_slots_and_blocks_that_stay_change_no_bit(resident: tuple[tuple[int, ...
     other = replace(plan, weight_slots=3 - plan.weight_slots, resident=resident)
     results = []
     for each in (plan, other):
-        with engine_of(module, stack, each, devices=workers_on_one_gpu(2)) as engine:
+        with engine_of(module, stack, each, devices=workers(2)) as engine:
             results += [mean_step(engine, batches) for _ in range(3)]
     for result in results[1:]:
         assert all(torch.equal(result.gradients[p], g) for p, g in results[0].gradients.items())
 
 
+@needs_cuda
 def test_host_memory_is_page_locked_and_given_back() -> None:
     module = Regressor(4)
     stack, batches = layers_of(module), regression_batches(4)
-    plan, devices = plan_of(stack, num_workers=2, num_microbatches=4), workers_on_one_gpu(2)
+    plan, devices = plan_of(stack, num_workers=2, num_microbatches=4), workers(2)
     size = sum(parameter.nbytes for parameter in module.parameters())
     with engine_of(module, stack, plan, devices=devices) as engine:
         for _ in range(3):
@@ -95,14 +93,14 @@ def test_host_memory_is_page_locked_and_given_back() -> None:
 def test_device_memory_is_given_back_after_a_step() -> None:
     module = Regressor()
     stack, batches = layers_of(module), regression_batches(3)
-    with engine_of(module, stack, plan_of(stack), devices=workers_on_one_gpu(2)) as engine:
+    with engine_of(module, stack, plan_of(stack), devices=workers(2)) as engine:
         mean_step(engine, batches)
-        torch.cuda.synchronize()
-        in_use = torch.cuda.memory_allocated(0)
+        torch.accelerator.synchronize()
+        in_use = torch.accelerator.memory_allocated(device())
         for _ in range(20):
             mean_step(engine, batches)
-        torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated(0) == in_use
+        torch.accelerator.synchronize()
+        assert torch.accelerator.memory_allocated(device()) == in_use
         assert all(worker.peak_bytes() > 0 for worker in engine.workers)
 
 
@@ -110,7 +108,7 @@ def test_the_timeline_is_the_devices_own() -> None:
     module = Regressor()
     stack, batches = layers_of(module), regression_batches(3)
     plan = plan_of(stack)
-    measured = engine_step(module, stack, plan, batches, devices=workers_on_one_gpu(2)).timeline
+    measured = engine_step(module, stack, plan, batches, devices=workers(2)).timeline
     processor = engine_step(module, stack, plan, batches, devices=cpu_workers(2)).timeline
     assert {e.action for e in measured.entries} == {e.action for e in processor.entries}
     assert measured.makespan_seconds > 0

@@ -381,17 +381,15 @@ def test_users_loader_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_generators_of_devices_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [torch.arange(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]
-    restored: dict[int, Tensor] = {}
+    generators = (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state", lambda state, index: restored.update({index: state})
-    )
-    set_random_state(random_state())
-    assert list(restored) == [0]
-    assert torch.equal(restored[0], states[0])
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    state = random_state()
+    drawn = torch.rand(3, generator=generators[0])
+    monkeypatch.setattr(torch.cuda, "default_generators", generators[:1])  # another machine
+    set_random_state(state)
+    assert torch.equal(torch.rand(3, generator=generators[0]), drawn)
 
 
 def test_random_state_is_restored_for_training_only(tmp_path: Path) -> None:

@@ -63,32 +63,33 @@ def test_weights_come_ahead_and_stay_where_there_is_room(tmp_path: Path) -> None
     assert (blind.weight_slots, blind.resident) == (2, ())
 
 
-class Accelerator:
-    """Memory figures of a device's module of PyTorch, in GiB."""
-
-    def __init__(self, *, free: float, reserved: float = 0.0, allocated: float = 0.0) -> None:
-        self.mem_get_info = lambda _: (free * GIB, 24 * GIB)
-        self.memory_reserved = lambda _: reserved * GIB
-        self.memory_allocated = lambda _: allocated * GIB
-        self.get_per_process_memory_fraction = lambda _: 1.0
-
-
 @pytest.mark.parametrize(
-    ("memory", "share", "there"),
+    ("free", "reserved", "allocated", "share", "there"),
     [
-        (Accelerator(free=23.5), 1.0, 24.0),  # the runtime's own, which plans count
-        (Accelerator(free=15.5, reserved=8.0), 1.0, 24.0),  # the allocator's, unused
-        (Accelerator(free=15.5, reserved=8.0, allocated=6.0), 1.0, 18.0),
-        (Accelerator(free=14.0), 1.0, 14.0),  # another process's
-        (Accelerator(free=23.5), 0.5, 12.0),
-        (Accelerator(free=4.0), 0.5, 4.0),
+        (23.5, 0.0, 0.0, 1.0, 24.0),  # the runtime's own, which plans count
+        (15.5, 8.0, 0.0, 1.0, 24.0),  # the allocator's, unused
+        (15.5, 8.0, 6.0, 1.0, 18.0),
+        (14.0, 0.0, 0.0, 1.0, 14.0),  # another process's
+        (23.5, 0.0, 0.0, 0.5, 12.0),
+        (4.0, 0.0, 0.0, 0.5, 4.0),
     ],
 )
 def test_a_plan_may_take_what_nobody_uses(
-    monkeypatch: pytest.MonkeyPatch, memory: Accelerator, share: float, there: float
+    monkeypatch: pytest.MonkeyPatch,
+    free: float,
+    reserved: float,
+    allocated: float,
+    share: float,
+    there: float,
 ) -> None:
-    memory.get_per_process_memory_fraction = lambda _: share
-    monkeypatch.setattr(torch, "get_device_module", lambda _: memory)
+    figures = {
+        "get_memory_info": (free * GIB, 24 * GIB),
+        "memory_reserved": reserved * GIB,
+        "memory_allocated": allocated * GIB,
+    }
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)
     found = available_bytes(torch.device("cuda", 0))
     assert found == pytest.approx(0.96 * there * GIB)
 

@@ -18,6 +18,7 @@ number generators, OOPSLA 2014).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +60,9 @@ class OwnGenerators:
             What it returns; `NotImplemented` if it can only draw from a default generator.
         """
         name = getattr(func, "__name__", "")
-        if name in _IN_PLACE and isinstance(args[0], Tensor):
+        if not isinstance(args[0] if args else kwargs.get("input"), Tensor):
+            return NotImplemented
+        if name in _IN_PLACE and _takes_generators(args[0].device):
             generator = self._seeded(args[0].device, seed)
             return func(*args, **{**kwargs, "generator": generator})
         if name == "dropout":
@@ -80,14 +83,23 @@ class OwnGenerators:
         trains = given.get("training", given.get("train", True))
         if not trains or not 0 < p < 1 or not x.numel():
             return func(*args, **kwargs)  # draws nothing
-        kind = x.device.type
-        if x.layout is not torch.strided or kind not in ("cpu", "cuda"):
+        if x.layout is not torch.strided or not _takes_generators(x.device):
             return NotImplemented
         generator = self._seeded(x.device, seed)
-        if kind == "cuda" and not in_place:
+        if x.device.type == "cuda" and not in_place:
             return torch._fused_dropout(x, 1 - p, generator=generator)[0]  # noqa: SLF001
         factors = torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)
         return x.mul_(factors) if in_place else x * factors
+
+
+@functools.cache
+def _takes_generators(device: torch.device) -> bool:
+    """Return whether operations on a device draw from a generator that they are given."""
+    try:
+        torch.empty(1, device=device).bernoulli_(0.5, generator=torch.Generator(device))
+    except RuntimeError:  # the meta device has none; some backends hand theirs to the processor
+        return False
+    return True
 
 
 _MASK = (1 << 64) - 1

@@ -1,17 +1,24 @@
-"""A worker on an accelerator: CUDA, ROCm, or whatever `torch.accelerator` finds.
+"""A worker on an accelerator: whatever `torch.accelerator` finds.
 
-Compute is the device's default stream, which all threads share, so that the order of launches is
-the order of execution, a tensor that user code keeps may be used in any later turn, and memory that
-is given back is free at once. Each worker has streams of its own for its copies.
+Compute is the stream that is current where the device is made (the default one), which all threads
+share, so that the order of launches is the order of execution, a tensor that user code keeps may be
+used in any later turn, and memory that is given back is free at once. Each worker has streams of
+its own for its copies.
+
+What PyTorch has for every kind of device is asked of `torch.accelerator`, `torch.Stream` and
+`torch.Event`. What a kind may lack is asked for once (`Runtime`): without streams everything is
+part of one queue; without figures of memory nobody counts. What only CUDA and ROCm have is in
+`CudaRuntime`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -19,8 +26,114 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
-from roundpipe_lightning.engine.device.events import Callback, Event
+from roundpipe_lightning.engine.device.events import Callback, DoneEvent, Event
 from roundpipe_lightning.planning.cost.traffic import MOST_IN_USE
+
+
+class Runtime:
+    """What an accelerator can do. It asks that device only: no other one gets a context.
+
+    Args:
+        device: For example `torch.device("xpu", 1)`.
+
+    Attributes:
+        new_stream: Makes a stream of a device.
+        new_event: Makes an event of a device.
+        current_stream: Returns the calling thread's stream of a device.
+    """
+
+    new_stream: Callable[[torch.device], Any] = torch.Stream
+    new_event: Callable[[torch.device], Any] = torch.Event
+    current_stream: Callable[[torch.device], Any] = staticmethod(torch.accelerator.current_stream)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @functools.cached_property
+    def has_streams(self) -> bool:
+        """Whether copies can run beside compute."""
+        return _can(lambda: self.new_stream(self.device))
+
+    @functools.cached_property
+    def records_streams(self) -> bool:
+        """Whether the allocator can be told of a second stream that uses a tensor."""
+
+        def record() -> None:
+            stream = torch.accelerator.current_stream(self.device)
+            torch.empty(1, device=self.device).record_stream(stream)
+
+        return _can(record)
+
+    @functools.cached_property
+    def has_timed_events(self) -> bool:
+        return _can(lambda: _timed_event(self.device))
+
+    @functools.cached_property
+    def counts_memory(self) -> bool:
+        memory = torch.accelerator
+        return _can(
+            lambda: (memory.get_memory_info(self.device), memory.memory_allocated(self.device))
+        )
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Return the generators from which operations draw by default."""
+        module, index = torch.get_device_module(self.device), self.device.index
+        getattr(module, "init", lambda: None)()  # before it CUDA has none
+        return tuple(getattr(module, "default_generators", ()))[index : index + 1]
+
+    def fraction(self) -> float:
+        """Return the share of the device's memory that this process may have."""
+        module = torch.get_device_module(self.device)
+        found = getattr(module, "get_per_process_memory_fraction", None)
+        return 1.0 if found is None else float(found(self.device))
+
+    def lock_pages(self, buffer: Tensor) -> int | None:
+        """Page-lock a buffer; return 0, the runtime's error, or None where it cannot be done."""
+
+    def unlock_pages(self, pointer: int) -> None:
+        """Undo `lock_pages`."""
+
+    def reaches(self, other: torch.device) -> bool:
+        """Return whether the device copies from another one's memory."""
+        return self.device == other
+
+
+class CudaRuntime(Runtime):
+    """CUDA and ROCm: page locks for memory that is there, peer copies, sleeping waits."""
+
+    new_stream = torch.cuda.Stream
+    # Only the backend's own class can let a waiting thread sleep.
+    new_event = staticmethod(lambda _device: torch.cuda.Event(blocking=True))
+    current_stream = staticmethod(torch.cuda.current_stream)
+
+    _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+
+    def lock_pages(self, buffer: Tensor) -> int:
+        register = torch.cuda.cudart().cudaHostRegister
+        return int(register(buffer.data_ptr(), buffer.nbytes, self._FOR_ALL_DEVICES))
+
+    def unlock_pages(self, pointer: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(pointer)
+
+    def reaches(self, other: torch.device) -> bool:
+        return self.device == other or (
+            other.type == "cuda" and torch.cuda.can_device_access_peer(self.device, other)
+        )
+
+
+def _can(ask: Callable[[], object]) -> bool:
+    """Return whether a backend has what is asked for; PyTorch's word for "not" is RuntimeError."""
+    try:
+        ask()
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    return True
+
+
+@functools.cache
+def runtime_of(device: torch.device) -> Runtime:
+    """Return what is known of an accelerator."""
+    return (CudaRuntime if device.type == "cuda" else Runtime)(device)
 
 
 class CompletionThread:
@@ -63,27 +176,31 @@ class StreamEvent(Event):
     Args:
         raw: The backend's event, recorded.
         name: For messages.
+        device: Its device.
         completions: Calls back for the events of the stream on which it was recorded.
     """
 
-    def __init__(self, raw: Any, *, name: str, completions: CompletionThread) -> None:
+    def __init__(
+        self, raw: Any, *, name: str, device: torch.device, completions: CompletionThread
+    ) -> None:
         self.raw = raw
         self.name = name
+        self._device = device
         self._completions = completions
 
     @property
     def is_done(self) -> bool:
-        return bool(self.raw.query())
+        with torch.accelerator.device_index(self._device.index):
+            return bool(self.raw.query())
 
     def wait(self) -> None:
-        self.raw.synchronize()
+        # A thread that has named no device would make its driver's context on device 0.
+        with torch.accelerator.device_index(self._device.index):
+            self.raw.synchronize()
 
     def when_done(self, callback: Callback) -> None:
         """Call back once the device has come to it, from the completion thread."""
         self._completions.watch(self, callback)
-
-
-_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class AcceleratorDevice(Device):
@@ -98,16 +215,13 @@ class AcceleratorDevice(Device):
             raise ValueError(f"device={device} needs an index, for example '{device.type}:0'.")
         self.name = str(device)
         self.torch_device = device
+        self.runtime = runtime_of(device)
         self._pinned: dict[int, int] = {}
         self._told_of_locks = False
         self._num_steps = 0
         self._lock = threading.Lock()
         self._streams: dict[CopyQueue | torch.device, Any] = {}
         self._completions: CompletionThread | None = None
-
-    @property
-    def _backend(self) -> Any:
-        return torch.get_device_module(self.torch_device)
 
     def upload(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to here; asynchronous where the host memory is page-locked.
@@ -137,49 +251,74 @@ class AcceleratorDevice(Device):
         if completions is not None:
             completions.close()
 
+    @functools.cached_property
+    def _compute(self) -> Any:
+        """The device's default stream: the one that is current in a thread that has set none."""
+        found: list[Any] = []
+        ask = functools.partial(self.runtime.current_stream, self.torch_device)
+        thread = threading.Thread(target=lambda: found.append(ask()))
+        thread.start()
+        thread.join()
+        return found[0]
+
     def _stream(self, use: CopyQueue | torch.device) -> Any:
         """Return a stream of this device's queue, or one of another device for copies from it."""
         with self._lock:
             if use not in self._streams:
                 device = self.torch_device if isinstance(use, CopyQueue) else use
-                self._streams[use] = self._backend.Stream(device)
+                with torch.accelerator.device_index(device.index):
+                    self._streams[use] = self.runtime.new_stream(device)
             return self._streams[use]
 
     def reaches(self, other: Device) -> bool:
         """Ask the driver; where it says no, copies go through the host."""
-        return reaches(self.torch_device, other.torch_device)
+        return self.runtime.reaches(other.torch_device)
 
     def _recorded(self, stream: Any, name: str) -> StreamEvent:
-        # Of CUDA only the backend's own class can let a waiting thread sleep.
-        kind = self._backend.Event
-        raw = kind(blocking=True) if self.torch_device.type == "cuda" else kind()
+        raw = self.runtime.new_event(self.torch_device)
         raw.record(stream)
         with self._lock:
             if self._completions is None:
                 self._completions = CompletionThread(f"roundpipe-completion-{self.name}")
-            return StreamEvent(raw, name=name, completions=self._completions)
+            return StreamEvent(
+                raw, name=name, device=self.torch_device, completions=self._completions
+            )
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a tensor of the upload stream's memory, which compute will read."""
-        with self._backend.stream(self._stream(CopyQueue.UPLOAD)):
+        if not self.runtime.records_streams:
+            return self._empty_of_compute(shape, dtype)
+        compute = self._compute
+        with _on(self._stream(CopyQueue.UPLOAD)):
             tensor = torch.empty(shape, dtype=dtype, device=self.torch_device)
-        tensor.record_stream(self._backend.default_stream(self.torch_device))
+        tensor.record_stream(compute)
+        return tensor
+
+    def _empty_of_compute(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return memory that compute launched so far may still use: uploads wait for that."""
+        with self.activate():
+            tensor = torch.empty(shape, dtype=dtype, device=self.torch_device)
+        if self.runtime.has_streams:
+            self._let_wait(self._stream(CopyQueue.UPLOAD), self.mark_event("memory is free"))
         return tensor
 
     def copy(
         self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
     ) -> Event:
         """Give a copy to a stream. It does not wait for the host where that is page-locked."""
+        if not self.runtime.has_streams:
+            with self.activate():
+                return super().copy(dst, src, queue=queue, after=after)
         stream = self._stream(queue)
         with contextlib.ExitStack() as contexts:
             if src.device not in (self.torch_device, dst.device) and src.device.type != "cpu":
                 # PyTorch copies on the present stream of the source's device, in order with that
                 # of the target's: that is not to be the one on which the source's device computes.
-                contexts.enter_context(self._backend.stream(self._stream(src.device)))
-            contexts.enter_context(self._backend.stream(stream))
+                contexts.enter_context(_on(self._stream(src.device)))
+            contexts.enter_context(_on(stream))
             contexts.enter_context(torch.no_grad())
             for event in after:
                 self._let_wait(stream, event)
@@ -188,7 +327,8 @@ class AcceleratorDevice(Device):
 
     def await_event(self, event: Event) -> None:
         """Let the device's default stream wait; the host waits until the copy has been issued."""
-        self._let_wait(self._backend.default_stream(self.torch_device), event)
+        with self._current():
+            self._let_wait(self._compute if self.runtime.has_streams else None, event)
 
     @staticmethod
     def _let_wait(stream: Any, event: Event) -> None:
@@ -199,33 +339,35 @@ class AcceleratorDevice(Device):
             issued.wait()
 
     def mark_event(self, name: str) -> Event:
-        with self.activate():
-            return self._recorded(self._backend.default_stream(self.torch_device), name)
+        if not self.runtime.has_streams:
+            return DoneEvent(name)  # what is launched after it runs after it, copies too
+        with self._current():
+            return self._recorded(self._compute, name)
 
     # --------------------------------------------------------------------------------- compute
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = self._backend.stream(
-            self._backend.default_stream(self.torch_device)
-        )
-        return context
+        return _on(self._compute) if self.runtime.has_streams else self._current()
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """Make this device the calling thread's current one in the body."""
+        return torch.accelerator.device_index(self.torch_device.index)
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        self._backend.init()  # before it there are none
-        return (torch.default_generator, self._backend.default_generators[self.torch_device.index])
+        return (torch.default_generator, *self.runtime.generators())
 
     def pin(self, buffer: Tensor) -> None:
         """Register the buffer with the driver: exactly its bytes, not the next power of two.
 
         It must have its pages for itself, see `device/host_memory.py`.
         """
-        if buffer.numel() == 0 or self.torch_device.type != "cuda":
+        if buffer.numel() == 0:
             return
         with self._current():
-            runtime = torch.cuda.cudart()
-            code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _FOR_ALL_DEVICES))
+            code = self.runtime.lock_pages(buffer)
         if not code:
-            self._pinned[buffer.data_ptr()] = buffer.nbytes
+            if code is not None:
+                self._pinned[buffer.data_ptr()] = buffer.nbytes
             return
         self._forget_error()
         if not self._told_of_locks:
@@ -237,22 +379,15 @@ class AcceleratorDevice(Device):
                 stacklevel=2,
             )
 
-    def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Make this device the driver's current one in the body."""
-        context: contextlib.AbstractContextManager[Any] = self._backend.device(self.torch_device)
-        return context
-
     def _forget_error(self) -> None:
         """Raise and catch the driver's pending error here: else the next launch raises it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=self.torch_device).fill_(0.0)
 
     def unpin(self, buffer: Tensor) -> None:
-        pointer = buffer.data_ptr()
-        if pointer in self._pinned:
-            del self._pinned[pointer]
+        if self._pinned.pop(buffer.data_ptr(), None) is not None:
             with self._current():
-                torch.cuda.cudart().cudaHostUnregister(pointer)
+                self.runtime.unlock_pages(buffer.data_ptr())
 
     @property
     def page_locked_bytes(self) -> int:
@@ -260,17 +395,15 @@ class AcceleratorDevice(Device):
 
     def has_spare_memory(self) -> bool:
         """Return whether a fifth was never in use; not in the first step, whose peak is to come."""
-        if self._num_steps < 2:
-            return False
-        total = self._backend.get_device_properties(self.torch_device).total_memory
-        fraction = getattr(self._backend, "get_per_process_memory_fraction", None)
-        if fraction is not None:
-            total *= fraction(self.torch_device)
         peak = self.peak_bytes()
-        return peak is not None and peak < MOST_IN_USE * total
+        if self._num_steps < 2 or peak is None:
+            return False
+        total = torch.accelerator.get_memory_info(self.torch_device)[1]
+        return peak < MOST_IN_USE * total * self.runtime.fraction()
 
     def synchronize(self) -> None:
-        torch.accelerator.synchronize(self.torch_device)
+        with self._current():
+            torch.accelerator.synchronize(self.torch_device)
 
     def start_clock(self) -> None:
         self.synchronize()
@@ -279,31 +412,63 @@ class AcceleratorDevice(Device):
         self._base = self.mark()
 
     def mark(self) -> Any:
+        if not self.runtime.has_timed_events:
+            return super().mark()
         with self.activate():
-            event = torch.Event(self.torch_device, enable_timing=True)
-            event.record()
-        return event
+            return _timed_event(self.torch_device)
 
     def await_mark(self, mark: Any) -> None:
-        mark.synchronize()
+        if self.runtime.has_timed_events:
+            with self._current():
+                mark.synchronize()
 
     def seconds(self, mark: Any) -> float:
+        if not self.runtime.has_timed_events:
+            return super().seconds(mark)
         return float(self._base.elapsed_time(mark)) / 1e3
 
     def peak_bytes(self) -> int | None:
+        if not self.runtime.counts_memory:
+            return None
         return int(torch.accelerator.max_memory_allocated(self.torch_device))
 
     def reset_peak_bytes(self) -> None:
-        torch.accelerator.reset_peak_memory_stats(self.torch_device)
+        if self.runtime.counts_memory:
+            torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
 
-def reaches(here: torch.device, there: torch.device) -> bool:
-    """Return whether one device copies from another one's memory; from its own it does."""
-    if here == there or here.type != "cuda" or there.type != "cuda":
-        return here == there
-    return torch.cuda.can_device_access_peer(here, there)
+@contextlib.contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Make a stream, and its device, those on which the calling thread launches its work.
+
+    `with stream:` keeps what was before in the stream's object, which several threads share.
+    """
+    with torch.accelerator.device_index(stream.device_index):
+        before = torch.accelerator.current_stream(stream.device_index)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def _timed_event(device: torch.device) -> Any:
+    """Return an event of the calling thread's present stream whose time can be asked for."""
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
 
 
 def all_reach(devices: Sequence[torch.device]) -> bool:
     """Whether each of some devices copies from every other one's memory; no where none is."""
-    return bool(devices) and all(reaches(here, there) for here, there in permutations(devices, 2))
+    return bool(devices) and all(
+        runtime_of(here).reaches(there) for here, there in permutations(devices, 2)
+    )
+
+
+def generators_in_use() -> list[torch.Generator]:
+    """Return the default generators of the accelerators, if any of them is in use."""
+    kind = torch.accelerator.current_accelerator()
+    module = None if kind is None else torch.get_device_module(kind)
+    is_used = module is not None and getattr(module, "is_initialized", lambda: True)()
+    return list(getattr(module, "default_generators", ())) if is_used else []

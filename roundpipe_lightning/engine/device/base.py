@@ -187,23 +187,6 @@ class Device(ABC):
     def reset_peak_bytes(self) -> None:
         """Begin to count `peak_bytes` anew."""
 
-    def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Download several tensors of this device, in one copy per dtype.
-
-        Returns:
-            Host tensors of the same shapes, views of one flat buffer per dtype.
-        """
-        groups: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            groups.setdefault(tensor.dtype, []).append(index)
-        results: dict[int, Tensor] = {}
-        for indices in groups.values():
-            flat = self.download(torch.cat([tensors[i].detach().reshape(-1) for i in indices]))
-            parts = flat.split([tensors[i].numel() for i in indices])
-            for i, part in zip(indices, parts, strict=True):
-                results[i] = part.view(tensors[i].shape)
-        return [results[i] for i in range(len(tensors))]
-
 
 class CpuDevice(Device):
     """A worker on the processor: host memory is its memory.
@@ -229,6 +212,3 @@ class CpuDevice(Device):
 
     def bring(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def download_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.detach() for tensor in tensors]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,15 +108,85 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def own_pages(num_elements: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return flat zeros in pages of their own; they go back to the system with their last view."""
+    """Return flat zeros in pages of their own; they go back to the system with their last view.
+
+    A process that is forked (a DataLoader's worker) copies nothing of them, page-locked or not: it
+    reads what is there, and has a page of its own once it writes. On Linux, that is; elsewhere
+    it is memory like any other.
+    """
     if num_elements == 0:
         return torch.empty(0, dtype=dtype)
     num_bytes = num_elements * dtype.itemsize
-    if sys.platform == "win32":
+    pages = _shared_file().map(num_bytes) if hasattr(os, "memfd_create") else None
+    if pages is None:
         pages = mmap.mmap(-1, num_bytes)
-    else:  # private: a process that is forked has a copy, as of any other memory
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=num_elements)
+
+
+_C: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_ADVICE_HUGE, _ADVICE_REMOVE = 14, 9  # of <sys/mman.h>
+_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+if _C is not None:
+    _C.mmap.restype = ctypes.c_void_p
+    _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _SharedFile:
+    """A file in memory, parts of which are mapped.
+
+    Linux copies private pages that are pinned for a device into every child at fork. Pages of a
+    shared mapping it does not. A child then maps the same parts privately, in their place.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("roundpipe")
+        self._size = 0
+        self._lock = threading.Lock()
+        self._is_child = False
+        self._parts: dict[int, tuple[int, int]] = {}  # size and place in the file, by address
+        os.register_at_fork(after_in_child=self._part_from_parent)
+
+    def map(self, num_bytes: int) -> Any:
+        """Return new zeros; None in a child, and where the system gives none."""
+        if self._is_child:
+            return None
+        size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        with self._lock, contextlib.suppress(OSError):
+            place, self._size = self._size, self._size + size
+            os.ftruncate(self._file, self._size)
+            address = self._mapped(None, size, mmap.MAP_SHARED, place)
+            # Where /sys/kernel/mm/transparent_hugepage/shmem_enabled lets it, 2 MiB a page.
+            _C.madvise(address, size, _ADVICE_HUGE)
+            self._parts[address] = size, place
+            pages = (ctypes.c_char * num_bytes).from_address(address)
+            weakref.finalize(pages, self._unmap, address).atexit = False
+            return pages
+        return None
+
+    def _mapped(self, address: int | None, size: int, flags: int, place: int) -> int:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found: int = _C.mmap(address, size, access, flags, self._file, place)
+        if found == _FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return found
+
+    def _unmap(self, address: int) -> None:
+        size, _ = self._parts.pop(address)
+        if not self._is_child:
+            _C.madvise(address, size, _ADVICE_REMOVE)
+        _C.munmap(address, size)
+
+    def _part_from_parent(self) -> None:
+        if not self._is_child:  # a child's own child copies its private pages as any others
+            self._is_child = True
+            for address, (size, place) in list(self._parts.items()):
+                self._mapped(address, size, mmap.MAP_PRIVATE | _FIXED, place)
+
+
+_shared_file = functools.cache(_SharedFile)
 
 
 def return_freed_memory() -> None:
@@ -120,6 +194,6 @@ def return_freed_memory() -> None:
 
     Without it, opening a store may take the memory of the model twice. Only glibc needs this.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    trim = getattr(_C, "malloc_trim", None)
     if trim is not None:
         trim(0)

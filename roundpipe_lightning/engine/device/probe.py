@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_lightning.engine.device.accelerator import all_reach
+from roundpipe_lightning.engine.device.accelerator import all_reach, runtime_of
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.errors import HardwareError
 from roundpipe_lightning.files import write_text
@@ -59,7 +59,7 @@ def probe_hardware(
     Args:
         num_workers: Devices to count on: accelerators (None: all of them), or CPU workers where
             there is no accelerator (None: 1).
-        devices: The accelerators; empty: the machine's first ones.
+        devices: The accelerators; empty: the first ones. No other one is touched.
         folder: Where measurements are kept. None: the user's cache folder.
         fresh: Whether to measure again.
     """
@@ -89,15 +89,15 @@ def available_bytes(device: torch.device) -> int:
     processes, if that is more than a runtime takes, and by tensors of this one. A part is left to
     the allocator, which cannot use every gap.
     """
-    backend = torch.get_device_module(device)
-    free, total = backend.mem_get_info(device)
-    allocated = backend.memory_allocated(device)
-    others = total - free - backend.memory_reserved(device)
-    there = total - allocated - (others if others > _LITTLE_BYTES else 0)
-    fraction = getattr(backend, "get_per_process_memory_fraction", None)
-    if fraction is not None:
-        there = min(there, total * fraction(device) - allocated)
-    return max(0, int((1 - _LEFT_TO_ALLOCATOR) * there))
+    memory = torch.accelerator
+    free, total = memory.get_memory_info(device)
+    allocated = memory.memory_allocated(device)
+    others = total - free - memory.memory_reserved(device)
+    most = min(
+        total - (others if others > _LITTLE_BYTES else 0),
+        total * runtime_of(device).fraction(),
+    )
+    return max(0, int((1 - _LEFT_TO_ALLOCATOR) * (most - allocated)))
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class _Machine:
 
     @classmethod
     def found(cls, num_workers: int | None, given: Sequence[torch.device] = ()) -> _Machine:
-        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if kind is None or kind.type not in ("cuda", "xpu"):
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        if kind is None:
             name = platform.processor() or platform.machine() or "CPU"
             cpu = torch.device("cpu")
             return cls(devices=(cpu,), name=f"CPU {name}", num_workers=num_workers or 1)
@@ -129,7 +129,7 @@ class _Machine:
             raise HardwareError(f"{num_workers} devices were asked for; this machine has {count}.")
         first = [torch.device(kind.type, index) for index in range(num_workers or count)]
         devices = tuple(given or first)
-        names = [_properties(device).name for device in devices]
+        names = [_name(device) for device in devices]
         if len(set(names)) == 1:
             names = names[:1]
         return cls(devices=devices, name=" and ".join(names), num_workers=len(devices))
@@ -148,6 +148,8 @@ class _Machine:
         words = [self.name, f"x{self.num_workers}", f"torch-{torch.__version__}"]
         if self.is_cpu:
             words.insert(2, f"{torch.get_num_threads()}-threads")
+        elif (numbers := [device.index for device in self.devices]) != [*range(len(numbers))]:
+            words.insert(2, "-".join(map(str, ("of", *numbers))))
         return re.sub(r"[^A-Za-z0-9.+_-]+", "-", "_".join(words)) + ".json"
 
     def measured(self) -> HardwareSpec:
@@ -160,7 +162,7 @@ class _Machine:
         for device in self.devices:
             kind = (self.name, int(in_host * share))
             if not self.is_cpu:
-                kind = (_properties(device).name, _properties(device).total_memory)
+                kind = (_name(device), torch.accelerator.get_memory_info(device)[1])
             if kind not in kinds:
                 up = down = rate = host_rate * share
                 if not self.is_cpu:
@@ -201,8 +203,10 @@ class _Machine:
         )
 
 
-def _properties(device: torch.device) -> Any:
-    return torch.get_device_module(device).get_device_properties(device)
+def _name(device: torch.device) -> str:
+    """What a kind of device calls itself; its type where it does not say."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return device.type if properties is None else getattr(properties(device), "name", device.type)
 
 
 # --- measurements -------------------------------------------------------------------------------
@@ -227,7 +231,8 @@ def _seconds(work: Callable[[], object], devices: Sequence[torch.device]) -> flo
 def _wait(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+            with torch.accelerator.device_index(device.index):  # else device 0 gets a context
+                torch.accelerator.synchronize(device)
 
 
 def _give_back() -> None:

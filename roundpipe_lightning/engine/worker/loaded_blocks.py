@@ -414,12 +414,10 @@ class ResidentBlocks:
 
     def take_gradients(self) -> tuple[Sequence[int], Gradients]:
         """Download what the leaves have accumulated, and for which microbatches."""
-        found = [(p, leaf) for p, leaf in self._leaves.items() if leaf.grad is not None]
-        gradients: list[Any] = [leaf.grad for _, leaf in found]
-        host = self._device.download_all(gradients)
-        for _, leaf in found:
+        there = {p: leaf.grad for p, leaf in self._leaves.items() if leaf.grad is not None}
+        for leaf in self._leaves.values():
             leaf.grad = None
-        return self.take_microbatches(), {p: g for (p, _), g in zip(found, host, strict=True)}
+        return self.take_microbatches(), {p: self._device.download(g) for p, g in there.items()}
 
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""

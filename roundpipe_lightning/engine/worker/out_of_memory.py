@@ -63,7 +63,7 @@ class AllocatorFigures:
 
     @classmethod
     def read(cls, device: Device) -> AllocatorFigures | None:
-        if not isinstance(device, AcceleratorDevice):
+        if not isinstance(device, AcceleratorDevice) or not device.runtime.counts_memory:
             return None
         where = device.torch_device
         free, total = torch.accelerator.get_memory_info(where)

@@ -27,7 +27,11 @@ from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, all_reach
+from roundpipe_lightning.engine.device.accelerator import (
+    AcceleratorDevice,
+    all_reach,
+    runtime_of,
+)
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
@@ -124,8 +128,8 @@ def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareS
             f"of an {spec.device_name}. Name the machine with RoundPipeStrategy(hardware=...)."
         )
         spec = replace(spec, name="auto", num_devices=num_devices, devices_per_root=num_devices)
-    sizes = [max(1, available_bytes(device)) for device in devices]
-    own = zip(spec.unequal, sizes, strict=True) if spec.unequal else ()
+    sizes = [max(1, available_bytes(d)) for d in devices if runtime_of(d).counts_memory]
+    own = zip(spec.unequal, sizes, strict=True) if spec.unequal and sizes else ()
     return replace(
         spec,
         # What a plan may take of the accelerator with the least memory.

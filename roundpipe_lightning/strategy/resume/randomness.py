@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roundpipe_lightning.engine.device.accelerator import generators_in_use
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostRandomness:
@@ -76,8 +78,8 @@ class HostRandomness:
 def random_state() -> dict[str, Any]:
     """Return the state of torch's, Python's and numpy's host generators and of devices in use."""
     state = HostRandomness.now().packed()
-    if torch.cuda.is_initialized():
-        state["devices"] = torch.cuda.get_rng_state_all()
+    if generators := generators_in_use():
+        state["devices"] = [generator.get_state() for generator in generators]
     return state
 
 
@@ -88,9 +90,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         state: Host tensors and numbers.
     """
     HostRandomness.unpacked(state).restore()
-    devices = state.get("devices", ())
-    for index, device_state in enumerate(devices[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(device_state.cpu(), index)
+    for generator, saved in zip(generators_in_use(), state.get("devices", ()), strict=False):
+        generator.set_state(saved.cpu())
 
 
 def _tensor(words: Any) -> Tensor:
