@@ -191,7 +191,7 @@ class KeepsScale(Block):
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()), "other rows"),
         (KeepsScale, "buffers"),
         (partial(KeepsScale, assigns=True), "buffers"),
-        (lambda: KeepsMean(None), "attributes"),
+        (lambda: KeepsMean(None), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity()), "other rows"),
     ],
 )
@@ -206,6 +206,63 @@ def test_a_block_that_puts_tensors_into_a_list_is_refused() -> None:
     kept: list[Tensor] = []
     with pytest.raises(CaptureError, match=r"'layers\.0' puts tensors of the batch into a list"):
         check(Regressor(make_block=lambda: KeepsMean(kept)))
+
+
+class Leaves(Block):
+    """Leaves what it computes with in an attribute, as layers leave attention weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weights = torch.softmax(2 * x, dim=-1)
+        return super().forward(x * self.weights)
+
+
+class UsesWhatIsLeft(Regressor):
+    """Adds what blocks leave to the loss: through the next block, of all rows, and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(make_block=Leaves)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        kept: Any = [layer.weights for layer in self.layers]
+        spread = sum((some - some.mean(0)).square().sum() for some in kept[1:])
+        self.last = kept[-1].detach().cpu()
+        return loss + spread
+
+
+@pytest.mark.parametrize("make_devices", [cpu_workers, emulated_workers])
+@pytest.mark.filterwarnings("error")
+def test_tensors_that_blocks_leave_in_attributes_are_joined(make_devices: Any) -> None:
+    module = UsesWhatIsLeft()
+    check(module, devices=make_devices(2), steps=2)
+    twin = copy.deepcopy(module)
+    twin.training_step(batch_of(), 0)
+    torch.testing.assert_close(module.last, twin.last)
+    for one, other in zip(module.layers, twin.layers, strict=True):
+        weights: Any = other.weights
+        torch.testing.assert_close(one.weights, weights.detach())
+
+
+class SharesMask(Regressor):
+    """Its blocks attend with a mask of as many tokens as there are rows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            make_block=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = torch.stack([batch[0] * k for k in range(1, 1 + len(batch[0]))], 1)
+        hidden = self.head(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(batch[0])).to(x.device)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return self.tail(hidden).square().mean()
+
+
+@pytest.mark.filterwarnings("error::roundpipe_lightning.engine.chain.pieces.WholeBatchWarning")
+def test_a_mask_of_as_many_tokens_as_rows_is_shared() -> None:
+    check(SharesMask())
 
 
 class Doubles(nn.Linear):

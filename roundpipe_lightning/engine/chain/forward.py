@@ -148,6 +148,10 @@ class ForwardPass:
         """Return what the user's code has written so far into a block and its children."""
         return self.user.writes.within(block)
 
+    def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
+        """Return the attributes whose tensors are values of the call that is about to be made."""
+        return ()
+
     def _go_to(self, block: nn.Module) -> int | None:
         """Go to the turn of a call of a block, and return its position; None: it has none."""
         position = self._position_of(block)
@@ -197,6 +201,7 @@ class ForwardPass:
             writes=self.writes_within(block),
             source_of=self.source_of,
         )
+        call.left = self.left_attributes()
         if call.is_recomputed:
             if self._kept_operations:
                 call.kept = KeptOutputs(self._kept_operations, pool=self.turns.pool)
@@ -402,9 +407,9 @@ class ForwardPass:
                     block, block=call.block, name=call.name, placed=resident, stream=user.stream
                 )
             if given is None:
-                outcome = call.run_again(block, take, watched=watched)
+                outcome = call.run_again(resident, block, take, watched=watched)
             else:
-                outcome = call.run_forward(block, take, given=given, watched=watched)
+                outcome = call.run_forward(resident, block, take, given=given, watched=watched)
             if compiler is not None and user.stream is not None and user.stream.num_draws:
                 compiler.add_drawing(call.name)
             if compiler is not None and resident.assigns_buffers(call.block):
@@ -413,6 +418,11 @@ class ForwardPass:
         if self._checks or device.shares_host_memory:
             call.check(outcome, device)
         for module, attribute, value in resident.take_writes():
+            if again:
+                continue  # an echo
+            if (module, attribute) in call.left:
+                user.writes.were_any = True
+                continue
             # This microbatch's user code reads the attributes that its block has written.
             put(user.maker.view_of(module), attribute, value)
             user.writes.renew(module, attribute, value)

@@ -48,10 +48,15 @@ _POLL_SECONDS = 0.2  # how soon a waiting thread notices that the step was abort
 
 
 class CallForm(NamedTuple):
-    """Which dimension of each tensor has the batch's rows; None: the pieces share the tensor."""
+    """Which dimension of each tensor has the batch's rows; None: the pieces share the tensor.
+
+    Attributes:
+        left: Modules and names of attributes that the block leaves tensors in: its last values.
+    """
 
     arguments: tuple[int | None, ...]
     values: tuple[int | None, ...]
+    left: tuple[tuple[nn.Module, str], ...] = ()
 
 
 def piece_sizes(num_rows: int, num_pieces: int) -> tuple[int, ...]:
@@ -90,6 +95,7 @@ class PostedCall:
         autocast: The state around the call.
         variables: The context variables around the call.
         writes: What user code has written into the block's attributes.
+        left: As of `CallForm`.
         begins_segment: Whether it is the first call after a segment of user code.
         versions: Tensors that all pieces' parts are views of, and how often they were written into.
         calls: The pieces' calls, by their numbers.
@@ -107,6 +113,7 @@ class PostedCall:
     autocast: Sequence[Autocast]
     variables: Context
     writes: ModuleWrites
+    left: Sequence[tuple[nn.Module, str]]
     begins_segment: bool
     versions: Sequence[tuple[Tensor, int]]
     calls: dict[int, BlockCall] = field(default_factory=dict)

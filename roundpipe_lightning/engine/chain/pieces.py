@@ -6,9 +6,8 @@ piece 1               F0: 0 1   F1: 2 3   X0: -
 ```
 
 See `joined.py` for the values. A form says which dimension of every argument and output of a call
-has the batch's rows. It is found when such a call is first made, by running the block on the rows
-of the first piece, of the second, and of both. Where both together do not give what each gives by
-itself, the rows are not independent, and the call runs on the whole batch.
+has the batch's rows. It is found when such a call is first made (`row_check.py`). Where the rows
+are not independent, the call runs on the whole batch.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from __future__ import annotations
 import threading
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from roundpipe_lightning.engine.capture.arguments import Copies
 from roundpipe_lightning.engine.capture.autocast import autocast_as, autocast_now, variables_as
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
-from roundpipe_lightning.engine.capture.trees import tensors_in
+from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.block_outcome import (
     Given,
     Outcome,
@@ -46,26 +45,20 @@ from roundpipe_lightning.engine.chain.joined import (
     Slices,
     piece_sizes,
 )
-from roundpipe_lightning.engine.chain.row_marks import RowMarks
+from roundpipe_lightning.engine.chain.row_check import (
+    Argument,
+    NotByRowsError,
+    RowTrial,
+    arguments_of,
+    candidates,
+    joined_in,
+    reason_against_pieces,
+)
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Value
-from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
-from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import StageKind
 
 Key: TypeAlias = tuple[Any, ...]
-
-BlockWrites: TypeAlias = Sequence[tuple[nn.Module, str, Any]]
-"""Attributes that a block has written: module, name and value."""
-
-_KEPT = (
-    "Block {!r} puts tensors of the batch into a list, a closure or a global, which pieces of the "
-    "batch would fill in any order, and again in a recompute. Let it return them or keep them as "
-    "an attribute, or set num_microbatches=1."
-)
-_PLAIN = (bool, int, float, str, type(None))
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_TOLERANCE = 5e-2  # of narrower types, relative to the largest value
 
 
 class WholeBatchWarning(UserWarning):
@@ -102,20 +95,6 @@ class CallForms:
                     category=WholeBatchWarning,
                     stacklevel=2,
                 )
-
-
-class _Argument(NamedTuple):
-    """A tensor among a call's arguments.
-
-    Attributes:
-        tensor: As the user's code gave it.
-        joined: What it stands for, if pieces have made it.
-        in_object: Whether it is inside an object.
-    """
-
-    tensor: Tensor
-    joined: JoinedValue | None
-    in_object: bool
 
 
 class PieceForward(ForwardPass):
@@ -156,6 +135,10 @@ class PieceForward(ForwardPass):
     def writes_within(self, block: nn.Module) -> ModuleWrites:  # noqa: ARG002
         assert self._posted is not None, "a call is replayed"
         return self._posted.writes
+
+    def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
+        assert self._posted is not None, "a call is replayed"
+        return self._posted.left
 
     def source_of(self, given: Tensor | Value) -> Source:
         return given if isinstance(given, Value) else super().source_of(given)
@@ -209,6 +192,7 @@ class DriverForward(ForwardPass):
         self._sources: dict[int, Source] = {}  # what the first piece takes for a given tensor
         self._passed: set[int | None] = set()  # positions whose BACKWARD turn will have ended
         self._posted_here = False  # in the present turn
+        self._left: dict[tuple[nn.Module, str], JoinedValue] = {}  # in attributes
         self.turns.on_leave = self._post_left
         self.user.before_write = self._let_pieces_end
         self._thread_id = threading.get_ident()
@@ -217,9 +201,12 @@ class DriverForward(ForwardPass):
 
     def _prepare(self, block: nn.Module, given: Given, position: int | None) -> int | None:
         """Choose between pieces and the whole batch, and make the arguments ready."""
-        arguments = _arguments_of(given)
+        arguments, hold_objects = arguments_of(given)
         self._sources, self._posted, self._form = {}, None, None
-        found = self._form_of(block, given, arguments, position)
+        gradient = self._backward and torch.is_grad_enabled()
+        found = None
+        if gradient or not hold_objects:  # a block writes into the object itself, a cache say
+            found = self._form_of(block, given, arguments, position)
         if found is None:
             for tensor, joined, in_object in arguments:
                 if joined is not None and not (in_object and joined.in_object):
@@ -228,7 +215,7 @@ class DriverForward(ForwardPass):
         self._form, sizes = found
 
         def swap(tensor: Tensor, in_object: bool) -> Any:  # noqa: ARG001, FBT001 - a `Swap`
-            joined = _joined_in(tensor)
+            joined = joined_in(tensor)
             if joined is not None:
                 self._sources[id(tensor)] = joined.part(0)
                 joined.note_pending(1, [i for i, size in enumerate(sizes) if size and i])
@@ -258,6 +245,7 @@ class DriverForward(ForwardPass):
             autocast=autocast_now(),
             variables=copy_context(),
             writes=self.writes_within(block),
+            left=self._form.left,
             begins_segment=self.segments.last.start == len(self.calls),
         )
         return position
@@ -292,7 +280,7 @@ class DriverForward(ForwardPass):
         self,
         block: nn.Module,
         given: Given,
-        arguments: Sequence[_Argument],
+        arguments: Sequence[Argument],
         position: int | None,
     ) -> tuple[CallForm, Sequence[int]] | None:
         """Return the form of a call and the rows of every piece; None: it takes the whole batch."""
@@ -300,10 +288,8 @@ class DriverForward(ForwardPass):
             return None
         name, forms = self._names[block], self._forms
         gradient = self._backward and torch.is_grad_enabled()
-        if not gradient and _holds_objects(given):
-            return None  # the block writes into the object itself, a cache say
         key = (name, gradient, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
-        reason = _reason_against_pieces(block, self.user.writes.within(block))
+        reason = reason_against_pieces(block, self.user.writes.within(block))
         if reason:
             if key not in forms or forms.get(key) is not None:  # the hook can be a later one
                 forms.put(key, None, name=name, reason=reason)
@@ -320,7 +306,7 @@ class DriverForward(ForwardPass):
         key: Key,
         block: nn.Module,
         given: Given,
-        arguments: Sequence[_Argument],
+        arguments: Sequence[Argument],
         position: int | None,
     ) -> tuple[CallForm, Sequence[int]] | None:
         """Find the form of a call on a few rows."""
@@ -331,19 +317,19 @@ class DriverForward(ForwardPass):
             return None
         position, few, reason = self._in_turn(position), False, ""
         name, forms = self._names[block], self._forms
-        for dims in _candidates(arguments):
+        for dims in candidates(arguments):
             sizes = self._sizes(arguments, dims)
             if sizes is None:
                 continue
             if sizes[1] < 1:
                 few = True
                 continue
-            found = self._check(block, given, arguments, dims, sizes, position)
-            if isinstance(found, str):
-                reason = reason or found
+            try:
+                form, self._shadows = self._check(block, given, arguments, dims, sizes, position)
+            except NotByRowsError as error:
+                # Another guess that comes further says more than one that does not fit at all.
+                reason = str(error) if not reason or error.__cause__ is None else reason
                 continue
-            values, self._shadows = found
-            form = CallForm(arguments=tuple(dims), values=values)
             forms.put(key, form, name=name, reason="")
             return form, sizes
         if not few:
@@ -352,7 +338,7 @@ class DriverForward(ForwardPass):
         return None
 
     def _sizes(
-        self, arguments: Sequence[_Argument], dims: Sequence[int | None]
+        self, arguments: Sequence[Argument], dims: Sequence[int | None]
     ) -> Sequence[int] | None:
         """Return the rows of every piece; None where the arguments do not agree about them."""
         sizes: Sequence[int] | None = None
@@ -395,6 +381,11 @@ class DriverForward(ForwardPass):
             for joined, shadow in zip(posted.values, self._shadows, strict=False):
                 joined.shadow = shadow
             self._shadows = None
+        for (module, name), joined in zip(
+            reversed(posted.left), reversed(posted.values), strict=False
+        ):
+            put(self.user.maker.view_of(module), name, joined.lazy())
+            self._left[module, name] = joined
         self.posted.append(posted)
         self._posted_here = True
         self.board.post(posted)
@@ -410,6 +401,17 @@ class DriverForward(ForwardPass):
                 else lazy[slot]
             )
         )
+
+    def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
+        return () if self._posted is None else self._posted.left
+
+    def end_user_code(self) -> None:
+        for (module, name), joined in self._left.items():
+            lazy = self.user.maker.view_of(module).__dict__.get(name)
+            if isinstance(lazy, LazyTensor) and lazy.value is joined:  # the code has left it there
+                whole = joined.detached()
+                self.user.writes.note(module, name, self.user.owner_of(whole).download(whole))
+        super().end_user_code()
 
     def _post_left(self, number: int) -> None:
         self.board.post(Left(number))
@@ -436,89 +438,37 @@ class DriverForward(ForwardPass):
     def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:  # noqa: ARG002
         self.user.writes.were_any = True
 
-    # --------------------------------------------------------------------------------- the check
-
     def _check(
         self,
         block: nn.Module,
         given: Given,
-        arguments: Sequence[_Argument],
+        arguments: Sequence[Argument],
         dims: Sequence[int | None],
         sizes: Sequence[int],
         position: int | None,
-    ) -> tuple[tuple[int | None, ...], Sequence[Shadow]] | str:
-        """Run a block on a few rows; return the outputs' dimensions and values, or what differs."""
+    ) -> tuple[CallForm, Sequence[Shadow]]:
+        """Run a block on a few rows; return the form of its call, and what it gave."""
         shadows = [
             Shadow(*map(self._brought, joined.shadow))
             if joined is not None and joined.shadow is not None
             else self._shadow_of(tensor, joined.dim if joined else dim, sizes)
             for (tensor, joined, _), dim in zip(arguments, dims, strict=True)
         ]
-        number = {id(a.tensor): i for i, a in enumerate(arguments)}
-        marks = RowMarks()
-        results: list[Sequence[Tensor]] = []
-        writes = self.writes_within(block)
+        trial = RowTrial(arguments, shadows, dims)
+        writes, name = self.writes_within(block), self._names[block]
         with (
             self._resident(block, position) as resident,
             resident.undone(block) as buffers,
             resident.written(writes),
         ):
-            written: list[Any] = []
-            for part in range(4):  # the first rows, the next, both, and as many that are alike
-
-                def take(tensor: Any, in_object: bool, part: int = part) -> Any:  # noqa: FBT001
-                    joined = _joined_in(tensor)
-                    if in_object and joined is not None and joined.in_object:
-                        return tensor
-                    shadow, dim = shadows[number[id(tensor)]], dims[number[id(tensor)]]
-                    if dim is None:
-                        return shadow.first.clone()
-                    return marks.mark(
-                        shadow[part].clone() if part < 3 else _alike(shadow.both, dim)
-                    )
-
-                try:
-                    with marks:
-                        results.append(self._run_shadow(block, resident, take, given))
-                except (StepAborted, torch.OutOfMemoryError):
-                    raise
-                except Exception as error:  # noqa: BLE001 - any: the form does not fit
-                    return f"it raises {type(error).__name__} on a part of the batch"
-                written.append(resident.take_writes())
+            trial.run(
+                lambda take: self._run_shadow(block, resident, take, given), resident.take_writes
+            )
         if buffers:
-            return "it writes into buffers (running statistics, say)"
-        if _keeps_values(written[0], written[2], marks):
-            return "it keeps values of the batch in attributes"
-        written.clear()
-        if marks.alive(besides=[tensor for result in results for tensor in result]):
-            raise CaptureError(_KEPT.format(self._names[block]))
-        if len({len(result) for result in results}) != 1:
-            return "it gives other outputs for another number of rows"
-        made = [Shadow(*parts) for parts in zip(*results[:3], strict=True)]
-        return self._compared(made, results[3], marks, rows=sizes[0] + sizes[1])
-
-    def _compared(
-        self, made: Sequence[Shadow], of_alike: Sequence[Tensor], marks: RowMarks, *, rows: int
-    ) -> tuple[tuple[int | None, ...], Sequence[Shadow]] | str:
-        dims: list[int | None] = []
-        for (first, second, both), alike in zip(made, of_alike, strict=True):
-            differing = [
-                d for d, (a, b) in enumerate(zip(first.shape, both.shape, strict=False)) if a != b
-            ]
-            if first.dim() != both.dim() or len(differing) > 1:
-                return "its output has the batch's rows in no one dimension"
-            dim = differing[0] if differing else None
-            if dim is None:
-                same = not marks.has(both) and _close(first, both) and _close(second, both)
-            elif both.shape[dim] != rows or first.shape[dim] + second.shape[dim] != rows:
-                return "its output has another number of rows than its input"
-            else:
-                row = alike.narrow(dim, 0, 1).expand_as(alike)
-                same = _close(torch.cat([first, second], dim), both) and _close(row, alike)
-            if not (same or self._forms.trusts_rows):
-                return "what it gives for a row depends on the other rows"
-            dims.append(dim)
-        return tuple(dims), made
+            raise NotByRowsError("it writes into buffers (running statistics, say)")
+        return trial.form(
+            num_rows=sizes[0] + sizes[1], trusts_rows=self._forms.trusts_rows, name=name
+        )
 
     def _brought(self, tensor: Tensor) -> Tensor:
         device = self.turns.worker.device
@@ -529,12 +479,8 @@ class DriverForward(ForwardPass):
         here = self._brought(self._whole(tensor).detach())
         if dim is None:
             return Shadow(here, here, here)
-        first, both = sizes[0], sizes[0] + sizes[1]
-        return Shadow(
-            here.narrow(dim, 0, first),
-            here.narrow(dim, first, sizes[1]),
-            here.narrow(dim, 0, both),
-        )
+        first, second, _ = here.split([*sizes[:2], here.shape[dim] - sum(sizes[:2])], dim)
+        return Shadow(first, second, here.narrow(dim, 0, sum(sizes[:2])))
 
     def _run_shadow(
         self,
@@ -566,92 +512,6 @@ class DriverForward(ForwardPass):
             posted.clear()
         self.posted.clear()
         self.slices.clear()
+        self._left.clear()
         self._sources.clear()
         super().close()
-
-
-def _joined_in(tensor: Any) -> JoinedValue | None:
-    value = tensor.value if isinstance(tensor, LazyTensor) else None
-    return value if isinstance(value, JoinedValue) else None
-
-
-def _holds_objects(given: Given) -> bool:
-    copies = Copies(lambda tensor, in_object: tensor)
-    copies.copied(given)
-    return copies.hold_objects
-
-
-def _arguments_of(given: Given) -> Sequence[_Argument]:
-    found: list[_Argument] = []
-
-    def look(tensor: Any, in_object: bool) -> Any:  # noqa: FBT001 - a `Swap`
-        found.append(_Argument(tensor, _joined_in(tensor), in_object))
-        return tensor
-
-    Copies(look).copied(given)
-    return found
-
-
-def _candidates(arguments: Sequence[_Argument]) -> Iterator[Sequence[int | None]]:
-    """Guess which dimension of every argument has the batch's rows, the likeliest guess first."""
-    joined = next((a for a in arguments if a.joined is not None and a.joined.dim is not None), None)
-    if joined is not None and joined.joined is not None:
-        assert joined.joined.dim is not None
-        leads = [(sum(joined.joined.sizes), joined.joined.dim)]
-    else:
-        first = next(
-            (a.tensor for a in arguments if a.tensor.dim() > 1 and a.tensor.is_floating_point()),
-            next((a.tensor for a in arguments if a.tensor.dim()), None),
-        )
-        leads = [] if first is None else [(first.shape[d], d) for d in range(min(2, first.dim()))]
-    for num_rows, lead in leads:
-        yield [_dim_of(argument, num_rows, lead) for argument in arguments]
-
-
-def _dim_of(argument: _Argument, num_rows: int, lead: int) -> int | None:
-    if argument.joined is not None:
-        return argument.joined.dim
-    shape = argument.tensor.shape
-    return next((d for d in (lead, 0) if d < len(shape) and shape[d] == num_rows), None)
-
-
-def _reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
-    tables = ("_forward_hooks", "_forward_pre_hooks")
-    hooked = {module for module, written in writes if any(map(written.get, tables))}
-    for name, module in block.named_modules():
-        if module in hooked or any(module.__dict__[table] for table in tables):
-            return f"a hook looks at {name or 'it'}, once per batch"
-    return ""
-
-
-def _keeps_values(first: BlockWrites, later: BlockWrites, marks: RowMarks) -> bool:
-    """Return whether a block writes values of the batch into attributes, in every call."""
-    if any(map(marks.has, tensors_in([value for _, _, value in later]))):
-        return True
-    plain = [
-        {(id(m), name): value for m, name, value in writes if isinstance(value, _PLAIN)}
-        for writes in (first, later)
-    ]
-    return plain[0] != plain[1]
-
-
-def _alike(tensor: Tensor, dim: int) -> Tensor:
-    """Return a tensor of the same shape whose rows are one row, and its tokens one token.
-
-    A block that treats rows independently makes rows of them that are alike, too. One that has no
-    more than so much room for all rows, such as experts with a capacity, does not.
-    """
-    narrowed = range(tensor.dim() - 1) if tensor.is_floating_point() else ()
-    for other in {dim, *narrowed}:
-        tensor = tensor.narrow(other, 0, 1).expand_as(tensor)
-    return tensor.clone()
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    scale = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
-    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE)
-    return torch.allclose(one, other, rtol=0, atol=tolerance * max(scale, 1e-30), equal_nan=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -159,6 +159,7 @@ class BlockCall:
         wanted: Whether something trainable goes into it.
         begins_group: Whether its recompute does not follow that of the call before.
         kept: What its recompute does not run again; None: it runs everything.
+        left: Modules and names of attributes that it leaves tensors in, the last of its values.
     """
 
     def __init__(  # noqa: PLR0913 - all but two keyword-only
@@ -188,6 +189,7 @@ class BlockCall:
         self.inputs: list[Value] = []
         self.begins_group = False
         self.kept: KeptOutputs | None = None
+        self.left: Sequence[tuple[nn.Module, str]] = ()
         self._given: Given | None = None
         self._state = KeptState()
         self._source_of = source_of
@@ -267,11 +269,18 @@ class BlockCall:
             )
 
     def run_forward(
-        self, block: nn.Module, take: Swap, *, given: Given, watched: Watched, again: bool = False
+        self,
+        resident: ResidentBlocks,
+        block: nn.Module,
+        take: Swap,
+        *,
+        given: Given,
+        watched: Watched,
+        again: bool = False,
     ) -> Outcome:
         """Run the block; arguments and errors as of `run_block`."""
         with self._hooks_once(block, again=again):
-            return run_block(
+            outcome = run_block(
                 block,
                 take,
                 given=given,
@@ -282,6 +291,8 @@ class BlockCall:
                 # own.
                 writes=works_in_place(block if self.writes else self.block),
             )
+        outcome.tensors += [(resident.written_tensor(m, name), False) for m, name in self.left]
+        return outcome
 
     @contextmanager
     def _hooks_once(self, block: nn.Module, *, again: bool) -> Iterator[None]:
@@ -313,7 +324,9 @@ class BlockCall:
 
         return noting
 
-    def run_again(self, block: nn.Module, take: Swap, *, watched: Watched) -> Outcome:
+    def run_again(
+        self, resident: ResidentBlocks, block: nn.Module, take: Swap, *, watched: Watched
+    ) -> Outcome:
         """Run the block on the same arguments, under the same autocast and context variables.
 
         Raises:
@@ -323,7 +336,9 @@ class BlockCall:
             raise CaptureError(WRITTEN_SINCE.format(self.name))
         with autocast_as(self._autocast), variables_as(self._variables):
             assert self._given is not None, "kept where a gradient is wanted"
-            outcome = self.run_forward(block, take, given=self._given, watched=watched, again=True)
+            outcome = self.run_forward(
+                resident, block, take, given=self._given, watched=watched, again=True
+            )
         forms = [(tensor.shape, tensor.dtype) for tensor, _ in outcome.tensors]
         if forms != [(value.form.shape, value.form.dtype) for value in self.values]:
             raise CaptureError(

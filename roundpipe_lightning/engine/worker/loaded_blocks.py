@@ -315,15 +315,29 @@ class ResidentBlocks:
                 put(view, name, value)
 
     def _write(self, module: nn.Module, name: str, value: Any) -> None:
+        self._writes.append((module, name, value))
         if self.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
             self._overwritten.append((module, name, _attribute(module, name)))
             write_through(module, name, value)
-            self._writes.append((module, name, value))
 
     def take_writes(self) -> list[tuple[nn.Module, str, Any]]:
         """Return the attributes that the blocks have written since the last call."""
         writes, self._writes = self._writes, []
         return writes
+
+    def written_tensor(self, module: nn.Module, name: str) -> Tensor:
+        """Return the tensor that a block has left in an attribute since `take_writes`.
+
+        Raises:
+            CaptureError: If it has left none there.
+        """
+        for one, attribute, value in reversed(self._writes):
+            if one is module and attribute == name and isinstance(value, Tensor):
+                return value
+        raise CaptureError(
+            f"A block leaves a tensor in the attribute {name!r} in some of its calls only, which "
+            "pieces of a batch cannot put together. Let it always do so, or set num_microbatches=1."
+        )
 
     @contextmanager
     def watched(self, block: nn.Module) -> Iterator[tuple[EarlierBuffers, ModuleWrites]]:

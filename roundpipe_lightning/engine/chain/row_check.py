@@ -1,0 +1,307 @@
+"""Which dimension of a call's tensors has the batch's rows, and whether the rows are independent.
+
+A block is run on the rows of the first piece, of the second, of both, and on as many that are
+alike. Where both together do not give what each gives by itself, the rows depend on each other.
+
+Values tell little about what has no rows: a mean over rows can be the same for other rows, such as
+the balance of a router that begins with zeros. So what is computed from rows is marked.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from roundpipe_lightning.engine.capture.arguments import Copies, Swap
+from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.capture.placeholder import LazyTensor, writes_first
+from roundpipe_lightning.engine.capture.torch_functions import METADATA, attribute_or_name
+from roundpipe_lightning.engine.capture.trees import tensors_in
+from roundpipe_lightning.engine.chain.block_outcome import Given
+from roundpipe_lightning.engine.chain.joined import CallForm, JoinedValue, Shadow
+from roundpipe_lightning.engine.device.events import StepAborted
+from roundpipe_lightning.errors import CaptureError
+
+BlockWrites: TypeAlias = Sequence[tuple[nn.Module, str, Any]]
+"""Attributes that a block has written: module, name and value."""
+
+_KEPT = (
+    "Block {!r} puts tensors of the batch into a list, a closure or a global, which pieces of the "
+    "batch would fill in any order, and again in a recompute. Let it return them or keep them as "
+    "an attribute, or set num_microbatches=1."
+)
+_PLAIN = (bool, int, float, str, type(None))
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE = 5e-2  # of narrower types, relative to the largest value
+
+
+class NotByRowsError(Exception):
+    """Why a call cannot be made on a part of the rows."""
+
+
+class Argument(NamedTuple):
+    """A tensor among a call's arguments.
+
+    Attributes:
+        tensor: As the user's code gave it.
+        joined: What it stands for, if pieces have made it.
+        in_object: Whether it is inside an object.
+    """
+
+    tensor: Tensor
+    joined: JoinedValue | None
+    in_object: bool
+
+
+def arguments_of(given: Given) -> tuple[Sequence[Argument], bool]:
+    """Return the tensors among a call's arguments, and whether there are objects that hold some."""
+    found: list[Argument] = []
+
+    def look(tensor: Any, in_object: bool) -> Any:  # noqa: FBT001 - a `Swap`
+        found.append(Argument(tensor, joined_in(tensor), in_object))
+        return tensor
+
+    copies = Copies(look)
+    copies.copied(given)
+    return found, copies.hold_objects
+
+
+def joined_in(tensor: Any) -> JoinedValue | None:
+    value = tensor.value if isinstance(tensor, LazyTensor) else None
+    return value if isinstance(value, JoinedValue) else None
+
+
+def candidates(arguments: Sequence[Argument]) -> Iterator[Sequence[int | None]]:
+    """Guess which dimension of every argument has the batch's rows, the likeliest guess first."""
+    floating = [a for a in arguments if a.tensor.dim() > 1 and a.tensor.is_floating_point()]
+    known = [a for a in arguments if a.joined is not None and a.joined.dim is not None]
+    lead = next(iter((*known, *floating, *(a for a in arguments if a.tensor.dim()))), None)
+    if lead is None:
+        return
+    shape = lead.tensor.shape
+    dims = range(min(2, len(shape))) if lead.joined is None else [lead.joined.dim or 0]
+    for dim in dims:
+        likely = [_dim_of(argument, shape[dim], dim) for argument in arguments]
+        yield likely
+        # All rows may share a square tensor: a mask of as many tokens as there are rows.
+        shared = [
+            None
+            if a.joined is None and a is not lead and a.tensor.shape.count(shape[dim]) > 1
+            else d
+            for a, d in zip(arguments, likely, strict=True)
+        ]
+        if shared != likely:
+            yield shared
+
+
+def _dim_of(argument: Argument, num_rows: int, lead: int) -> int | None:
+    if argument.joined is not None:
+        return argument.joined.dim
+    shape = argument.tensor.shape
+    return next((d for d in (lead, 0) if d < len(shape) and shape[d] == num_rows), None)
+
+
+def reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
+    """Return the hook that has to look at a whole batch, in words; nothing if there is none."""
+    tables = ("_forward_hooks", "_forward_pre_hooks")
+    hooked = {module for module, written in writes if any(map(written.get, tables))}
+    for name, module in block.named_modules():
+        if module in hooked or any(module.__dict__[table] for table in tables):
+            return f"a hook looks at {name or 'it'}, once per batch"
+    return ""
+
+
+class RowTrial:
+    """Runs of a block on a few rows.
+
+    Args:
+        arguments: The tensors that it takes.
+        shadows: Their values for a few rows.
+        dims: Which dimension of each has the rows.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[Argument],
+        shadows: Sequence[Shadow],
+        dims: Sequence[int | None],
+    ) -> None:
+        self._taken = {
+            id(a.tensor): (shadow, dim)
+            for a, shadow, dim in zip(arguments, shadows, dims, strict=True)
+        }
+        self._dims = tuple(dims)
+        self._marks = RowMarks()
+        self._results: list[Sequence[Tensor]] = []
+        self._writes: list[BlockWrites] = []
+
+    def run(
+        self, run_block: Callable[[Swap], Sequence[Tensor]], take_writes: Callable[[], BlockWrites]
+    ) -> None:
+        """Run the block on the first rows, the next, both, and as many that are alike.
+
+        Args:
+            run_block: Runs it, with a function that gives it its tensors.
+            take_writes: Returns the attributes that it has written since.
+
+        Raises:
+            NotByRowsError: If it raises an error.
+        """
+        for part in range(4):
+
+            def take(tensor: Any, in_object: bool, part: int = part) -> Any:  # noqa: FBT001
+                joined = joined_in(tensor)
+                if in_object and joined is not None and joined.in_object:
+                    return tensor
+                shadow, dim = self._taken[id(tensor)]
+                if dim is None:
+                    return shadow.first.clone()
+                return self._marks.mark(
+                    shadow[part].clone() if part < 3 else _alike(shadow.both, dim)
+                )
+
+            try:
+                with self._marks:
+                    self._results.append(run_block(take))
+            except (StepAborted, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                kind = type(error).__name__
+                raise NotByRowsError(f"it raises {kind} on a part of the batch") from error
+            self._writes.append(take_writes())
+
+    def form(self, *, num_rows: int, trusts_rows: bool, name: str) -> tuple[CallForm, list[Shadow]]:
+        """Return the form of the call, and what it gave for the rows.
+
+        Raises:
+            NotByRowsError: If it is not the same on parts of the rows.
+            CaptureError: If it puts tensors where nobody finds them.
+        """
+        left = [self._left_tensors(writes) for writes in self._writes]
+        plain = [
+            {(id(m), name): v for m, name, v in writes if isinstance(v, _PLAIN)}
+            for writes in self._writes
+        ]
+        if plain[0] != plain[2] or any(one.keys() != left[0].keys() for one in left):
+            raise NotByRowsError("it keeps values of the batch in attributes")
+        self._writes.clear()
+        results = [
+            [*result, *(one[key] for key in left[0])]
+            for result, one in zip(self._results, left, strict=True)
+        ]
+        if self._marks.alive(besides=[tensor for result in results for tensor in result]):
+            raise CaptureError(_KEPT.format(name))
+        if len({len(result) for result in results}) != 1:
+            raise NotByRowsError("it gives other outputs for another number of rows")
+        made = [Shadow(*parts) for parts in zip(*results[:3], strict=True)]
+        values = tuple(
+            self._dim_made(shadow, alike, num_rows=num_rows, trusts_rows=trusts_rows)
+            for shadow, alike in zip(made, results[3], strict=True)
+        )
+        return CallForm(arguments=self._dims, values=values, left=tuple(left[0])), made
+
+    def _left_tensors(self, writes: BlockWrites) -> dict[tuple[nn.Module, str], Tensor]:
+        """Return the attributes that are tensors made of rows.
+
+        Raises:
+            NotByRowsError: If there are some inside of others.
+        """
+        last = {(module, name): value for module, name, value in writes}
+        left = {key: value for key, value in last.items() if isinstance(value, Tensor)}
+        if any(map(self._marks.has, tensors_in([v for k, v in last.items() if k not in left]))):
+            raise NotByRowsError("it keeps values of the batch in attributes")
+        return {key: value for key, value in left.items() if self._marks.has(value)}
+
+    def _dim_made(
+        self, shadow: Shadow, alike: Tensor, *, num_rows: int, trusts_rows: bool
+    ) -> int | None:
+        first, second, both = shadow
+        differing = [
+            d for d, (a, b) in enumerate(zip(first.shape, both.shape, strict=False)) if a != b
+        ]
+        if first.dim() != both.dim() or len(differing) > 1:
+            raise NotByRowsError("its output has the batch's rows in no one dimension")
+        dim = differing[0] if differing else None
+        if dim is None:
+            same = not self._marks.has(both) and _close(first, both) and _close(second, both)
+        elif both.shape[dim] != num_rows or first.shape[dim] + second.shape[dim] != num_rows:
+            raise NotByRowsError("its output has another number of rows than its input")
+        else:
+            row = alike.narrow(dim, 0, 1).expand_as(alike)
+            same = _close(torch.cat([first, second], dim), both) and _close(row, alike)
+        if not (same or trusts_rows):
+            raise NotByRowsError("what it gives for a row depends on the other rows")
+        return dim
+
+
+class RowMarks(TorchFunctionMode):
+    """Marks results of torch's functions that have a marked argument, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marked: dict[int, weakref.ref[Tensor]] = {}
+
+    def mark(self, tensor: Tensor) -> Tensor:
+        self._marked[id(tensor)] = weakref.ref(tensor)
+        return tensor
+
+    def has(self, tensor: Tensor) -> bool:
+        known = self._marked.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def alive(self, *, besides: Iterable[Tensor]) -> bool:
+        """Return whether anybody keeps a marked tensor that is not one of those given.
+
+        Those are often views, which keep what they are views of.
+        """
+        given = {id(t) for tensor in besides for t in (tensor, tensor._base)}  # noqa: SLF001
+        for collect in (False, True):
+            if collect:
+                gc.collect()
+            if all(ref() is None or key in given for key, ref in self._marked.items()):
+                return False
+        return True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = attribute_or_name(func)
+        if name not in METADATA and any(map(self.has, tensors_in((args, kwargs)))):
+            written = args[:1] if writes_first(name) else kwargs.get("out")
+            for tensor in tensors_in((result, written)):
+                self.mark(tensor)
+        return result
+
+
+def _alike(tensor: Tensor, dim: int) -> Tensor:
+    """Return a tensor of the same shape whose rows are one row, and its tokens one token.
+
+    A block that treats rows independently makes rows of them that are alike, too. One that has no
+    more than so much room for all rows, such as experts with a capacity, does not.
+    """
+    narrowed = range(tensor.dim() - 1) if tensor.is_floating_point() else ()
+    for other in {dim, *narrowed}:
+        tensor = tensor.narrow(other, 0, 1).expand_as(tensor)
+    return tensor.clone()
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    scale = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE)
+    return torch.allclose(one, other, rtol=0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
