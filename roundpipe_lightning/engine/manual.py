@@ -231,13 +231,7 @@ class _MeetingPlace(TorchFunctionMode):
             self._copies[key] = self._device.bring(parameter)
         return self._copies[key]
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
         if name not in QUESTIONS and name not in KEEP_PLACE and func not in _ABOUT_GRAPHS:
             args, kwargs = self._together(name, args, kwargs)

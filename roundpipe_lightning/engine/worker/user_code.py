@@ -340,13 +340,7 @@ class UserCode(TorchFunctionMode):
         with refused, self.resumed(), without_autocast():
             yield
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (values := self._parameter_writes.note(func, args)) is not None:
             return values

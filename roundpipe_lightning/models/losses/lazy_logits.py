@@ -412,13 +412,7 @@ class _FusionMode(TorchFunctionMode):
         super().__init__()
         self._fusion = fusion
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = self._fusion(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if answer is NotImplemented else answer
 

@@ -14,7 +14,7 @@ operation there, which keeps no scores and is counted by its shapes. No result i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -100,13 +100,7 @@ class Meter(TorchDispatchMode):
         self.count = Count()
         self.peak_bytes = self.live_bytes
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and _is_question(args[0]):  # noqa: SLF001
             return True
@@ -241,13 +235,7 @@ def _grouped_product(
 class FusedAttention(TorchFunctionMode):
     """Turns `scaled_dot_product_attention` into the fused kernel's operation."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _scaled_dot_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
