@@ -40,24 +40,6 @@ def takes_iterator(module: LightningModule, *steps: str) -> bool:
     )
 
 
-def refuse_renamed(given: Mapping[str, object]) -> None:
-    """Refuse settings of `RoundPipeStrategy` that have another name now, or that are none.
-
-    Raises:
-        ConfigurationError: With the new name.
-        TypeError: There never was such a setting.
-    """
-    for name in given:
-        if name == "trial_run":
-            raise ConfigurationError("trial_run is called dry_run now.")
-        if name == "microbatch_weight":
-            raise ConfigurationError(
-                "microbatch_weight is gone: microbatches weigh by what cross_entropy counts, else "
-                "by their samples. For other losses leave microbatching='step' out."
-            )
-        raise TypeError(f"RoundPipeStrategy got an unexpected keyword argument {name!r}")
-
-
 def check_trainer_flags(strategy: ParallelStrategy) -> None:
     """Refuse flags of the Trainer that ask for something else than one process with N workers.
 

@@ -102,10 +102,7 @@ class Options:
             value = getattr(self, name)
             if value not in known:
                 *others, last = map(repr, known)
-                old = " (was 'own')" if name == "loss" else ""
-                raise ConfigurationError(
-                    f"{name}={value!r}: set {', '.join(others)} or {last}{old}."
-                )
+                raise ConfigurationError(f"{name}={value!r}: set {', '.join(others)} or {last}.")
         if self.compile and self.recompute == RecomputePolicy.SELECTIVE.value:
             raise ConfigurationError(
                 "compile=True with recompute='selective': compiled code has no single operations "

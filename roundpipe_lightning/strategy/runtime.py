@@ -27,7 +27,7 @@ from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusio
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import compat, sync_hooks
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.logging import (
     LogRecorder,
     host_log,
@@ -43,7 +43,6 @@ from roundpipe_lightning.strategy.microbatching import (
     StepModeError,
 )
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
-from roundpipe_lightning.strategy.parameter_watch import ParameterWatch
 from roundpipe_lightning.strategy.planning.inputs import num_values
 from roundpipe_lightning.strategy.planning.planned import PlanEvent, Planned
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
@@ -55,6 +54,8 @@ from roundpipe_lightning.strategy.step import (
     loss_of_batch,
     output_of_batch,
 )
+from roundpipe_lightning.strategy.updates import sync_hooks
+from roundpipe_lightning.strategy.updates.parameter_watch import ParameterWatch
 
 PlanListener: TypeAlias = Callable[[PlanEvent], None]
 """Called in the Trainer's thread with each plan that is about to be run."""

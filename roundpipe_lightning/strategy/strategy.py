@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -16,7 +16,6 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from roundpipe_lightning.checkpoint.compatibility import (
     reading,
     split_frozen,
 )
-from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
@@ -43,9 +42,8 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import checks, compat
-from roundpipe_lightning.strategy.optimizer_sync import OptimizerSync
+from roundpipe_lightning.strategy.one_process import OneProcessStrategy
 from roundpipe_lightning.strategy.options import (
     GradientFormat,
     HardwareSource,
@@ -53,7 +51,6 @@ from roundpipe_lightning.strategy.options import (
     Options,
     PlanSource,
 )
-from roundpipe_lightning.strategy.registry import with_workers
 from roundpipe_lightning.strategy.resume.resume import ResumePoint
 from roundpipe_lightning.strategy.runtime import (
     NoBlocksWarning,
@@ -62,6 +59,7 @@ from roundpipe_lightning.strategy.runtime import (
     StepListener,
 )
 from roundpipe_lightning.strategy.step import InFlightBatch
+from roundpipe_lightning.strategy.updates.optimizer_sync import OptimizerSync
 
 __all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
 
@@ -92,7 +90,7 @@ def _without_stop_iteration(method: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-class RoundPipeStrategy(ParallelStrategy):
+class RoundPipeStrategy(OneProcessStrategy):
     """Trains through the round-robin pipeline; `Trainer(strategy="roundpipe")` has the defaults.
 
     The process is one, the workers are `Trainer(devices=N)` times `workers_per_device`. Parameters,
@@ -150,16 +148,12 @@ class RoundPipeStrategy(ParallelStrategy):
         cluster_environment: Set by the Trainer.
         checkpoint_io: How checkpoints are written; None is `RoundPipeCheckpointIO`.
         precision_plugin: None takes `Trainer(precision=...)`.
-        **renamed: Settings that have another name now; they are refused.
 
     Raises:
         ConfigurationError: A setting cannot work.
     """
 
     strategy_name = "roundpipe"
-
-    world_size = 1
-    """Number of processes, whatever the number of workers."""
 
     _overlaps_on_host = False
     """Whether `update="exact"` overlaps on CPU workers, too, which have no cores left for it."""
@@ -192,12 +186,10 @@ class RoundPipeStrategy(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **renamed: NoReturn,
     ) -> None:
-        checks.refuse_renamed(renamed)
         given = locals()
         self._options = Options(**{field.name: given[field.name] for field in fields(Options)})
-        self._stochastic_rounding = stochastic_rounding
+        self.stochastic_rounding = stochastic_rounding
         self._given: dict[str, Any] = {
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,
@@ -242,16 +234,6 @@ class RoundPipeStrategy(ParallelStrategy):
         copied._set_down()
         state: dict[str, Any] = super(RoundPipeStrategy, copied).__getstate__()
         return state
-
-    def __repr__(self) -> str:
-        """Say which Lightning it is for: another one shows this in its error."""
-        name = f"{type(self).__module__}.{type(self).__qualname__}"
-        return f"<{name}, a strategy for lightning.pytorch.Trainer>"
-
-    @property
-    def _precision(self) -> NoReturn:
-        """Fabric, and nobody else, asks a strategy for this."""
-        checks.refuse_fabric()
 
     @property
     def _module(self) -> LightningModule:
@@ -337,71 +319,6 @@ class RoundPipeStrategy(ParallelStrategy):
         self._seen.synchronize()
         return self._seen.last
 
-    # One process, as far as Lightning is concerned -----------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """The host: that is where the masters, the batches and the optimizer are."""
-        return torch.device("cpu")
-
-    @property
-    def global_rank(self) -> int:
-        """The one process's, whatever a cluster's environment knows."""
-        return 0
-
-    @property
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Never: data is not divided among processes."""
-        return False
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every sample goes to this process."""
-        return {"num_replicas": 1, "rank": 0}
-
-    def model_to_device(self) -> None:
-        """Leave the module in host memory."""
-
-    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, ARG002, FBT001, FBT002 - Lightning's signature
-        return decision
-
-    def all_gather(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        return tensor
-
-    def barrier(self, *_: Any, **__: Any) -> None:
-        """There is nobody to wait for."""
-
-    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - Lightning's signature
-        return obj
-
-    # Plugins that the strategy imposes -----------------------------------------------------------
-
-    @property
-    def precision_plugin(self) -> RoundPipePrecision:
-        """The precision; Lightning's own plugins are replaced by ours with the same precision."""
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, RoundPipePrecision) else RoundPipePrecision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        rounds = self._stochastic_rounding
-        self._precision_plugin = (
-            None
-            if plugin is None
-            else RoundPipePrecision.from_lightning(plugin, stochastic_rounding=rounds)
-        )
-
     @property
     def _accelerator(self) -> Accelerator | None:
         """Accelerator that `__init__` was given; Lightning asks for it when a Trainer is made.
@@ -418,46 +335,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def _accelerator(self, accelerator: Accelerator | None) -> None:
         self._trainers_accelerator = accelerator
 
-    @property
-    def accelerator(self) -> Accelerator | None:
-        """Lightning's accelerator; the one for CUDA also knows the workers' devices."""
-        return self._trainers_accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
-        self._trainers_accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Plugin that writes checkpoints; an empty wrapper (`AsyncCheckpointIO()`) gets ours."""
-        io = self._checkpoint_io
-        if io is None:
-            io = self._checkpoint_io = RoundPipeCheckpointIO()
-        elif isinstance(io, compat.WrappingCheckpointIO) and io.checkpoint_io is None:
-            io.checkpoint_io = RoundPipeCheckpointIO()
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
     # Set-up and teardown -------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
-        checks.check_trainer_flags(self)
-
-    def setup_environment(self) -> None:
-        """Prepare the devices; nothing is to be done for CPU workers."""
-        if self._computes_on_host:
-            return
-        assert self.accelerator is not None
-        for device in reversed(self.parallel_devices or ()):  # the first one stays the current one
-            self.accelerator.setup_device(device)
-
-    @property
-    def _computes_on_host(self) -> bool:
-        return all(device.type == "cpu" for device in self.parallel_devices or ())
 
     def _devices(self) -> list[Device]:
         """Make the workers' devices: neighbouring workers are on different ones."""

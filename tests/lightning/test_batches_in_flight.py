@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 import roundpipe_lightning.cli.callbacks
 from roundpipe_lightning import PipelineMonitor, PipelineTimeline, PlanReport
 from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecord
-from roundpipe_lightning.strategy import sync_hooks
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.updates import sync_hooks
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import ObservedBlock
 from tests.kit.training import (

@@ -102,9 +102,7 @@ def test_other_accelerators() -> None:
         ),
         ({"hardware": "8xrtx4090"}, "hardware='8xrtx4090' is not known. The nearest are .*rtx4090"),
         ({"hardware": 3}, "hardware=3: give a HardwareSpec, the name of a machine"),
-        ({"trial_run": False}, "trial_run is called dry_run now"),
-        ({"loss": "own"}, r"loss='own': set 'auto', 'fused' or 'eager' \(was 'own'\)"),
-        ({"microbatch_weight": "tokens"}, "microbatch_weight is gone: microbatches weigh by"),
+        ({"loss": "own"}, "loss='own': set 'auto', 'fused' or 'eager'"),
     ],
 )
 def test_settings_of_the_strategy(settings: Any, message: str) -> None:

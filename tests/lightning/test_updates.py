@@ -29,10 +29,11 @@ from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import runtime, sync_hooks
+from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.strategy.updates import sync_hooks
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     QUIET,
@@ -557,15 +558,7 @@ def test_whose_hooks_are_to_find_gradients() -> None:
         def on_after_backward(self, *_: Any) -> None:
             pass
 
-    class Old(Mine):
-        reads_parameters = False
-
-        def on_after_backward(self, *_: Any) -> None:
-            pass
-
     hook = "on_after_backward"
-    with pytest.raises(ConfigurationError, match="reads_parameters is called requires_opt"):
-        sync_hooks.needs_gradients(Old(), hook)
     assert sync_hooks.needs_gradients(Mine(), hook)
     assert not sync_hooks.needs_gradients(Blind(), hook)
     assert sync_hooks.needs_gradients(Seeing(), hook)

@@ -33,7 +33,7 @@ class FlatBuffer:
 
     Attributes:
         values: The parameters' own memory, in a storage of its own: uses of the parameters' are
-            those that others make, see `strategy/parameter_watch.py`.
+            those that others make, see `strategy/updates/parameter_watch.py`.
         narrow: Its copy in 16 bits, which is uploaded in its place.
         kept: What is uploaded while the optimizer writes into it; see `ParameterGroup.keep`.
         members: What lies in it, with the first element of each.

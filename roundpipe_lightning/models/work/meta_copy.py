@@ -204,7 +204,7 @@ class MetaCopy:
         return result
 
     def _tensor(self, value: Tensor) -> Tensor:
-        kind = getattr(type(value), "watched_as", type(value))  # see strategy/parameter_watch.py
+        kind = getattr(type(value), "watched_as", type(value))  # by `ParameterWatch`
         if kind not in (Tensor, nn.Parameter, MappedParameter):
             raise self._refuse(f"a tensor is a {kind.__name__}")
         dtype = value.dtype

@@ -35,12 +35,15 @@ from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import compat, sync_hooks
-from roundpipe_lightning.strategy.clipping import late_clipping
-from roundpipe_lightning.strategy.parameter_watch import Access, ParameterWatch, describe_code
+from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.runtime import PipelineRuntime
-
-_FINITE_PIECE = 1 << 20  # elements
+from roundpipe_lightning.strategy.updates import sync_hooks
+from roundpipe_lightning.strategy.updates.clipping import late_clipping
+from roundpipe_lightning.strategy.updates.parameter_watch import (
+    Access,
+    ParameterWatch,
+    describe_code,
+)
 
 
 class OptimizerSync:
@@ -435,11 +438,10 @@ def check_gradients(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether a floating point tensor has neither NaN nor infinities, in one pass.
+    """Return whether a floating point tensor has neither NaN nor infinities.
 
-    A sum is finite only if all its terms are. So each piece is summed, which is as fast as reading
-    it; only a piece whose sum is not finite, because of a term or because finite terms add up to
-    too much, is looked at number by number.
+    A sum is finite only if all its terms are, and takes no memory. Only where it is not, because of
+    a term or because finite terms add up to too much, numbers are looked at.
 
     Args:
         tensor: On any device, of any strides, without a graph being made; may be sparse (COO).
@@ -447,9 +449,5 @@ def all_finite(tensor: Tensor) -> bool:
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()
-    flat = values.reshape(-1)
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return all(
-        bool(torch.isfinite(part.sum(dtype=wide))) or bool(torch.isfinite(part).all())
-        for part in flat.split(_FINITE_PIECE)
-    )
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())

@@ -14,8 +14,6 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from roundpipe_lightning.errors import ConfigurationError
-
 _HOOKS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",
@@ -45,10 +43,6 @@ def needs_gradients(owner: Any, hook: str) -> bool:
     defining = next((c for c in type(owner).__mro__ if hook in vars(c)), None)
     if defining is None:
         return False
-    if "reads_parameters" in vars(defining):
-        raise ConfigurationError(
-            f"{defining.__name__}.reads_parameters is called requires_optimizer_sync now."
-        )
     is_known = defining.__module__.startswith(_KNOWN)
     return bool(vars(defining).get("requires_optimizer_sync", not is_known))
 

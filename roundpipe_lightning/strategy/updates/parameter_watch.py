@@ -53,7 +53,7 @@ class Access(Enum):
     ZEROING = "gradients, to let them go"
 
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _FOLDERS = ("engine", "strategy", "checkpoint", "optim", "models/work")
 _LIGHTNING = str(Path(lightning.__file__).parent) + os.sep
 _OURS = (

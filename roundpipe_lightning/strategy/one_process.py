@@ -1,0 +1,140 @@
+"""One process with any number of devices: what Lightning is told of it, the plugins it gets."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+
+from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
+from roundpipe_lightning.precision import RoundPipePrecision
+from roundpipe_lightning.strategy import checks, compat
+from roundpipe_lightning.strategy.registry import with_workers
+
+T = TypeVar("T")
+
+
+class OneProcessStrategy(ParallelStrategy):
+    """The part of a strategy that knows of devices, processes and plugins, and of no training."""
+
+    world_size = 1
+    """Number of processes, whatever the number of workers."""
+
+    stochastic_rounding = False
+    """Whether the precision is to round stochastically."""
+
+    def __repr__(self) -> str:
+        """Say which Lightning it is for: another one shows this in its error."""
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        return f"<{name}, a strategy for lightning.pytorch.Trainer>"
+
+    @property
+    def _precision(self) -> NoReturn:
+        """Fabric, and nobody else, asks a strategy for this."""
+        checks.refuse_fabric()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The host: that is where the masters, the batches and the optimizer are."""
+        return torch.device("cpu")
+
+    @property
+    def global_rank(self) -> int:
+        """The one process's, whatever a cluster's environment knows."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Never: data is not divided among processes."""
+        return False
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every sample goes to this process."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def model_to_device(self) -> None:
+        """Leave the module in host memory."""
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """There is nobody to wait for."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - Lightning's signature
+        return obj
+
+    # Plugins that the strategy imposes -----------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> RoundPipePrecision:
+        """The precision; Lightning's own plugins are replaced by ours with the same precision."""
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, RoundPipePrecision) else RoundPipePrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        rounds = self.stochastic_rounding
+        self._precision_plugin = (
+            None
+            if plugin is None
+            else RoundPipePrecision.from_lightning(plugin, stochastic_rounding=rounds)
+        )
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Lightning's accelerator; the one for CUDA also knows the workers' devices."""
+        return self._trainers_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._trainers_accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Plugin that writes checkpoints; an empty wrapper (`AsyncCheckpointIO()`) gets ours."""
+        io = self._checkpoint_io
+        if io is None:
+            io = self._checkpoint_io = RoundPipeCheckpointIO()
+        elif isinstance(io, compat.WrappingCheckpointIO) and io.checkpoint_io is None:
+            io.checkpoint_io = RoundPipeCheckpointIO()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    # The environment ------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
+        checks.check_trainer_flags(self)
+
+    def setup_environment(self) -> None:
+        """Prepare the devices; nothing is to be done for CPU workers."""
+        if self._computes_on_host:
+            return
+        assert self.accelerator is not None
+        for device in reversed(self.parallel_devices or ()):  # the first one stays the current one
+            self.accelerator.setup_device(device)
+
+    @property
+    def _computes_on_host(self) -> bool:
+        return all(device.type == "cpu" for device in self.parallel_devices or ())

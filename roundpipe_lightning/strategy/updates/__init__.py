@@ -1,0 +1,1 @@
+"""The optimizer's steps beside everything else: who waits for them, and when."""
