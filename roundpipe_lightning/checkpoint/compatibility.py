@@ -7,12 +7,9 @@ values of every frozen parameter, so that it is not put onto another base in sil
 
 from __future__ import annotations
 
-import pickle
 import warnings
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -21,9 +18,7 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.checkpoint.folder import read_folder
 from roundpipe_lightning.errors import CheckpointError, RoundPipeError
-from roundpipe_lightning.files import find_damage
 from roundpipe_lightning.models.load_module import shape_differences
 from roundpipe_lightning.models.weight_files import mapped_parameters
 
@@ -33,6 +28,8 @@ FROZEN_KEY = "roundpipe_frozen"
 _NUM_SAMPLES = 8
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-6  # a base in 16 bits is the same base
 _MOST_NAMED = 3
+_ANEW = "begin anew with the weights alone: module.load_state_dict(torch.load(path)['state_dict'])."
+_AS_IT_WAS = f"Build the optimizer as it was, or {_ANEW}"
 
 
 class InexactResumeWarning(UserWarning):
@@ -92,8 +89,7 @@ def reading(part: str) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"The checkpoint's {part} does not fit here ({type(error).__name__}: {error}). It is "
-            "damaged, or of another training: resume from another one (ckpt_path=...), or begin "
-            "anew with the weights alone: module.load_state_dict(torch.load(path)['state_dict'])."
+            f"damaged, or of another training: resume from another one (ckpt_path=...), or {_ANEW}"
         ) from error
 
 
@@ -126,9 +122,7 @@ def check_optimizer_states(
             ours, theirs = (" + ".join(map(str, counts)) or "none" for counts in (here, there))
             raise CheckpointError(
                 f"{type(optimizer).__name__} has parameter groups of {ours} parameters, "
-                f"and the checkpoint's optimizer {theirs}. Build the optimizer as it was, "
-                "or begin anew with the weights alone: "
-                "module.load_state_dict(torch.load(path)['state_dict'])."
+                f"and the checkpoint's optimizer {theirs}. {_AS_IT_WAS}"
             )
 
 
@@ -144,9 +138,7 @@ def check_optimizer_options(optimizers: Iterable[Optimizer]) -> None:
             if missing:
                 raise CheckpointError(
                     f"The checkpoint is of another optimizer than {type(optimizer).__name__}: it "
-                    f"has no {', '.join(sorted(missing))}. Build the optimizer as it was, or begin "
-                    "anew with the weights alone: "
-                    "module.load_state_dict(torch.load(path)['state_dict'])."
+                    f"has no {', '.join(sorted(missing))}. {_AS_IT_WAS}"
                 )
 
 
@@ -212,8 +204,16 @@ def check_base(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         )
 
 
-def load_state(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+def load_state(
+    module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool, assign: bool = False
+) -> None:
     """Load a checkpoint's weights; what it leaves out must be in the module already.
+
+    Args:
+        module: As the checkpoint's was, in the names and shapes of its parameters.
+        checkpoint: As it was read.
+        strict: Whether every tensor must be there and have its place.
+        assign: Whether the checkpoint's tensors take the place of the module's.
 
     Raises:
         CheckpointError: The base is another one; a tensor has another shape; or, if strict,
@@ -221,19 +221,22 @@ def load_state(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool
     """
     check_base(module, checkpoint)
     absent, state, load_error = left_out(checkpoint), checkpoint["state_dict"], None
+    mapped = mapped_parameters(module)
     try:
-        module.load_state_dict(state, strict=strict and not absent)
+        module.load_state_dict(state, strict=strict and not (absent or mapped), assign=assign)
     except RuntimeError as error:
         load_error = error
-    if load_error is None and not (strict and absent):
+    if load_error is None and not (strict and (absent or mapped)):
         return
-    lines = shape_differences(_tensors(module.state_dict()), _tensors(state), may_lack=absent)
+    lines = shape_differences(
+        _tensors({**module.state_dict(), **mapped}), _tensors(state), may_lack={*mapped, *absent}
+    )
     if lines:
         raise CheckpointError(
             f"The checkpoint is of another model than {type(module).__name__} is here: "
-            f"{_first(line.strip() for line in lines)}. Build the model, or the adapters, as it "
-            "was trained, name another checkpoint (ckpt_path=...), or load a part of it with "
-            "strict_loading=False."
+            f"{len(lines)} tensors do not fit: {_first(line.strip() for line in lines)}. Build the "
+            "model (model=...), or the adapters (peft=...), as it was trained, name another "
+            "checkpoint (ckpt_path=...), or load a part of it with strict_loading=False."
         ) from load_error
     if load_error is not None:
         raise load_error
@@ -264,71 +267,3 @@ def _differs(here: Tensor, there: Tensor) -> bool:
     return not torch.allclose(
         here[comparable], there[comparable], rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True
     )
-
-
-# --- without a strategy ---------------------------------------------------------------------------
-
-
-def load_checkpoint_state(module: nn.Module, path: Path) -> None:
-    """Give a module the weights of a checkpoint, as views of its file: nothing is read.
-
-    Args:
-        module: As the checkpoint's was, in the names and shapes of its parameters; it may be on the
-            meta device.
-        path: A checkpoint of Lightning, a file or a sharded one.
-
-    Raises:
-        CheckpointError: The file cannot be read, or is of another model: every tensor that is
-            missing, extra or of another shape is listed.
-    """
-    damage = None if path.is_dir() else find_damage(path)
-    if damage is not None:
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {damage}.")
-    checkpoint = _read(path)
-    check_base(module, checkpoint)
-    state = _tensors(checkpoint["state_dict"])
-    mapped = mapped_parameters(module)
-    lines = shape_differences(
-        {**module.state_dict(), **mapped}, state, may_lack={*mapped, *left_out(checkpoint)}
-    )
-    if lines:
-        raise CheckpointError(
-            f"{path} is the checkpoint of another model: {len(lines)} tensors do not fit.\n"
-            + "\n".join(lines)
-            + "\nName the model and the adapters it was trained with (model=..., peft=...)."
-        )
-    module.load_state_dict(state, assign=True, strict=False)
-    for part in module.modules():
-        if hasattr(part, "tie_weights"):  # a model of transformers
-            tie_weights: Any = part.tie_weights
-            tie_weights()
-
-
-def leaves_base_out(path: Path) -> bool:
-    """Whether a checkpoint leaves the frozen base model out."""
-    return bool(left_out(_read(path)))
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        checkpoint: Any = (
-            read_folder(path, map_location="cpu", weights_only=True)
-            if path.is_dir()
-            else torch.load(
-                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-            )
-        )
-        checkpoint["state_dict"].items()
-    except (pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is no checkpoint of Lightning, or holds other objects than tensors and "
-            f"settings, which are not unpickled because that would run code: {error}"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"The checkpoint {path} cannot be read: {error}. The file is truncated or damaged."
-        ) from error
-    found: Mapping[str, Any] = checkpoint
-    return found

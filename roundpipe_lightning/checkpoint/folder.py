@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -131,8 +132,7 @@ def read_folder(
 
     Raises:
         CheckpointError: It is no sharded checkpoint, a file is missing, damaged or lies outside
-            the folder, or a newer version wrote it.
-        UnpicklingError: It holds objects that `weights_only` forbids.
+            the folder, a newer version wrote it, or it holds objects that `weights_only` forbids.
     """
     if not path.is_dir():
         found = "is one file already" if path.exists() else "does not exist"
@@ -154,8 +154,8 @@ def read_folder(
     for file in files.values():
         damage = find_damage(file)
         if damage is not None:
-            raise _unreadable(path, f"of its file {file.name}, {damage}")
-    structure = torch.load(
+            raise unreadable(path, f"of its file {file.name}, {damage}")
+    structure = load_file(
         files.pop("structure"), map_location=map_location, weights_only=weights_only
     )
     try:
@@ -172,9 +172,7 @@ def read_folder(
 
         joined: dict[str, Any] = tree_map(tensor, structure, is_leaf=_is_reference)
     except (UnpicklingError, RuntimeError, LookupError, TypeError, ValueError) as error:
-        raise _unreadable(
-            path, f"its files do not fit ({type(error).__name__}: {error})"
-        ) from error
+        raise unreadable(path, f"its files do not fit ({type(error).__name__}: {error})") from error
     return joined
 
 
@@ -188,28 +186,54 @@ def _read_index(path: Path) -> dict[str, Path]:
             for name, entry in (index["files"].items() if version <= _FORMAT_VERSION else ())
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(path, f"its {INDEX} is damaged") from error
+        raise unreadable(path, f"its {INDEX} is damaged") from error
     if version > _FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {path} has format_version={version}, but this version of "
             f"roundpipe_lightning reads {_FORMAT_VERSION}. Update roundpipe_lightning."
         )
     if "structure" not in entries:
-        raise _unreadable(path, f"its {INDEX} names no structure")
+        raise unreadable(path, f"its {INDEX} names no structure")
     for file, num_bytes in entries.values():
         if file.resolve().parent != path.resolve():
-            raise _unreadable(path, f"its {INDEX} leads to {file}, which is outside of it")
+            raise unreadable(path, f"its {INDEX} leads to {file}, which is outside of it")
         size = file.stat().st_size if file.is_file() else None
         if size != num_bytes:
             found = "is missing" if size is None else f"has {size} of {num_bytes} bytes"
-            raise _unreadable(path, f"its file {file.name} {found}")
+            raise unreadable(path, f"its file {file.name} {found}")
     return {name: file for name, (file, _) in entries.items()}
 
 
-def _unreadable(path: Path, reason: str) -> CheckpointError:
+def load_file(
+    file: Path, *, map_location: Any = None, weights_only: bool | None = None, mmap: bool = False
+) -> Any:
+    """Read a file of `torch.save`, as `torch.load` does.
+
+    Raises:
+        CheckpointError: It is none, or holds objects that `weights_only` forbids.
+    """
+    if not zipfile.is_zipfile(file):
+        mmap = False  # torch's old format
+    try:
+        return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    except OSError:
+        raise
+    except Exception as error:
+        if not zipfile.is_zipfile(file):
+            raise unreadable(file, "it is not in torch's format") from error
+        if isinstance(error, UnpicklingError):
+            raise CheckpointError(
+                f"The checkpoint {file} holds objects whose reading could run code: {error} If you "
+                "trust who wrote it, read it with weights_only=False (an argument of Trainer.fit), "
+                "or make a copy with roundpipe-merge --trust."
+            ) from error
+        raise unreadable(file, f"{type(error).__name__}: {error}") from error
+
+
+def unreadable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {path} cannot be read: {reason}. Copy the folder again, or resume from "
-        "another one (ckpt_path=...)."
+        f"The checkpoint {path} cannot be read: {reason}. It is truncated or damaged: copy it "
+        "again, or resume from another one (ckpt_path=...)."
     )
 
 

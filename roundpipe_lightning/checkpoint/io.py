@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -28,8 +26,10 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from roundpipe_lightning.checkpoint.folder import (
+    load_file,
     read_folder,
     split_checkpoint,
+    unreadable,
     write_folder,
 )
 from roundpipe_lightning.checkpoint.snapshot import (
@@ -110,21 +110,7 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         local_path = _local_path(path)
         if local_path is None:
             return super().load_checkpoint(path, map_location, weights_only)
-        if local_path.is_dir():
-            return read_folder(local_path, map_location=map_location, weights_only=weights_only)
-        damage = find_damage(local_path) if local_path.is_file() else None
-        if damage is not None:
-            raise _unreadable(local_path, damage)
-        try:
-            return super().load_checkpoint(path, map_location, weights_only)
-        except OSError:
-            raise
-        except Exception as error:
-            if not zipfile.is_zipfile(local_path):
-                raise _unreadable(local_path, "it is not in torch's format") from error
-            if isinstance(error, UnpicklingError):  # objects that `weights_only` forbids
-                raise
-            raise _unreadable(local_path, f"{type(error).__name__}: {error}") from error
+        return read_checkpoint(local_path, map_location=map_location, weights_only=weights_only)
 
 
 class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
@@ -263,13 +249,7 @@ def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool
         CheckpointError: The folder is no checkpoint, or damaged, or holds such objects, or the file
             cannot be written.
     """
-    try:
-        checkpoint = read_folder(Path(folder), weights_only=weights_only)
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"The checkpoint {folder} holds objects whose reading could run code: {error} "
-            "If you trust who wrote it, merge with weights_only=False (roundpipe-merge --trust)."
-        ) from error
+    checkpoint = read_folder(Path(folder), weights_only=weights_only)
     _write(Path(file), {_ONE_FILE: record(checkpoint)}, take=nullcontext)
 
 
@@ -312,14 +292,34 @@ def _write(path: Path, records: _Records, *, take: TakeStorage) -> None:
 # Reading -----------------------------------------------------------------------------------------
 
 
+def read_checkpoint(
+    path: Path, *, map_location: Any = None, weights_only: bool | None = None, mmap: bool = False
+) -> dict[str, Any]:
+    """Read a checkpoint of any strategy, of either form.
+
+    Args:
+        path: A file, or a folder of the sharded form.
+        map_location: As in `torch.load`.
+        weights_only: As in `torch.load`.
+        mmap: Whether tensors stay in a file until they are used, as those of a folder do.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        CheckpointError: The checkpoint is truncated or damaged, or is none, or holds objects that
+            `weights_only` forbids.
+    """
+    if path.is_dir():
+        return read_folder(path, map_location=map_location, weights_only=weights_only)
+    damage = find_damage(path)
+    if damage is not None:
+        raise unreadable(path, damage)
+    checkpoint: dict[str, Any] = load_file(
+        path, map_location=map_location, weights_only=weights_only, mmap=mmap
+    )
+    return checkpoint
+
+
 def _local_path(path: str | Path) -> Path | None:
     """`path` as a local file's, or None where it names a remote one."""
     filesystem, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
-
-
-def _unreadable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {path} cannot be read: {reason}. The file is truncated or damaged; "
-        "resume from another one (ckpt_path=...)."
-    )

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.checkpoint.compatibility import leaves_base_out, load_checkpoint_state
+from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
+from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
 from roundpipe_lightning.errors import ConfigurationError
@@ -21,6 +22,7 @@ from roundpipe_lightning.models.export import (
     find_pretrained,
 )
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+from roundpipe_lightning.strategy.strategy import CHECKPOINT_VERSION
 
 
 def run(config: DictConfig) -> int:
@@ -56,9 +58,18 @@ def export(config: DictConfig) -> Path:
     )
     folder = _output_folder(config, checkpoint)
     check_replaceable(folder, overwrite=options.overwrite)
-    module = _build_module(_with_run(config, checkpoint), checkpoint)
-    if checkpoint is not None:
-        load_checkpoint_state(module, checkpoint)
+    given = _with_run(config, checkpoint)
+    if checkpoint is None:
+        module = _build_module(given)
+    else:  # its tensors stay in their files until they are written
+        content = read_checkpoint(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        check_versions(content, path=checkpoint, newest=CHECKPOINT_VERSION)
+        module = _build_module(given, has_base=not left_out(content))
+        load_state(module, content, strict=True, assign=True)
+        for part in module.modules():
+            if hasattr(part, "tie_weights"):  # a model of transformers
+                tie_weights: Any = part.tie_weights
+                tie_weights()
     return export_pretrained(find_pretrained(module, config.name), folder, options=options)
 
 
@@ -94,18 +105,22 @@ def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
     return filled
 
 
-def _build_module(config: DictConfig, checkpoint: Path | None) -> LightningModule:
-    """The module that the checkpoint is of; without weights where the checkpoint has them all."""
+def _build_module(config: DictConfig, *, has_base: bool | None = None) -> LightningModule:
+    """The module that is exported; without weights where a checkpoint has them all.
+
+    Args:
+        config: With the model's groups.
+        has_base: Whether the checkpoint has all weights; None: there is no checkpoint.
+    """
     source: ModelSource = build(config.model)
     adapters = None if config.peft is None else read_adapters(config.peft)
     make = CausalLanguageModule if config.module is None else build(config.module)
     module: LightningModule = make(source, optimizer=_no_optimizer, adapters=adapters)
-    if checkpoint is None and not source.is_pretrained:
+    if has_base is None and not source.is_pretrained:
         raise ConfigurationError(
             "ckpt_path=null exports published weights, and model.weights=random has none. Name a "
             "checkpoint, or set model.weights=pretrained."
         )
-    has_base = checkpoint is not None and not leaves_base_out(checkpoint)
     if not has_base or source.keeps_weights_in_files:
         module.configure_model()
         return module

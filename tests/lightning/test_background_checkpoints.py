@@ -66,8 +66,8 @@ def _is_unchanged(path: Path) -> bool:
 def test_what_is_written_is_what_was_there(tmp_path: Path, max_copy_bytes: int) -> None:
     io = RoundPipeAsyncCheckpointIO(max_copy_bytes=max_copy_bytes)
     checkpoint = _weights()
-    io.save_snapshot(checkpoint, tmp_path / "a.ckpt", steady=_memory(checkpoint))
-    io.save_snapshot(checkpoint, tmp_path / "b.ckpt", steady=_memory(checkpoint))
+    io.save_checkpoint(checkpoint, tmp_path / "a.ckpt", steady=_memory(checkpoint))
+    io.save_checkpoint(checkpoint, tmp_path / "b.ckpt", steady=_memory(checkpoint))
     io.release()
     _change(checkpoint)
     io.teardown()
@@ -79,14 +79,14 @@ def test_what_is_written_is_what_was_there(tmp_path: Path, max_copy_bytes: int) 
 def test_only_what_is_not_written_yet_is_copied(tmp_path: Path, held: threading.Event) -> None:
     io = RoundPipeAsyncCheckpointIO()
     checkpoint = _weights()
-    io.save_snapshot(checkpoint, tmp_path / "a.ckpt", steady=_memory(checkpoint))
-    io.save_snapshot(checkpoint, tmp_path / "b.ckpt", steady=_memory(checkpoint))
+    io.save_checkpoint(checkpoint, tmp_path / "a.ckpt", steady=_memory(checkpoint))
+    io.save_checkpoint(checkpoint, tmp_path / "b.ckpt", steady=_memory(checkpoint))
     assert io.snapshots.peak_copied_bytes == 0
     io.release(unchanged=_memory(checkpoint)[:2])
     assert io.snapshots.peak_copied_bytes == 6 * 4000  # once, for both files
     held.set()
     io.wait()
-    io.save_snapshot(checkpoint, tmp_path / "c.ckpt", steady=_memory(checkpoint))
+    io.save_checkpoint(checkpoint, tmp_path / "c.ckpt", steady=_memory(checkpoint))
     io.wait()
     io.release()
     assert io.snapshots.peak_copied_bytes == 6 * 4000

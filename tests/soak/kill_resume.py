@@ -113,9 +113,9 @@ class ReportingIO(RoundPipeAsyncCheckpointIO):
 
     report: Path
 
-    def save_snapshot(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
         """Save, then report."""
-        super().save_snapshot(checkpoint, *arguments, **options)
+        super().save_checkpoint(checkpoint, *arguments, **options)
         count = _num_batches(checkpoint)
 
         def note() -> None:
