@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ then validates and tests it. Settings are given as name=value; a run has a folde
 roundpipe-plan: says what a training needs and how fast it will be, before it runs. It
 takes the settings of roundpipe-train, and machines that are elsewhere.
 
-  roundpipe-plan model=qwen3_32b hardware=rtx4090x8
+  roundpipe-plan model=qwen3_32b hardware=rtx4090x8             eight of them
   roundpipe-plan model=qwen3_1_7b hardware=auto longest=true    the longest sequence that fits
 
 """,
@@ -64,21 +65,6 @@ It takes checkpoints of one file and sharded ones; roundpipe-merge makes one fil
 """What a command does, for `--help`; Hydra adds the groups."""
 
 
-def train() -> None:
-    """Train, validate and test as configured."""
-    _launch("train")
-
-
-def plan() -> None:
-    """Say what a training needs and how fast it will be, before it runs."""
-    _launch("plan")
-
-
-def export() -> None:
-    """Write a checkpoint as a Hugging Face folder, or as an adapter folder."""
-    _launch("export")
-
-
 def _launch(name: str) -> None:
     """Hand the command line to Hydra, and each job to `run` of the module of that name.
 
@@ -86,8 +72,11 @@ def _launch(name: str) -> None:
     """
     import hydra
 
+    folder = _config_folder()
     if {"-h", "--help"} & set(sys.argv[1:]):
         sys.stdout.write(_HELP[name])
+    else:
+        name_machines(folder)
     jobs: list[dict[str, Any]] = []
     errors, screen = io.StringIO(), sys.stderr
 
@@ -109,8 +98,6 @@ def _launch(name: str) -> None:
         jobs[-1]["status"] = result if isinstance(result, int) else 0
         return None if isinstance(result, int) else result
 
-    folder = _config_folder()
-    name_machines(folder)
     try:
         sys.stderr = errors  # until the first job begins: Hydra explains itself at length
         hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(job)()
@@ -135,6 +122,16 @@ def _launch(name: str) -> None:
     status = EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0)
     if status:
         sys.exit(status)
+
+
+train = partial(_launch, "train")
+"""Train, validate and test as configured."""
+
+plan = partial(_launch, "plan")
+"""Say what a training needs and how fast it will be, before it runs."""
+
+export = partial(_launch, "export")
+"""Write a checkpoint as a Hugging Face folder, or as an adapter folder."""
 
 
 def _compare(jobs: list[dict[str, Any]]) -> None:
@@ -172,8 +169,10 @@ def _explain(error: Exception, name: str, folder: Path) -> str:
         near = difflib.get_close_matches(file, files, n=1)
         meant = f" Did you mean {group}={near[0]}?" if near else ""
         return f"{group}={file} does not exist.{meant} There are: {', '.join(files)}."
-    if isinstance(error, OSError):
-        return f"The run's folder cannot be made: {error}. Set hydra.run.dir or paths.log_dir."
+    reason = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(reason, OSError):
+        settings = "hydra.run.dir, paths.log_dir or task_name"
+        return f"The run's folder cannot be made: {reason}. Set {settings}."
     refused = re.match(r"Could not override '([^']+)'", first)
     if refused is None:
         return " ".join(filter(None, lines))
@@ -220,9 +219,10 @@ def name_machines(folder: Path) -> None:
 
 
 def _remove_run(folder: Path) -> None:
-    """Remove the folder of a run that was refused, if only Hydra has written to it."""
+    """Remove the folder of a run that was refused, if it has settings and a log alone."""
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    if any(file.parts[0] != ".hydra" and file.suffix != ".log" for file in files):
+    ours = (".log", ".yaml")
+    if any(file.parts[0] != ".hydra" and file.suffix not in ours for file in files):
         return
     logging.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

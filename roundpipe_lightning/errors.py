@@ -1,25 +1,5 @@
 """Every error this package raises on purpose.
 
-```
-RoundPipeError
-├── ConfigurationError     a setting, flag or combination that cannot work; names it and the way out
-│   ├── PlanError          a plan, schedule or partition that is malformed, deadlocks, or is for
-│   │   │                  another model
-│   │   └── FitError       a training that does not fit a machine's memory
-│   └── HardwareError      a hardware description with missing, negative or unknown figures
-├── BatchError             a batch that cannot be split as asked
-├── DataError              a sample that cannot be read or used; names its file and line
-├── CaptureError           user code that the block capture cannot follow
-│   ├── GlueError          code between two blocks changed the tensor that flows through them
-│   └── RandomnessError    random numbers drawn in a way that a recompute cannot repeat
-├── GradientError          a gradient that is not finite, where one is looked for
-├── ModelSourceError       weights or an architecture that cannot be found or loaded
-├── CheckpointError        a checkpoint that cannot be written or read
-├── OffloadError           optimizer state that cannot be kept on disk
-├── DeviceMemoryError      a device that ran out of memory; says what held it
-└── WatchdogError          a step that made no progress for `timeout_seconds`
-```
-
 An exception raised by *user* code (training_step, a block, an optimizer) keeps its own type: it
 leaves the engine unchanged, with a note that says where it happened. Only a device's lack of memory
 becomes a `DeviceMemoryError`, whose cause is the allocator's error. docs/troubleshooting.md has

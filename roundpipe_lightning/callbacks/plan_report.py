@@ -115,7 +115,7 @@ def _change_lines(event: PlanEvent, before: Plan) -> list[str]:
 
 def _step_lines(event: PlanEvent) -> list[str]:
     """The predicted or measured time of a step, if one is known."""
-    measured = event.planned.measured
+    measured, described = event.planned.measured, event.description
     if not (event.planned.knows_activations or measured.is_ready):
         return [
             (
@@ -123,31 +123,28 @@ def _step_lines(event: PlanEvent) -> list[str]:
                 "Measured times will improve the plan."
             )
         ]
-    prediction = event.description.prediction
+    source = ""
     if measured.is_ready:
         source = f" (from {count_text(measured.num_steps, 'measured step')})"
     elif event.assumed_rates:
         source = " (at assumed rates; measured times will replace them)"
-    else:
-        source = ""
-    lines = [
-        (
-            f"Predicted step: {prediction.step_seconds:.4g} s{source}, of which the optimizer "
-            f"{prediction.optimizer_seconds:.3g} s; workers wait "
-            f"{max(0.0, prediction.bubble_fraction):.1%}"
-        )
-    ]
-    if not event.description.job.hardware.shares_host_memory:
-        lines.append(event.description.moved_line())
-    return lines
+    prediction = described.prediction
+    line = (
+        f"Predicted step: {prediction.step_seconds:.4g} s{source}, of which the optimizer "
+        f"{prediction.optimizer_seconds:.3g} s; workers wait "
+        f"{max(0.0, prediction.bubble_fraction):.1%}"
+    )
+    on_host = described.job.hardware.shares_host_memory
+    return [line] if on_host else [line, described.moved_line()]
 
 
 def _warning_lines(event: PlanEvent) -> list[str]:
-    described = event.description
-    found = described.warnings() if event.planned.knows_activations else []
-    if not event.planned.knows_activations:
-        found.append(
+    found = [
+        (
             "Activations are not counted in the memory above: training_step cannot be run without "
             "values (dry_run)."
         )
+    ]
+    if event.planned.knows_activations:
+        found = event.description.warnings()
     return [f"Note: {text}" for text in found]

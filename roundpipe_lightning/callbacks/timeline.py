@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.report.render import render_svg, render_trace
@@ -160,17 +161,14 @@ class PipelineTimeline(Callback):
         if predicted is None:
             return
         folder = self._dirpath or Path(trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         by_duration = sorted(measured, key=lambda number: measured[number].makespan_seconds)
         typical = by_duration[len(by_duration) // 2]
         titles = {f"measured, batch {number}": measured[number] for number in sorted(measured)}
-        (folder / "timeline.json").write_text(
-            render_trace({"predicted": predicted, **titles}), encoding="utf-8"
-        )
+        write_text(folder / "timeline.json", render_trace({"predicted": predicted, **titles}))
         title = f"measured, batch {typical}"
         drawn = {"predicted": predicted.beside(titles[title]), title: titles[title]}
         notes = {name: self._idle_note(timeline) for name, timeline in drawn.items()}
-        (folder / "timeline.svg").write_text(render_svg(drawn, notes=notes), encoding="utf-8")
+        write_text(folder / "timeline.svg", render_svg(drawn, notes=notes))
 
     def _idle_note(self, timeline: Timeline) -> str:
         """The parts of a timeline's idle share."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning
@@ -54,25 +54,22 @@ def check_versions(checkpoint: Mapping[str, Any], *, path: Any, newest: int) -> 
         )
     ours = checkpoint.get("roundpipe")
     with reading("entry 'roundpipe'"):
-        is_newer = ours is not None and ours.get("format_version", 0) > newest
-    if ours is not None and is_newer:
-        raise CheckpointError(
-            f"The checkpoint {path} was written by a newer roundpipe_lightning: its part has "
-            f"format_version={ours['format_version']}, and this version reads up to {newest}. "
-            "Update roundpipe_lightning."
-        )
+        version = 0 if ours is None else ours.get("format_version", 0)
+        if version > newest:
+            raise CheckpointError(
+                f"The checkpoint {path} was written by a newer roundpipe_lightning: its part has "
+                f"format_version={version}, and this version reads up to {newest}. Update "
+                "roundpipe_lightning."
+            )
     written = checkpoint.get("pytorch-lightning_version")
     here = Version(lightning.__version__)
-    try:
-        version = here if written is None else Version(str(written))
-    except InvalidVersion:
-        return
-    if version.release[:2] > here.release[:2]:
-        raise CheckpointError(
-            f"The checkpoint {path} was written by Lightning {version}, and this is {here}, whose "
-            f"loops may not understand it. Install lightning>={version}, or resume with the "
-            "version that wrote it."
-        )
+    with suppress(InvalidVersion):
+        if written is not None and Version(str(written)).release[:2] > here.release[:2]:
+            raise CheckpointError(
+                f"The checkpoint {path} was written by Lightning {written}, and this is {here}, "
+                f"whose loops may not understand it. Install lightning>={written}, or resume with "
+                "the version that wrote it."
+            )
 
 
 @contextmanager

@@ -150,20 +150,14 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self._queue = WriteQueue()
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write `checkpoint` as it is now to `path`; see `save_snapshot`."""
-        self.save_snapshot(checkpoint, path, storage_options, steady=())
-
-    def save_snapshot(
         self,
         checkpoint: dict[str, Any],
         path: str | Path,
         storage_options: Any | None = None,
         *,
-        steady: Collection[Storage],
+        steady: Collection[Storage] = (),
     ) -> None:
-        """Write `checkpoint` without copies of what does not change before `release`.
+        """Write `checkpoint` as it is now, without copies of what is steady.
 
         Args:
             checkpoint: What Lightning's `dump_checkpoint` made.
@@ -214,14 +208,9 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         remove = super().remove_checkpoint
         self._queue.submit(lambda: remove(path))
 
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any | None = lambda storage, _: storage,
-        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
         self.wait()
-        return super().load_checkpoint(path, map_location, weights_only)
+        return super().load_checkpoint(*args, **options)
 
     def wait(self) -> None:
         """Wait until all saves and removals have been done.

@@ -2,20 +2,25 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics, useful_callbacks
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import build, build_each
 from roundpipe_lightning.cli.plan_answer import check_memory
+from roundpipe_lightning.data import ClassificationDataModule, PreferenceDataModule
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HardwareError
+from roundpipe_lightning.modules import DirectPreferenceModule, SequenceClassificationModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 
 
@@ -50,6 +55,12 @@ def build_run(config: DictConfig) -> Run:
         CheckpointError: `ckpt_path` does not exist.
         ModelSourceError: Published weights were asked for and cannot be found.
     """
+    for name in ("log_dir", "output_dir"):
+        if "://" in config.paths[name]:
+            raise ConfigurationError(
+                f"paths.{name}={config.paths[name]}: a run's folder is on this machine. "
+                "Checkpoints may go elsewhere: callbacks.last_checkpoint.dirpath=s3://bucket/run."
+            )
     checkpoint = find_checkpoint(config)
     job = Job(config)
     check_devices(job)
@@ -59,15 +70,22 @@ def build_run(config: DictConfig) -> Run:
     check_memory(job)
     job = job.with_microbatches()
     config, module = job.config, job.new_module()
+    check_batches(module, data)
     statistics, interrupt = RunStatistics(), GracefulInterrupt()
+    _go_on_logging(config, checkpoint)
     loggers: list[Logger] = build_each(config.logger)
     callbacks = useful_callbacks(build_each(config.callbacks), config.trainer, logs=bool(loggers))
     settings, strategy = config.trainer.copy(), job.new_strategy()
+    extra: dict[str, Any] = {}
     if strategy is not None:
         del settings.strategy
+        extra["strategy"] = strategy
+    if SLURMEnvironment.detect() and "plugins" not in settings:
+        # Lightning would look for what it requeues in the run's folder, which is a new one
+        extra["plugins"] = [SLURMEnvironment(auto_requeue=False)]
     trainer: Trainer = build(
         settings,
-        **({} if strategy is None else {"strategy": strategy}),
+        **extra,
         callbacks=[statistics, *callbacks, interrupt],
         logger=loggers or False,
     )
@@ -81,6 +99,43 @@ def build_run(config: DictConfig) -> Run:
         interrupt=interrupt,
         checkpoint=checkpoint,
     )
+
+
+def _go_on_logging(config: DictConfig, checkpoint: str | None) -> None:
+    """Let loggers that name their runs go on in those of the run that wrote the checkpoint.
+
+    The jobs of a sweep begin runs of their own.
+    """
+    folder = None if checkpoint is None or not config.train else run_folder(Path(checkpoint))
+    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    if folder is None or in_sweep:
+        return
+    earlier = OmegaConf.load(folder / "config.yaml")
+    for name, key in _named_runs(config):
+        if config.logger[name][key] is None:
+            config.logger[name][key] = OmegaConf.select(earlier, f"logger.{name}.{key}")
+
+
+def note_logged_runs(run: Run) -> bool:
+    """Write the names of the loggers' runs into the configuration; return whether there are any."""
+    names = [name for name, node in (run.config.logger or {}).items() if node is not None]
+    loggers = dict(zip(names, run.trainer.loggers, strict=True))
+    found = _named_runs(run.config)
+    for name, key in found:
+        run.config.logger[name][key] = loggers[name].version
+    return bool(found)
+
+
+def _named_runs(config: DictConfig) -> list[tuple[str, str]]:
+    """Loggers whose runs have names, and the setting that chooses one."""
+    nodes = [(str(name), node) for name, node in (config.logger or {}).items() if node is not None]
+    return [(name, key) for name, node in nodes for key in ("id", "run_id") if key in node]
+
+
+def run_folder(checkpoint: Path) -> Path | None:
+    """The folder of the run that wrote a checkpoint: the one with its configuration."""
+    folders = list(checkpoint.resolve().parents)[:2]
+    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
 def find_checkpoint(config: DictConfig) -> str | None:
@@ -101,14 +156,8 @@ def find_checkpoint(config: DictConfig) -> str | None:
         found = [file for file in files if file.exists()]
         if found:
             return str(max(found, key=lambda file: file.stat().st_mtime))
-    if "://" in given:
-        try:
-            files_there, path = url_to_fs(given)
-            exists = files_there.exists(path)
-        except Exception as error:
-            raise CheckpointError(f"ckpt_path={given} cannot be reached: {error}") from error
-        if exists:
-            return str(path) if isinstance(files_there, LocalFileSystem) else given
+    if "://" in given and exists(given):
+        return given.removeprefix("file://")
     checkpoint = Path(given).expanduser()
     if checkpoint.is_dir() and not is_checkpoint_folder(checkpoint):
         last = checkpoint / "checkpoints" / "last.ckpt"
@@ -121,6 +170,19 @@ def find_checkpoint(config: DictConfig) -> str | None:
             "is the newest of them."
         )
     return str(checkpoint)
+
+
+def exists(address: str) -> bool:
+    """Return whether a file is there; its address may have a scheme.
+
+    Raises:
+        CheckpointError: The scheme is unknown, or the place cannot be reached.
+    """
+    try:
+        files, path = url_to_fs(address)
+        return bool(files.exists(path))
+    except Exception as error:
+        raise CheckpointError(f"{address} cannot be reached: {error}") from error
 
 
 def check_devices(job: Job) -> None:
@@ -139,6 +201,23 @@ def check_devices(job: Job) -> None:
             f"has {there or 'no'} accelerators. Train with hardware=auto; roundpipe-plan plans for "
             "machines that are elsewhere."
         )
+
+
+def check_batches(module: LightningModule, data: LightningDataModule) -> None:
+    """Refuse a module that learns something else than the data has.
+
+    Raises:
+        ConfigurationError: Both are of this package, and not made for each other.
+    """
+    for name, (learns, has) in {
+        "preference": (DirectPreferenceModule, PreferenceDataModule),
+        "classification": (SequenceClassificationModule, ClassificationDataModule),
+    }.items():
+        if isinstance(module, learns) != isinstance(data, has):
+            raise ConfigurationError(
+                f"{type(module).__name__} does not learn from a {type(data).__name__}: "
+                f"module={name} and data={name} go together."
+            )
 
 
 def check_tokens(job: Job, data: LightningDataModule) -> None:

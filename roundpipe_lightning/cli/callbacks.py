@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -181,13 +180,13 @@ class LastCheckpoint(Checkpoint):
     last step nor, with `save_on_exception`, between two steps alone.
 
     Args:
-        dirpath: Folder of the file.
+        dirpath: Folder of the file; one with a scheme (`s3://...`) may be elsewhere.
         every_n_steps: Optimizer steps between two saves.
     """
 
     def __init__(self, dirpath: str, *, every_n_steps: int) -> None:
         super().__init__()
-        self.path = Path(dirpath) / "last.ckpt"
+        self.path = f"{dirpath}/last.ckpt"
         self.every_n_steps = every_n_steps
         self._saved_step = 0
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
 from roundpipe_lightning.checkpoint.io import read_checkpoint
-from roundpipe_lightning.cli.build import find_checkpoint
+from roundpipe_lightning.cli.build import find_checkpoint, run_folder
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import (
@@ -48,14 +48,8 @@ def export(config: DictConfig) -> Path:
     if found is not None and "://" in found:
         raise ConfigurationError(f"ckpt_path={found}: copy it to this machine first.")
     checkpoint = None if found is None else Path(found)
-    options = ExportOptions(
-        dtype=config.dtype,
-        merge=config.merge,
-        overwrite=config.overwrite,
-        max_shard_bytes=config.max_shard_bytes,
-        original_layout=config.original_layout,
-        tokenizer=config.tokenizer,
-    )
+    names = ("dtype", "merge", "overwrite", "max_shard_bytes", "original_layout", "tokenizer")
+    options = ExportOptions(**{name: config[name] for name in names})
     folder = _output_folder(config, checkpoint)
     check_replaceable(folder, overwrite=options.overwrite)
     given = _with_run(config, checkpoint)
@@ -78,19 +72,13 @@ def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:
         return Path(config.output_dir).expanduser()
     if checkpoint is None:
         raise ConfigurationError("output_dir=null: name the folder that is to be written.")
-    run = _run_folder(checkpoint)
+    run = run_folder(checkpoint)
     return (checkpoint.parent if run is None else run) / "export"
-
-
-def _run_folder(checkpoint: Path) -> Path | None:
-    """The folder of the run that wrote a checkpoint: the one with its configuration."""
-    folders = list(checkpoint.resolve().parents)[:2]
-    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
 def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
     """The configuration with what it leaves to the checkpoint's run filled in."""
-    run = None if checkpoint is None else _run_folder(checkpoint)
+    run = None if checkpoint is None else run_folder(checkpoint)
     filled = config.copy()
     OmegaConf.set_struct(filled, False)
     saved: Any = {} if run is None else OmegaConf.load(run / "config.yaml")

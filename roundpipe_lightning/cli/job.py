@@ -12,55 +12,44 @@ No device is touched, and no weights are drawn or read.
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
+from roundpipe_lightning.cli.machine import choice, read_hardware, size_of
+from roundpipe_lightning.cli.meta_model import MetaModel
 from roundpipe_lightning.cli.objects import build, read_adapters
-from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.device.base import CpuDevice
-from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import (
     BatchError,
     ConfigurationError,
     HardwareError,
 )
 from roundpipe_lightning.models.blocks import find_stacks
-from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
-from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
+from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.planning.model.hardware import (
     HardwareSpec,
-    hardware_from_mapping,
-    load_hardware,
 )
-from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
-from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
 from roundpipe_lightning.strategy.options import GradientFormat, Options
-from roundpipe_lightning.strategy.planning.inputs import SilentMetric, find_machine, storage_of
+from roundpipe_lightning.strategy.planning.inputs import find_machine, storage_of
 from roundpipe_lightning.strategy.planning.planned import StepWork
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _MOST_SEQUENCES = 8
 """Sequences of a microbatch that are tried where the number of microbatches is not given."""
-
-_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class Job:
@@ -95,8 +84,14 @@ class Job:
         self.source: ModelSource = build(config.model)
         self.strategy = self.new_strategy()
         if self.strategy is not None:
-            _check_word("trainer.precision", config.trainer.precision, SUPPORTED_PRECISIONS)
-            self.strategy.precision_plugin = RoundPipePrecision(config.trainer.precision)
+            name = config.trainer.precision
+            if name not in SUPPORTED_PRECISIONS:
+                near = difflib.get_close_matches(str(name), SUPPORTED_PRECISIONS, n=1, cutoff=0.4)
+                raise ConfigurationError(
+                    f"trainer.precision={name} is not one of {', '.join(SUPPORTED_PRECISIONS)}."
+                    + (f" The nearest is {near[0]}." if near else "")
+                )
+            self.strategy.precision_plugin = RoundPipePrecision(name)
         self._check()
 
     # --- words that are filled in ----------------------------------------------------------------
@@ -117,7 +112,7 @@ class Job:
             return spec.shares_host_memory
         if kind not in ("auto", "cpu") and not there:
             raise HardwareError(
-                f"hardware={_choice('hardware')}: this machine has no accelerator. Train with "
+                f"hardware={choice('hardware')}: this machine has no accelerator. Train with "
                 "hardware=cpu; or plan for a machine by name, such as hardware=rtx4090x8 "
                 "(conf/hardware has them all), or by its figures: hardware_file=path/to/mine.yaml."
             )
@@ -150,8 +145,8 @@ class Job:
         """The machine with the memory that the configuration gives it."""
         hardware = self.config.hardware
         sizes = {
-            "host_bytes": _size("hardware.host_memory", hardware.get("host_memory")),
-            "device_bytes": _size("hardware.device_memory", hardware.get("device_memory")),
+            "host_bytes": size_of("hardware.host_memory", hardware.get("host_memory")),
+            "device_bytes": size_of("hardware.device_memory", hardware.get("device_memory")),
         }
         if spec is None:
             sizes["host_bytes"] = sizes["host_bytes"] or hardware.get("host_bytes")
@@ -160,19 +155,16 @@ class Job:
         if spec is None and not given:
             return "auto"
         if spec is None:
-            spec = self._machine_at_hand(1)
+            spec = find_machine(
+                "auto",
+                num_workers=max(1, self.num_devices),
+                workers_per_device=1,
+                computes_on_host=self.computes_on_host,
+            )
         if self.computes_on_host and self.num_devices:
             spec = replace(spec, num_devices=self.num_devices, devices_per_root=self.num_devices)
             given.setdefault("device_bytes", given.get("host_bytes", spec.device_bytes))
         return replace(spec, **given)
-
-    def _machine_at_hand(self, workers_per_device: int) -> HardwareSpec:
-        return find_machine(
-            "auto",
-            num_workers=max(1, self.num_devices),
-            workers_per_device=workers_per_device,
-            computes_on_host=self.computes_on_host,
-        )
 
     def _complete(self) -> None:
         """Choose number formats where they are auto, and the dtype of a frozen base."""
@@ -211,7 +203,6 @@ class Job:
 
     @property
     def options(self) -> Options:
-        """The settings of the strategy."""
         assert self.strategy is not None
         return self.strategy.options
 
@@ -226,18 +217,18 @@ class Job:
     @property
     def seq_len(self) -> int:
         """Tokens of a sequence."""
-        return _whole("data.seq_len", self.config.data.get("seq_len"))
+        return whole("data.seq_len", self.config.data.get("seq_len"))
 
     @property
     def batch_size(self) -> int:
         """Sequences of a batch."""
-        return _whole("data.batch_size", self.config.data.get("batch_size"))
+        return whole("data.batch_size", self.config.data.get("batch_size"))
 
     @property
     def num_batches(self) -> int:
         """Batches that are accumulated."""
-        count = self.config.trainer.get("accumulate_grad_batches", 1)
-        return _whole("trainer.accumulate_grad_batches", count)
+        name = "accumulate_grad_batches"
+        return whole(f"trainer.{name}", self.config.trainer.get(name, 1))
 
     @property
     def is_adapted(self) -> bool:
@@ -273,12 +264,12 @@ class Job:
 
     def _check(self) -> None:
         """Refuse a batch that cannot be split, and sequences that the model cannot take."""
-        sizes = {name: self.config.data.get(name) for name in ("seq_len", "batch_size")}
-        seq_len, size = (
-            None if value is None else _whole(f"data.{name}", value)
-            for name, value in sizes.items()
-        )
+        data = self.config.data
+        seq_len = None if data.get("seq_len") is None else self.seq_len
+        size = None if data.get("batch_size") is None else self.batch_size
         _ = self.num_batches
+        for name in ("max_steps", "max_epochs"):
+            whole(f"trainer.{name}", self.config.trainer.get(name, -1), least=-1)
         count = None if self.strategy is None else self.num_microbatches
         if count is not None and size is not None and count > size:
             raise BatchError(
@@ -343,7 +334,7 @@ class Job:
             if options is not None:
                 GradientFormat(options, self.precision).begin(module)
             self._models[key] = MetaModel(
-                module,
+                module=module,
                 stacks=find_stacks(module, names),
                 compute_dtype=self.precision.autocast_dtype,
                 is_fused=loss != "eager",
@@ -391,8 +382,7 @@ class Job:
             batch_sequences=self.batch_size,
             is_full=True,
         )
-        given = self.options.given_plan
-        return job if given is None else replace(job, hints=_hints_of(given))
+        return self._with_given_plan(job)
 
     def microbatch_counts(self) -> list[int]:
         """Numbers of microbatches to choose from: one sequence each, or more for every device."""
@@ -415,8 +405,22 @@ class Job:
 
     def first_job(self) -> TrainingJob:
         """The planner's view before anything is measured: parameters, not activations."""
-        job, given = self.planner.first_job(), self.options.given_plan
-        return job if given is None else replace(job, hints=_hints_of(given))
+        return self._with_given_plan(self.planner.first_job())
+
+    def _with_given_plan(self, job: TrainingJob) -> TrainingJob:
+        """The job with everything fixed that a plan fixes, where one was given."""
+        plan = self.options.given_plan
+        if plan is None:
+            return job
+        hints = PartitionHints(
+            forward=plan.partition.forward,
+            backward=plan.partition.backward,
+            team_size=plan.team_size,
+            round_size=plan.round_size,
+            recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
+            weight_slots=plan.weight_slots,
+        )
+        return replace(job, hints=hints)
 
     @property
     def num_bytes(self) -> float:
@@ -432,7 +436,11 @@ class Job:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not (trained and self.config.train):
             return []
-        optimizer: Optimizer = build(self.config.optimizer)(trained)
+        try:
+            optimizer: Optimizer = build(self.config.optimizer)(trained)
+        except (TypeError, ValueError) as error:
+            given = (f"{k}={v}" for k, v in self.config.optimizer.items() if str(k)[0] != "_")
+            raise ConfigurationError(f"{error} (optimizer: {', '.join(given)})") from error
         return [optimizer]
 
     def with_microbatches(self) -> Job:
@@ -458,134 +466,19 @@ class Job:
         return Job(config, models=self._models)
 
 
-class MetaModel:
-    """A module without values, and what it does, measured when it is first asked for.
-
-    Args:
-        module: On the meta device.
-        stacks: Its stacks of blocks.
-        compute_dtype: What autocast computes in; None: what the parameters are.
-        is_fused: Whether a causal language model's logits are read once.
-    """
-
-    def __init__(
-        self,
-        module: LightningModule,
-        *,
-        stacks: Sequence[BlockStack],
-        compute_dtype: torch.dtype | None,
-        is_fused: bool,
-    ) -> None:
-        self.module = module
-        self.stacks = stacks
-        self._compute_dtype = compute_dtype
-        self._is_fused = is_fused and isinstance(module, CausalLanguageModule)
-
-    @cached_property
-    def work(self) -> WorkProfile:
-        """Work of a microbatch as a function of its shape.
-
-        Raises:
-            ConfigurationError: The model's code cannot be run without values.
-        """
-
-        def say_nothing(*_: Any, **__: Any) -> None:
-            """Stand in for `log`."""
-
-        parts = self.module.modules()
-        metrics = [part for part in parts if isinstance(part, Metric)]
-        return work_profile(
-            self.module,
-            self.stacks[0] if self.stacks else None,
-            call=self._call,
-            compute_dtype=self._compute_dtype,
-            settings={"log": say_nothing, "_device": torch.device("meta")},
-            replaced=[(metric, SilentMetric()) for metric in metrics],
-        )
-
-    def _call(self, root: Any, sequences: int, seq_len: int) -> Tensor:
-        if self._is_fused:
-            return causal_lm_call(root.model, sequences, seq_len)
-        with torch.device("meta"):
-            loss = loss_of(root.training_step(root.example_batch(sequences, seq_len)))
-        assert loss is not None, "our modules return one"
-        return loss
-
-
-# --- the machine ---------------------------------------------------------------------------------
-
-
-def read_hardware(config: DictConfig) -> HardwareSpec | None:
-    """The machine that is named or described; None: the one at hand.
-
-    Raises:
-        HardwareError: A figure is missing, unknown or out of its range.
-    """
-    if config.hardware_file is not None:
-        return load_hardware(config.hardware_file)
-    name = _choice("hardware")
-    figures: Any = OmegaConf.to_container(config.hardware, resolve=True)
-    if "device_name" not in figures and not isinstance(figures.get("devices"), dict):
-        return None
-    for key in ("host_memory", "device_memory"):
-        figures.pop(key, None)
-    try:
-        return hardware_from_mapping({"name": name, **figures})
-    except HardwareError as error:
-        raise HardwareError(f"hardware={name}: {error}") from error
-
-
-def _choice(group: str) -> str:
-    """The file that was chosen in a group, as far as Hydra knows it."""
-    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    return str(chosen.get(group, group))
-
-
-def _size(name: str, value: object) -> int | None:
-    """Bytes of `600GiB`, or of a number of them; None: not given.
-
-    Raises:
-        HardwareError: It is no size.
-    """
-    if value is None:
-        return None
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
-    unit = found and found[2].upper()
-    if found is None or (unit or "B") not in _SIZES or float(found[1]) <= 0:
-        raise HardwareError(f"{name}={value}: give a size with its unit, such as {name}=600GiB.")
-    return int(float(found[1]) * _SIZES[unit or "B"])
-
-
-# --- words ---------------------------------------------------------------------------------------
-
-
 def _is_roundpipe(strategy: Any) -> bool:
     name = strategy.get("_target_", "") if isinstance(strategy, DictConfig) else str(strategy)
     return "roundpipe" in name.lower()
 
 
-def _whole(name: str, value: object) -> int:
+def whole(name: str, value: object, *, least: int = 1) -> int:
+    """The value of a setting, if it is a whole number.
+
+    Raises:
+        ConfigurationError: It is none, or less than `least`.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r}: give a whole number.")
-    if value < 1:
-        raise ConfigurationError(f"{name}={value} must be 1 or more.")
+    if value < least:
+        raise ConfigurationError(f"{name}={value} must be {least} or more.")
     return value
-
-
-def _check_word(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
-        hint = f" The nearest is {near[0]}." if near else ""
-        raise ConfigurationError(f"{name}={value} is not one of {', '.join(known)}.{hint}")
-
-
-def _hints_of(plan: Plan) -> PartitionHints:
-    """Everything that a plan fixes."""
-    return PartitionHints(
-        forward=plan.partition.forward,
-        backward=plan.partition.backward,
-        team_size=plan.team_size,
-        round_size=plan.round_size,
-        recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
-        weight_slots=plan.weight_slots,
-    )

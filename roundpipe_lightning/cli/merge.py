@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from roundpipe_commands import EXIT_BAD_INPUT
 from roundpipe_lightning.checkpoint.io import merge_checkpoint
 from roundpipe_lightning.errors import CheckpointError
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         merge_checkpoint(options.folder, options.file, weights_only=not options.trust)
     except CheckpointError as error:
         sys.stderr.write(f"Error: {error}\n")
-        return 1
+        return EXIT_BAD_INPUT
     return 0
 
 

@@ -64,32 +64,25 @@ class MetricsFile(Logger):
     @override
     def save(self) -> None:
         """Write the lines collected so far; where there is a new column, the whole file anew."""
-        if not self._rows:
-            return
-        earlier: list[dict[str, Any]] = []
-        new = dict.fromkeys(name for row in self._rows for name in row)
+        rows = list(self._rows)
+        new = dict.fromkeys(name for row in rows for name in row)
         if not set(new) <= set(self._columns):
             if self.path.is_file():
                 with self.path.open(newline="", encoding="utf-8") as file:
                     reader = csv.DictReader(file)
-                    earlier, names = list(reader), list(reader.fieldnames or [])
-                new = dict.fromkeys([*names, *new])
+                    rows = [*reader, *rows]
+                    new = dict.fromkeys([*(reader.fieldnames or ()), *new])
             self._columns = list(new)
-            write_text(self.path, _lines(self._columns, [*earlier, *self._rows], header=True))
-        else:
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+            write_text(self.path, text.getvalue())
+        elif rows:
             with self.path.open("a", newline="", encoding="utf-8") as file:
-                file.write(_lines(self._columns, self._rows, header=False))
+                csv.DictWriter(file, self._columns).writerows(rows)
         self._rows = []
 
     @override
     def finalize(self, status: str) -> None:
         self.save()
-
-
-def _lines(columns: list[str], rows: list[dict[str, Any]], *, header: bool) -> str:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, fieldnames=columns)
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

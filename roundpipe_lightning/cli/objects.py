@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -26,8 +27,17 @@ Result = TypeVar("Result")
 SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
 """Errors that say themselves which setting is to be changed."""
 
-USER_ERRORS = (*SETTING_ERRORS, InstantiationException)
-"""Errors that a person mends by changing a setting: their message is all there is to show."""
+
+def _is_about_settings(error: Exception) -> bool:
+    """Return whether a person mends an error by changing a setting: its message is all to show.
+
+    Lightning refuses some settings with a `ValueError` or a `RuntimeError` of its own.
+    """
+    if isinstance(error, (*SETTING_ERRORS, InstantiationException)):
+        return True
+    frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    module = str(frame.f_globals.get("__name__"))
+    return isinstance(error, (ValueError, RuntimeError)) and module.startswith("lightning.")
 
 
 def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Result | int:
@@ -37,8 +47,8 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
     """
     try:
         return job(config)
-    except USER_ERRORS as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except Exception as error:
+        if not _is_about_settings(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         log.error("%s", error)
         notes = getattr(error, "__notes__", [])
@@ -63,6 +73,9 @@ def build(config: Any, **extra: Any) -> Any:
             raise ConfigurationError(
                 f"{config['_target_']} needs a library that is not installed: {missing}"
             ) from None
+        if isinstance(error.__cause__, (TypeError, ValueError)):
+            key = str(error).rpartition("full_key: ")[2]
+            raise ConfigurationError(f"{key}: {error.__cause__}") from error.__cause__
         raise
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from roundpipe_lightning.cli.job import Job
@@ -73,13 +74,11 @@ def gains(found: FitAnswer) -> dict[str, float]:
     """
     if found.prediction is None:
         return {}
-    seconds = found.prediction.step_seconds
-
-    def gain(figures: Sequence[str]) -> float:
+    by_name = {}
+    for name, figures in _RESOURCES.items():
         job = dataclasses.replace(found.job, hardware=_twice_as_fast(found.job.hardware, figures))
-        return max(0.0, 1 - job.predict(found.layout).step_seconds / seconds)
-
-    by_name = {name: gain(figures) for name, figures in _RESOURCES.items()}
+        seconds = job.predict(found.layout).step_seconds
+        by_name[name] = max(0.0, 1 - seconds / found.prediction.step_seconds)
     return dict(sorted(by_name.items(), key=lambda pair: -pair[1]))
 
 
@@ -186,14 +185,15 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
         return Remedy(change=change, price=price, job=lambda: seen(make()))
 
     now = seen(job)
-    for row in _free_changes(job) if is_measured else ():
-        yield remedy(*row)
-    for row in _coarser_numbers(job):
-        yield remedy(*row)
-    for row in _shorter_sequences(job) if is_measured else ():
-        yield remedy(*row)
-    for row in (*_slower_storage(job, now), *_fewer_trained(job), *_larger_machines(now)):
-        yield remedy(*row)
+    rows: Iterator[_Row] = chain(
+        _free_changes(job) if is_measured else (),
+        _coarser_numbers(job),
+        _shorter_sequences(job) if is_measured else (),
+        _slower_storage(job, now),
+        _fewer_trained(job),
+        _larger_machines(now),
+    )
+    yield from (remedy(*row) for row in rows)
 
 
 _Row = tuple[Price, str, Mapping[str, Any], str]
@@ -349,10 +349,10 @@ def check_memory(job: Job) -> None:
     """
     free = free_host_bytes()
     if job.strategy is None:
+        size = job.num_bytes
         if job.computes_on_host:
-            check_host_memory(
-                job.num_bytes, what="The model with its optimizer", way_out="Train a smaller one."
-            )
+            what = "The model with its optimizer"
+            check_host_memory(size, what=what, way_out="Train a smaller one.")
         return
     first = job.first_job()
     if fits_memory(first if free is None else _limited(first, free)):
@@ -375,9 +375,7 @@ def check_memory(job: Job) -> None:
 def _limited(training: TrainingJob, host_bytes: int) -> TrainingJob:
     """The same job on a host with no more than so much memory."""
     machine = training.hardware
-    size = min(machine.host_bytes, host_bytes)
+    size = max(1, min(machine.host_bytes, host_bytes))
     device = min(machine.device_bytes, size) if machine.shares_host_memory else machine.device_bytes
-    return dataclasses.replace(
-        training,
-        hardware=dataclasses.replace(machine, host_bytes=max(size, 1), device_bytes=max(device, 1)),
-    )
+    limited = dataclasses.replace(machine, host_bytes=size, device_bytes=device)
+    return dataclasses.replace(training, hardware=limited)

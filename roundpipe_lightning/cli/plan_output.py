@@ -79,16 +79,9 @@ class PlanOutput:
             "fits": answer.fits,
             "model": {
                 "num_blocks": len(work.blocks),
-                "num_parameters": work.num_parameters,
-                "num_trainable": work.num_trainable,
-                "fingerprint": work.fingerprint,
+                **_named(work, "num_parameters", "num_trainable", "fingerprint"),
             },
-            "machine": {
-                "name": asked.machine.name,
-                "num_devices": asked.machine.num_devices,
-                "device_bytes": asked.machine.device_bytes,
-                "host_bytes": asked.machine.host_bytes,
-            },
+            "machine": _named(asked.machine, "name", "num_devices", "device_bytes", "host_bytes"),
             "job": {
                 "seq_len": job.shape.seq_len,
                 "batch_size": asked.batch_size,
@@ -99,7 +92,7 @@ class PlanOutput:
             },
             "plan": self._plan(),
             "memory": {"device": _need(memory.device), "host": _need(memory.host)},
-            "optimizer_disk_bytes": round(self.answer.optimizer_disk_bytes),
+            "optimizer_disk_bytes": round(answer.optimizer_disk_bytes),
             "moved": self._described.moved if self._described else None,
             "predicted": self._predicted(),
             "predicted_with_blocks": self.joined and _seconds(self.joined),
@@ -118,11 +111,8 @@ class PlanOutput:
             "forward_partition": list(layout.partition.forward),
             "backward_partition": list(layout.partition.backward),
             "num_stages": layout.partition.num_stages,
-            "team_size": layout.team_size,
-            "round_size": layout.round_size,
-            "num_rounds": layout.num_rounds,
+            **_named(layout, "team_size", "round_size", "num_rounds", "weight_slots"),
             "num_batches": self.answer.job.num_batches,
-            "weight_slots": layout.weight_slots,
             "recompute": self.answer.planned.plan.recompute.value,
             "resident": [list(blocks) for blocks in layout.resident],
             "resident_bytes": self._described.resident_bytes if self._described else [],
@@ -133,11 +123,8 @@ class PlanOutput:
         if prediction is None or planned is None:
             return None
         return {
-            "step_seconds": prediction.step_seconds,
-            "one_by_one_seconds": self.answer.one_by_one_seconds,
-            "pipeline_seconds": prediction.pipeline_seconds,
-            "optimizer_seconds": prediction.optimizer_seconds,
-            "tokens_per_second": self.answer.tokens_per_second,
+            **_named(prediction, "step_seconds", "pipeline_seconds", "optimizer_seconds"),
+            **_named(self.answer, "one_by_one_seconds", "tokens_per_second"),
             "idle_share": max(0.0, prediction.bubble_fraction),
             "pipeline_idle_share": max(0.0, planned.timeline.bubble_fraction),
         }
@@ -178,7 +165,9 @@ class PlanOutput:
     # --- the page --------------------------------------------------------------------------------
 
     def to_text(self) -> str:
-        lines = [*self._job_lines(), *self._plan_lines()]
+        lines = self._job_lines()
+        if self._described is not None:
+            lines += ["", *self._described.plan_lines()]
         lines += ["", "Memory", *memory_lines(self.answer.memory)]
         if self.answer.optimizer_disk_bytes:
             lines.append(
@@ -221,9 +210,6 @@ class PlanOutput:
                 f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
             ),
         ]
-
-    def _plan_lines(self) -> list[str]:
-        return ["", *self._described.plan_lines()] if self._described else []
 
     def _step_lines(self) -> list[str]:
         described, predicted = self._described, self._predicted()
@@ -291,9 +277,8 @@ class PlanOutput:
     def _change_lines(self) -> list[str]:
         if not self.changes:
             return ["No change that was tried makes it fit."]
-        lines = ["What makes it fit, the cheapest first:"]
-        texts = (change_text(*change, before=self.answer) for change in self.changes)
-        return [*lines, *(f"  {text}" for text in texts)]
+        texts = (f"  {change_text(*change, before=self.answer)}" for change in self.changes)
+        return ["What makes it fit, the cheapest first:", *texts]
 
 
 def _speed(answer: FitAnswer) -> str:
@@ -306,10 +291,12 @@ def _need(need: MemoryNeed) -> dict[str, Any]:
     return {
         "stage": need.stage or None,
         "by_kind": {kind.value: size for kind, size in need.num_bytes},
-        "total_bytes": need.total_bytes,
-        "available_bytes": need.available_bytes,
-        "missing_bytes": need.missing_bytes,
+        **_named(need, "total_bytes", "available_bytes", "missing_bytes"),
     }
+
+
+def _named(source: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 def _seconds(answer: FitAnswer) -> float | None:

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import NoReturn
 
 import lightning
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.cli.build import Run, build_run
+from roundpipe_lightning.cli.build import Run, build_run, exists, note_logged_runs
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
-from roundpipe_lightning.cli.objects import build, run_explained
+from roundpipe_lightning.cli.job import whole
+from roundpipe_lightning.cli.objects import run_explained
 from roundpipe_lightning.cli.summary import print_summary, summarize
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 log = logging.getLogger(__name__)
+
+_OF_SWEEPS = ("hydra.mode=", "hydra.sweep", "hydra.launcher")
+"""Overrides that start several jobs."""
 
 
 def run(config: DictConfig) -> float | int | None:
@@ -47,7 +49,7 @@ def train(config: DictConfig) -> float | None:
         KeyboardInterrupt: Ctrl-C; the last checkpoint is in the folder.
         SystemExit: Another signal asked the run to stop, likewise; 128 plus its number.
     """
-    _check_optimizer(config.optimizer)
+    whole("seed", config.seed, least=0)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(_with_interval(config))
     folder = Path(run.config.paths.output_dir)
@@ -55,6 +57,8 @@ def train(config: DictConfig) -> float | None:
     _save_first_plan(run)
     for logger in run.trainer.loggers:
         logger.log_hyperparams(OmegaConf.to_container(run.config, resolve=True))  # type: ignore[arg-type]
+    if note_logged_runs(run):
+        write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
     log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
     with run.interrupt:
@@ -80,6 +84,11 @@ def _run_stages(run: Run, metrics: dict[str, float]) -> None:
     checkpoint = run.checkpoint
     if config.train:
         trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
+        if checkpoint is not None and not run.statistics.num_steps:
+            sys.stderr.write(
+                f"Warning: nothing was trained: {checkpoint} is of step {trainer.global_step}. "
+                f"Raise trainer.max_steps={trainer.max_steps}, or what else ended that run.\n"
+            )
         checkpoint = None  # from here on the weights are those that were trained
         _save_plan(run)
         _keep_metrics(run, metrics)
@@ -97,22 +106,6 @@ def _keep_metrics(run: Run, metrics: dict[str, float]) -> None:
     metrics.update({name: float(value) for name, value in run.trainer.callback_metrics.items()})
     if run.statistics.validated_step != run.trainer.global_step:
         metrics.pop("val_loss", None)  # measured before the last step
-
-
-def _check_optimizer(config: DictConfig) -> None:
-    """Refuse what an optimizer refuses, before a model is built.
-
-    Raises:
-        ConfigurationError: A setting has another type, or cannot be.
-    """
-    settings = {
-        str(name): value for name, value in config.items() if name not in ("offload", "offload_dir")
-    }
-    try:
-        build(OmegaConf.create(settings))([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value}" for name, value in settings.items() if name[0] != "_")
-        raise ConfigurationError(f"{error} (optimizer: {given})") from error
 
 
 def _with_interval(config: DictConfig) -> DictConfig:
@@ -136,7 +129,7 @@ def _end_interrupted(run: Run, signal_number: int) -> NoReturn:
     """Say how the run goes on, and end with the status that the signal stands for."""
     _save_plan(run)
     for callback in run.callbacks:
-        if isinstance(callback, LastCheckpoint) and callback.path.exists():
+        if isinstance(callback, LastCheckpoint) and exists(callback.path):
             sys.stderr.write(f"Go on with: {_command(f'ckpt_path={callback.path}')}\n")
     if signal_number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -150,8 +143,12 @@ def _command(*overrides: str) -> str:
     program = Path(sys.argv[0])
     words = ["python", str(program)] if program.suffix == ".py" else [program.name]
     named = {override.partition("=")[0] for override in overrides}
-    given = HydraConfig.get().overrides.task
-    kept = [override for override in given if override.partition("=")[0] not in named]
+    given = HydraConfig.get().overrides
+    kept = [
+        override
+        for override in (*given.hydra, *given.task)
+        if override.partition("=")[0] not in named and not override.startswith(_OF_SWEEPS)
+    ]
     return shlex.join([*words, *kept, *overrides])
 
 

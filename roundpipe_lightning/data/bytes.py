@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,11 +35,8 @@ class ByteDataModule(TokenDataModule):
     data module costs nothing.
 
     Args:
-        seq_len: Tokens (bytes) of a window.
-        batch_size: Windows in a batch, before it is split into microbatches.
         text: Which files are read, and how much of them.
-        seed: Seed of the order of the training windows.
-        num_workers: Processes that prepare batches; 0: none.
+        options: Fields of `FileOptions`: `seq_len` (in bytes), `batch_size`, `seed`, `num_workers`.
 
     Raises:
         ConfigurationError: A figure is too small, or (in `setup`) there is too little text.
@@ -47,18 +45,8 @@ class ByteDataModule(TokenDataModule):
     num_tokens = NUM_TOKENS
     drops_last_validation_batch = True
 
-    def __init__(
-        self,
-        *,
-        seq_len: int,
-        batch_size: int,
-        text: TextFolder,
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__(
-            FileOptions(seq_len=seq_len, batch_size=batch_size, seed=seed, num_workers=num_workers)
-        )
+    def __init__(self, *, text: TextFolder, **options: Any) -> None:
+        super().__init__(FileOptions(**options))
         self.text = text
 
     @override
@@ -104,11 +92,6 @@ def pack(documents: Iterable[bytes], *, seq_len: int) -> Tensor:
     return stream[: num_windows * seq_len].reshape(num_windows, seq_len)
 
 
-def standard_library() -> Path:
-    """Folder of the running Python's own standard library."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextFolder:
     """Files of a folder as documents, chosen the same way on every run.
@@ -137,7 +120,9 @@ class TextFolder:
 
     @property
     def root(self) -> Path:
-        return standard_library() if self.folder is None else Path(self.folder).expanduser()
+        return Path(
+            sysconfig.get_path("stdlib") if self.folder is None else self.folder
+        ).expanduser()
 
     def read(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Documents to train and to validate on, each up to its budget; no file is in both.

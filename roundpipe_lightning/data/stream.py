@@ -19,7 +19,7 @@ from typing_extensions import override
 from roundpipe_lightning.data.records import Record, RecordSource
 from roundpipe_lightning.data.samples import Padding, Sample
 from roundpipe_lightning.data.text import TextDataModule, cut_windows, text_sample
-from roundpipe_lightning.data.token_data import Files, TokenizerMaker, as_source
+from roundpipe_lightning.data.token_data import Files, as_source
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 
 Batch = dict[str, Tensor]
@@ -50,7 +50,7 @@ class WindowStream(IterableDataset[tuple[int, State, Batch]]):
     """
 
     source: RecordSource
-    tokenizer: TokenizerMaker
+    tokenizer: Any
     field: str
     seq_len: int
     batch_size: int

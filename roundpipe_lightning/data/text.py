@@ -85,10 +85,10 @@ def cut_windows(samples: Iterable[Sample], *, seq_len: int, keep_apart: bool) ->
     pieces: list[Sample] = []
     room = seq_len
     for sample in samples:
-        rest = sample
-        while len(rest):
-            pieces.append(rest[:room])
-            rest = rest[room:]
+        start = 0
+        while start < len(sample):
+            pieces.append(sample[start : start + room])
+            start += len(pieces[-1])
             room -= len(pieces[-1])
             if room == 0:
                 if keep_apart:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -22,17 +22,6 @@ log = logging.getLogger(__name__)
 
 Files = Sequence[str] | RecordSource
 """Paths, folders and patterns, or an object that has records."""
-
-
-class TokenizerMaker(Protocol):
-    """Loads a tokenizer, such as `roundpipe_lightning.modules.TokenizerSource`."""
-
-    @property
-    def name(self) -> str | None:
-        """Name of the tokenizer; None: it needs no name."""
-
-    def load(self) -> Any:
-        """The tokenizer, as transformers has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +113,12 @@ class TokenDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.train_rows is not None, "Lightning calls setup first"
-        # an order by the seed and the epoch alone, for the one process that there is
+        # an order by the seed and the epoch alone; Lightning's own strategies may have processes
+        number, rank = (1, 0)
+        if self.trainer is not None:
+            number, rank = self.trainer.world_size, self.trainer.global_rank
         order: DistributedSampler[Any] = DistributedSampler(
-            self.train_rows, num_replicas=1, rank=0, seed=self.options.seed
+            self.train_rows, num_replicas=number, rank=rank, seed=self.options.seed
         )
         return self._loader(self.train_rows, sampler=order, drop_last=True)
 
@@ -163,14 +155,14 @@ class FileDataModule(TokenDataModule):
     Args:
         files: The samples: paths of JSON lines, CSV, Parquet and text files, folders, patterns; or
             an object that has records.
-        tokenizer: Loads the tokenizer.
+        tokenizer: Has its `name` and loads it: `roundpipe_lightning.modules.TokenizerSource`.
         options: The fields of `FileOptions`; `seq_len` and `batch_size` among them.
 
     Raises:
         ConfigurationError: A setting is out of its range.
     """
 
-    def __init__(self, *, files: Files, tokenizer: TokenizerMaker, **options: Any) -> None:
+    def __init__(self, *, files: Files, tokenizer: Any, **options: Any) -> None:
         super().__init__(FileOptions(**options))
         self.files = as_source(files)
         self.tokenizer_source = tokenizer

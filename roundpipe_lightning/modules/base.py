@@ -160,6 +160,6 @@ def _check_schedule(scheduler: SchedulerFactory) -> None:
         ("min_lr_rate", 0.0, 1.0),
     ):
         value = given.get(name)
-        if value is not None and not least <= value <= most:
+        if value is not None and not (isinstance(value, (int, float)) and least <= value <= most):
             limits = f"at least {least}" if math.isinf(most) else f"between {least} and {most}"
             raise ConfigurationError(f"scheduler.{name}={value} must be {limits}.")

@@ -592,7 +592,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         if not isinstance(io, RoundPipeAsyncCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        io.save_snapshot(checkpoint, filepath, storage_options, steady=self._steady_memory())
+        io.save_checkpoint(checkpoint, filepath, storage_options, steady=self._steady_memory())
         if not self._is_set_up or _some_logger_reads(module.trainer):
             io.wait()
 

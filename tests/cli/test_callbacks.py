@@ -30,6 +30,8 @@ from tests.kit.training import Regressor, make_trainer, regression_data
 def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, hook: str, status: int
 ) -> None:
+    for name, value in (("NTASKS", "1"), ("JOB_NAME", "mine"), ("JOB_ID", "7")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
     before = signal.getsignal(number)
     original: Any = getattr(CausalLanguageModule, hook)
 
@@ -46,6 +48,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     done = run_here(
         tmp_path,
         "hydra.run.dir=run",
+        "hydra.job.chdir=false",
         "trainer.val_check_interval=2",
         "trainer.max_steps=9",
         status=status,
@@ -58,6 +61,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
         losses = [row for row in csv.DictReader(file) if row["train_loss"]]
     assert len(losses) == num_steps, "no row is lost"
     assert f"trainer.max_steps=9 ckpt_path={last}" in done.stderr
+    assert " hydra.run.dir=run hydra.job.chdir=false " in done.stderr
+    assert "auto-requeueing" not in done.stderr
     assert (tmp_path / "run" / "plan.json").is_file()
 
 

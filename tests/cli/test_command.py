@@ -69,6 +69,7 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("data.seqlen=3", "Did you mean data.seq_len"),
         ("logger=tensorbord", "Did you mean logger=tensorboard? There are: csv, mlflow, none"),
         ("hydra.run.dir=/dev/null/run", "The run's folder cannot be made"),
+        ("task_name=a/b", "Set hydra.run.dir, paths.log_dir or task_name"),
         ("data.files=[a", "no viable alternative"),
     ],
 )

@@ -1,34 +1,14 @@
 """Small files and the metrics file."""
 
 import csv
-import os
 from pathlib import Path
 
-import pytest
-
 from roundpipe_lightning.cli.metrics_file import MetricsFile
-from roundpipe_lightning.files import write_text
 
 
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_a_file_is_written_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "deep" / "file.txt"
-    write_text(path, "old")
-
-    def fail(descriptor: int) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        write_text(path, "new")
-    assert path.read_text() == "old"
-    assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
 
 
 def test_metrics_share_the_line_of_their_step_also_after_a_resume(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 import csv
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hydra.errors import MissingConfigException
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.nn import functional
 
@@ -41,11 +42,49 @@ def test_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path) -> None:
     assert rest["val_loss"] == whole["val_loss"]
 
 
-def test_evaluates_a_checkpoint_without_training(tmp_path: Path) -> None:
+def test_checkpoints_may_have_addresses_with_a_scheme(tmp_path: Path) -> None:
+    there = "callbacks.last_checkpoint.dirpath=memory://bucket/run"
+    train_small(tmp_path / "half", "trainer.max_steps=2", there)
+    last = "ckpt_path=memory://bucket/run/last.ckpt"
+    assert train_small(tmp_path / "rest", last, there)["num_steps"] == 1
+    assert not any(path.suffix == ".ckpt" for path in tmp_path.rglob("*"))
+
+
+class NamedRuns(Logger):
+    """A logger whose runs have names, as Weights & Biases' have."""
+
+    name = "named"
+    version = ""
+    begun: ClassVar[list[str]] = []
+
+    def __init__(self, id: str | None = None) -> None:  # noqa: A002
+        super().__init__()
+        self.version = id or f"run{len(self.begun)}"
+        self.begun.append(self.version)
+
+    def log_metrics(self, *_: object, **__: object) -> None: ...
+
+    def log_hyperparams(self, *_: object, **__: object) -> None: ...
+
+
+def test_loggers_go_on_in_the_run_of_the_checkpoint(tmp_path: Path) -> None:
+    target = f"+logger.named._target_={__name__}.NamedRuns"
+    resumed = f"ckpt_path={tmp_path}/first/checkpoints/last.ckpt"
+    more = (resumed, "trainer.max_steps=4")
+    for folder, overrides in ("first", ()), ("more", more), ("evaluated", (resumed, "train=false")):
+        train_small(tmp_path / folder, target, "+logger.named.id=null", *overrides)
+    assert NamedRuns.begun == ["run0", "run0", "run2"]
+
+
+def test_evaluates_a_checkpoint_without_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained = train_small(tmp_path / "trained")
     last = tmp_path / "trained" / "checkpoints" / "last.ckpt"
     again = train_small(tmp_path / "again", "train=false", "test=true", f"ckpt_path={last}")
     assert set(again) == SUMMARY_KEYS
+    train_small(tmp_path / "done", "trainer.max_steps=2", f"ckpt_path={last}")
+    assert f"nothing was trained: {last} is of step 3" in capsys.readouterr().err
     assert again["val_loss"] == trained["val_loss"]
     assert again["loss_first"] is None
 
@@ -180,7 +219,7 @@ def test_settings_of_lightning_do_what_they_say(
         config.ckpt_path = given
         assert find_checkpoint(config) == str(folder / "checkpoints" / f"{name}.ckpt")
     config.ckpt_path = "nonesuch://bucket/last.ckpt"
-    with pytest.raises(CheckpointError, match=r"nonesuch://bucket/last.ckpt cannot be reached"):
+    with pytest.raises(CheckpointError, match=r"nonesuch://bucket/last\.ckpt cannot be reached"):
         find_checkpoint(config)
 
 

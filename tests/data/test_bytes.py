@@ -14,7 +14,6 @@ from roundpipe_lightning.data.bytes import (
     NUM_TOKENS,
     find_files,
     pack,
-    standard_library,
 )
 from roundpipe_lightning.errors import ConfigurationError
 
@@ -97,14 +96,6 @@ def test_refuses_too_little_text_for_one_batch(part: str) -> None:
         make_data(text=TextFolder(**budgets)).setup()
 
 
-def test_the_standard_library_is_found_and_the_same_twice() -> None:
-    folder = standard_library()
-    files = find_files(folder, pattern="*.py")
-    assert folder / "argparse.py" in files
-    assert files == find_files(folder, pattern="*.py")
-    assert not any("site-packages" in path.parts for path in files)
-
-
 def test_the_order_depends_on_the_paths_alone(tmp_path: Path) -> None:
     fill(tmp_path)
     files = find_files(tmp_path, pattern="*.py")
@@ -143,12 +134,6 @@ def test_text_that_is_not_there_is_named(
     fill(tmp_path)
     with pytest.raises(ConfigurationError, match=message):
         TextFolder(**{"folder": str(tmp_path), **options}).read()
-
-
-def test_every_document_follows_a_separator() -> None:
-    windows = pack([b"ab", b"", b"c\xff"], seq_len=7)
-    separator = DOCUMENT_SEPARATOR
-    assert windows.tolist() == [[separator, 97, 98, separator, separator, 99, 255]]
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(min_value=1, max_value=16))

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 
 from roundpipe_lightning.data import TextStreamDataModule
-from roundpipe_lightning.data.samples import Sample
-from roundpipe_lightning.data.stream import StreamLoader, split_pieces
+from roundpipe_lightning.data.stream import StreamLoader
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, DataError
 from roundpipe_lightning.modules import TokenizerSource
 from tests.kit.training import make_trainer
@@ -61,15 +58,6 @@ def test_every_text_is_read_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     assert first != second
     assert rows(loader(tmp_path)) == first
     assert rows(loader(tmp_path, seed=1)) != first
-
-
-@given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 30))
-def test_pieces_are_split_anywhere(lengths: list[int], num_tokens: int) -> None:
-    pieces = [Sample.of(range(length)) for length in lengths]
-    first, rest = split_pieces(pieces, num_tokens)
-    tokens = [token for piece in (*first, *rest) for token in piece.input_ids.tolist()]
-    assert tokens == [token for length in lengths for token in range(length)]
-    assert sum(map(len, first)) == min(num_tokens, sum(lengths))
 
 
 @pytest.mark.parametrize("num_used", [1, 4, 11, 20])

@@ -147,7 +147,7 @@ def _damaged(folder: Path) -> dict[str, str]:
     (beside / "no index" / "index.json").unlink()
     (beside / "bad index" / "index.json").write_text("{")
     return {
-        "truncated": rf"its file {file} has 100 of \d+ bytes\. Copy the folder again",
+        "truncated": rf"its file {file} has 100 of \d+ bytes\. It is truncated",
         "missing": rf"its file {file} is missing",
         "newer": r"format_version=9, but this version .* reads 1\. Update roundpipe_lightning",
         "no index": r"is a folder without index\.json.*FSDP or DeepSpeed",
@@ -191,7 +191,7 @@ def test_one_file_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "model": "is a folder of Hugging Face, not a checkpoint",
     }
     for name, message in wrong.items():
-        assert main([str(tmp_path / name), str(tmp_path / "three.ckpt")]) == 1
+        assert main([str(tmp_path / name), str(tmp_path / "three.ckpt")]) == 2
         assert re.search(message, capsys.readouterr().err)
 
 
@@ -211,7 +211,7 @@ def test_merging_runs_no_code_of_the_checkpoint(
     made = tmp_path / "made"
     _sharded().save_checkpoint({**_checkpoint(), "hyper": _RunsCode(made)}, tmp_path / "x.ckpt")
     arguments = [str(tmp_path / "x.ckpt"), str(tmp_path / "one.ckpt")]
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "could run code" in capsys.readouterr().err
     assert not made.exists()
     assert main([*arguments, "--trust"]) == 0
