@@ -314,8 +314,6 @@ class FirstBatch:
         """
         if self._contents() != self._before:
             raise Unproven("it writes into a list, a dict, an object or a counter")
-        if kind is LossKind.SUM:
-            raise Unproven("its loss is a sum")
         try:
             parts = split_batch(batch, num_microbatches)
         except BatchError as error:

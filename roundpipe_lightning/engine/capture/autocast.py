@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,8 +76,5 @@ def without_autocast() -> Iterator[None]:
     A backward pass does: under autocast it would round the gradients of operations that the user's
     code has run outside it.
     """
-    with ExitStack() as contexts:
-        for state in autocast_now():
-            if state.enabled:
-                contexts.enter_context(torch.autocast(state.device_type, enabled=False))
+    with autocast_as([replace(state, enabled=False) for state in autocast_now()]):
         yield

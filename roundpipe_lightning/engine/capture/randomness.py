@@ -19,7 +19,6 @@ number generators, OOPSLA 2014).
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundpipe_lightning.engine.capture.torch_functions import is_called_from
 from roundpipe_lightning.errors import RandomnessError
 
 _IN_PLACE = frozenset(
@@ -174,16 +174,6 @@ def _without_dropout(
     return func, args, kwargs
 
 
-def _inside_checkpoint() -> bool:
-    """Return whether the caller runs under PyTorch's activation checkpointing."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
-
-
 class StepDraws:
     """The draws of one step from the process-wide generators.
 
@@ -281,7 +271,7 @@ class RandomStream:
             return func(*args, **kwargs)
         if self._is_free_outside and self._block is None:
             return self._step_draws.undisturbed(lambda: func(*args, **kwargs))
-        if _inside_checkpoint():
+        if is_called_from("torch.utils.checkpoint"):
             raise RandomnessError(
                 f"{func.__name__} draws random numbers under activation checkpointing, whose own "
                 "recompute would see others. Turn it off (for transformers models "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,14 @@ def attribute_or_name(func: Callable[..., Any]) -> str:
     if name == "__get__":
         return str(getattr(getattr(func, "__self__", None), "__name__", ""))
     return name
+
+
+def is_called_from(*modules: str) -> bool:
+    """Return whether code of a module is among the callers."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") not in modules:
+        frame = frame.f_back
+    return frame is not None
 
 
 class ModeStack:

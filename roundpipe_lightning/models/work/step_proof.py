@@ -2,19 +2,18 @@
 
 The step runs twice without values, on batches of two numbers of rows. Where a tensor's size differs
 between the two, it has the rows. Every operation outside the blocks then has to keep the rows
-apart, and in their order, until a mean or a sum ends them:
+apart, and in their order, until a mean ends them:
 
 ```
 ids (rows, 9) ─ embed, blocks ─▶ (rows, 9, 8) ─ head, view ─▶ (9 rows, 64) ─ cross_entropy ─▶ ()
       rows                            rows                         rows            mean over targets
 ```
 
-What follows a mean or a sum has to be linear. What is not known to keep rows apart is taken not to.
+What follows a mean has to be linear. What is not known to keep rows apart is taken not to.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from roundpipe_lightning.engine.capture.torch_functions import is_called_from
 from roundpipe_lightning.engine.capture.trees import map_leaves, map_tensors, tensors_in
 from roundpipe_lightning.models.work.meter import without_values
 
@@ -43,9 +43,6 @@ class LossKind(Enum):
 
     TARGETS = "targets"
     """Their mean, each weighted by its targets."""
-
-    SUM = "sum"
-    """Their sum."""
 
 
 class Unproven(Exception):  # noqa: N818 - an answer
@@ -67,7 +64,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """A tensor without rows that a mean or a sum over them has given, or what is linear in it."""
+    """A tensor without rows that a mean over them has given, or what is linear in it."""
 
     kind: LossKind
     targets: tuple[int, ...] = ()  # what says which targets a mean counts
@@ -92,12 +89,12 @@ class _Op:
     """
 
     name: str
-    tags: Sequence[Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    taken: list[Tensor]
-    made: list[Tensor]
-    written: list[Tensor] = field(default_factory=list)
+    tags: Sequence[Any] = ()
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    taken: Sequence[Tensor] = ()
+    made: Sequence[Tensor]
+    written: Sequence[Tensor] = ()
 
 
 @dataclass(kw_only=True)
@@ -131,9 +128,7 @@ class _Numbers(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
             data = args[func is Tensor.new_tensor :] or tuple((kwargs or {}).values())
             if not isinstance(data[0], Tensor):
-                made = [result]
-                op = _Op(name="tensor", tags=(), args=data[:1], kwargs={}, taken=[], made=made)
-                self._ops.append(op)
+                self._ops.append(_Op(name="tensor", args=data[:1], made=[result]))
         return result
 
 
@@ -145,14 +140,18 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.name() == "aten::_local_scalar_dense" and _asks_about_a_mask():
-            return False
+        if func.name() == "aten::_local_scalar_dense" and is_called_from(*_MASKS):
+            return False  # whether a mask leaves all: the same is computed if not
         result = without_values(func, args, kwargs)
         if self._is_paused:
             self._hidden += _tensors(result)
         else:
             declared = func._schema.arguments  # noqa: SLF001
-            given = [kwargs.get(a.name, v) for a, v in zip_longest(declared, args)]
+            written = [
+                kwargs.get(argument.name, value)
+                for argument, value in zip_longest(declared, args)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
             self._ops.append(
                 _Op(
                     name=func._schema.name.removeprefix("aten::"),  # noqa: SLF001
@@ -161,13 +160,7 @@ class _Tracer(TorchDispatchMode):
                     kwargs=kwargs,
                     taken=_tensors((args, kwargs)),
                     made=_tensors(result),
-                    written=_tensors(
-                        [
-                            value
-                            for argument, value in zip(declared, given, strict=True)
-                            if argument.alias_info is not None and argument.alias_info.is_write
-                        ]
-                    ),
+                    written=_tensors(written),
                 )
             )
         return result
@@ -184,24 +177,12 @@ class _Tracer(TorchDispatchMode):
             finally:
                 self._is_paused = before
             if not before:
-                op = _Op(
-                    name="block", tags=(), args=(), kwargs={}, taken=taken, made=_tensors(result)
-                )
-                op.written += [t for t, v in zip(taken, versions, strict=True) if t._version != v]
-                self._ops.append(op)
+                written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
+                made = _tensors(result)
+                self._ops.append(_Op(name="block", taken=taken, made=made, written=written))
             return result
 
         return call
-
-
-def _asks_about_a_mask() -> bool:
-    """Return whether transformers asks if a mask leaves all: it computes the same if not."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _MASKS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _tensors(node: Any) -> list[Tensor]:
@@ -445,7 +426,7 @@ class _Proof:
             if int(op.args[3]) == 1:
                 counted = (id(op.args[1]), id(op.args[2]), int(op.args[4]))
                 return _Reduced(LossKind.TARGETS, counted)
-            return _Reduced(LossKind.SUM)
+            return _SUM
         if op.name in _LOSSES:
             places = {
                 (tensor.dim() - state.dim, state.num_each)
@@ -455,12 +436,13 @@ class _Proof:
             if len(places) > 1:
                 return _Mixed("rows are compared with each other, or left out")
             reduction = [arg for arg in op.args[2:] if isinstance(arg, int)] or [1]
-            return _Reduced(LossKind.SUM if reduction[0] == 2 else LossKind.ROWS)
+            return _SUM if reduction[0] == 2 else _Reduced(LossKind.ROWS)
         if op.name == "mean":
             return _Reduced(LossKind.ROWS)
-        if op.name == "sum":
-            return _Reduced(LossKind.SUM)
-        return _mixing(op)
+        return _SUM if op.name == "sum" else _mixing(op)
+
+
+_SUM = _Mixed("it sums over rows")
 
 
 def _memory(tensor: Tensor) -> int:
@@ -488,33 +470,18 @@ def _reason(state: _State) -> str:
 
 
 def _linear(op: _Op, taken: Sequence[_State], rows: _State) -> _State:
-    """Return the state of what is made of a mean or sum over rows."""
-    result, *others = {state for state in taken if isinstance(state, _Reduced)}
-    kind = result.kind
-    constants = [state for state in taken if not isinstance(state, _Reduced)]
-    known = not others and rows is None and all(state is None for state in constants)
-    if known and op.name in ("add", "sub", "add_", "sub_") and kind is not LossKind.SUM:
-        return result
-    if known and op.name in ("add", "sub", "add_", "sub_") and not constants:
-        return result if not _numbers(op) else _mixing(op)
-    if known and op.name in ("mul", "mul_") and len(taken) - len(constants) == 1:
-        return result
-    if (
-        known
-        and op.name in ("div", "div_")
-        and not op.kwargs.get("rounding_mode")
-        and isinstance(taken[0], _Reduced)
-        and not (len(taken) > 1 and isinstance(taken[1], _Reduced))
-    ):
-        return result
-    if known and (op.name in _VIEWS | _MOVES | _SAME or op.name == "neg"):
-        return result
-    return _Mixed(f"it computes with a mean or sum over rows ({op.name})")
-
-
-def _numbers(op: _Op) -> bool:
-    """Whether a number stands where a tensor could, in an addition."""
-    return any(isinstance(arg, int | float) for arg in op.args[:2])
+    """Return the state of what is made of a mean over rows."""
+    reduced = [state for state in taken if isinstance(state, _Reduced)]
+    name = op.name.removesuffix("_")
+    is_linear = (
+        name in ("add", "sub", "neg")
+        or op.name in _VIEWS | _MOVES | _SAME
+        or (name == "mul" and len(reduced) == 1)
+        or (name == "div" and taken[1:] in ([], [None]) and not op.kwargs.get("rounding_mode"))
+    )
+    if is_linear and rows is None and set(taken) <= {reduced[0], None}:
+        return reduced[0]
+    return _Mixed(f"it computes with a mean over rows ({op.name})")
 
 
 def _dims(op: _Op, tensor: Tensor, made: Tensor) -> set[int]:
