@@ -121,7 +121,6 @@ def test_blocks_are_stepped_before_the_backward_pass_ends(kind: Any) -> None:
             finish(updater, optimizer, gradients)
             updater.join()
             assert sorted(ran[-7:-4]) == ["layers.0", "layers.1", "layers.2"], number
-            assert [span.name for span in updater.spans] == ran[-7:]
     for event in module.updated:
         event.set()
     assert equal(module, plainly_trained(Regressor(3), 3))

@@ -104,14 +104,10 @@ class HostEvent(Event):
 
     Args:
         name: For messages.
-
-    Attributes:
-        is_wanted: Whether a thread waits for it, or will: the thread that sets it may hurry.
     """
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self.is_wanted = False
         self._lock = threading.Lock()
         self._is_over = False
         self._is_known = False  # what stands behind it, or that it is over

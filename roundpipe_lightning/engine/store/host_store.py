@@ -231,10 +231,7 @@ class HostStore:
         return list(dict.fromkeys(event for event in found if event is not None))
 
     def _await_updates(self, parameters: Iterable[nn.Parameter]) -> None:
-        events = self.updates_of(parameters)
-        for event in events:
-            event.is_wanted = True
-        for event in events:
+        for event in self.updates_of(parameters):
             event.wait()
 
     def await_updated(self, block: nn.Module) -> None:

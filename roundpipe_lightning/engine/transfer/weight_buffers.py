@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
-from roundpipe_lightning.engine.store.block_layout import BlockLayout, Form, UploadPiece, sum_wide
-from roundpipe_lightning.engine.transfer.copy_queue import cut_up
+from roundpipe_lightning.engine.store.block_layout import BlockLayout, Form, sum_wide
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,12 @@ class Memory:
     Attributes:
         used_by: What is to end before something else is written into it.
         num_bytes: Its length.
-        chunk_bytes: Longest copy into it.
     """
 
     def __init__(self, device: Device, *, name: str) -> None:
         self.name = name
         self.used_by: tuple[Event, ...] = ()
         self.num_bytes = 0
-        self.chunk_bytes = device.chunk_bytes
         self._device = device
         self._buffer: Tensor | None = None
         self._leaves: dict[tuple[Form, int], _Leaves] = {}
@@ -125,7 +122,7 @@ class Region:
         self._offset = offset
         self._leaves: tuple[nn.Parameter, ...] | None = None  # that were given last
         self._by_parameter: Mapping[nn.Parameter, nn.Parameter] = {}
-        self._cut_up: dict[tuple[bool, bool], Sequence[tuple[Tensor, Tensor]]] = {}
+        self._pieces: dict[tuple[bool, bool], Sequence[tuple[Tensor, Tensor]]] = {}
 
     def leaves(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Return a leaf for each of the block's parameters, in their order."""
@@ -140,23 +137,18 @@ class Region:
         return not all(p.is_locked for p in self.layout.pieces if p.trained or not trained_only)
 
     def pieces(self, *, trained_only: bool, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return the chunks that are copied into it, cut up once for all stage runs.
+        """Return what is copied into it, put together once for all stage runs.
 
         Args:
             trained_only: Leave out what is there already and does not change.
             previous: Whether from what is kept beside the parameters, where something is.
         """
-        chunks = self._cut_up.get((trained_only, previous))
-        if chunks is None:
-            chunks = self._cut_up[trained_only, previous] = [
-                chunk
+        pieces = self._pieces.get((trained_only, previous))
+        if pieces is None:
+            pieces = self._pieces[trained_only, previous] = [
+                (self.memory.bytes_at(self._offset + piece.offset, source.nbytes), source)
                 for piece in self.layout.pieces
                 if piece.trained or not trained_only
-                for chunk in self._cut(piece, piece.version(previous=previous))
+                for source in [piece.version(previous=previous)]
             ]
-        return chunks
-
-    def _cut(self, piece: UploadPiece, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-        with torch.inference_mode(mode=False):
-            there = self.memory.bytes_at(self._offset + piece.offset, source.nbytes)
-            return list(cut_up(there, source, self.memory.chunk_bytes))
+        return pieces

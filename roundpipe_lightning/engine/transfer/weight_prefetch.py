@@ -195,8 +195,6 @@ class WeightPrefetcher:
         self._num_ended = 0  # steps, since none was in flight
         self._was_given_up = False
         self._lock = threading.RLock()
-        #: Bytes of parameters outside the blocks that are here or in flight.
-        self.outside_bytes = 0
 
     # --------------------------------------------------------------------------------- the memory
 
@@ -236,6 +234,11 @@ class WeightPrefetcher:
         return [*self._slots, *(one.region.memory for one in self._residents.values())]
 
     @property
+    def outside_bytes(self) -> int:
+        """Bytes of parameters outside the blocks that are here or in flight."""
+        return sum(parameter.nbytes for parameter in list(self._outside))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all slots, of blocks that stay, and of parameters outside the blocks."""
         return sum(memory.num_bytes for memory in self._memories) + self.outside_bytes
@@ -259,8 +262,11 @@ class WeightPrefetcher:
                 each block is uploaded when its run is acquired.
         """
         with self._lock:
-            if self._was_given_up:
-                self._order_after_compute()
+            if self._was_given_up:  # its uploads are over; what it computed may go on
+                free = self._device.mark_event(f"{self._worker} has given up a step")
+                for memory in self._memories:
+                    memory.used_by = (free,)
+                self._was_given_up = False
             self._versions = self._store.versions
             self._step = self._num_ended = 0
             self._runs = self._planned(runs if is_planned else ())
@@ -313,7 +319,7 @@ class WeightPrefetcher:
             wanted = {p for stage in stages for p in self._uses.expected(stage)}
             for parameter, copy in list(self._outside.items()):
                 if parameter not in wanted and copy.last_step < self._num_ended:
-                    self._drop_outside(parameter)
+                    del self._outside[parameter]
 
     def end_step(self, *, failed: bool = False) -> None:
         """Forget the runs of all steps. An evaluation has not released its last ones.
@@ -331,33 +337,26 @@ class WeightPrefetcher:
             self._number = self._num_begun = 0
             for resident in self._residents.values() if failed else ():
                 resident.forget()
-            for parameter in list(self._outside):
-                self._drop_outside(parameter)
+            self._outside.clear()
 
     # --------------------------------------------------------------------------------- stage runs
 
     def acquire(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
         """Return the weights of the stage run that computes now, and upload what is missing."""
         with self._lock:
-            weights = self._present_weights(stage, blocks)
-            self._upload(weights, blocks, Priority.WEIGHTS)
-            return weights
-
-    def _present_weights(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
-        if not self._runs:
-            if self._unplanned is not None and self._unplanned.run.stage != stage:
-                self.release()
-            if self._unplanned is None:
+            while self._num_begun <= self._number < len(self._runs):
+                self._begin_next()
+            weights = self._runs[self._number].weights if self._runs else self._unplanned
+            if not self._runs and (weights is None or weights.run.stage != stage):
+                if weights is not None:
+                    self.release()
                 unique = tuple(dict.fromkeys(blocks))
                 run = StageRun(stage=stage, blocks=unique, wanted=unique)
-                self._unplanned = self._placed(run, self._number, self._versions)
-            return self._unplanned
-        while self._num_begun <= self._number:
-            self._begin_next()
-        weights = self._runs[self._number].weights
-        assert weights is not None, "it has not ended"
-        assert weights.run.stage == stage, "stage runs come in the order of the plan"
-        return weights
+                weights = self._unplanned = self._placed(run, self._number, self._versions)
+            assert weights is not None, "it has not ended"
+            assert weights.run.stage == stage, "stage runs come in the order of the plan"
+            self._upload(weights, blocks, Priority.WEIGHTS)
+            return weights
 
     def release(self) -> None:
         """End the present run: all its compute was launched. Its slot is for the next but one."""
@@ -384,13 +383,6 @@ class WeightPrefetcher:
         for memory in {region.memory for region in weights.regions.values()}:
             before = () if memory in written else (e for e in memory.used_by if not e.is_done)
             memory.used_by = (free, *weights.events.values(), *before)
-
-    def _order_after_compute(self) -> None:
-        """Order uploads after the compute of steps that were given up, whose uploads are over."""
-        self._was_given_up = False
-        free = self._device.mark_event(f"{self._worker} has given up a step")
-        for memory in self._memories:
-            memory.used_by = (free,)
 
     def _begin_next(self) -> None:
         number = self._num_begun
@@ -491,8 +483,7 @@ class WeightPrefetcher:
         copy, source = self._outside.get(parameter), parameter.detach()
         if copy is not None and copy.versions is versions:
             return
-        if copy is not None:
-            self._drop_outside(parameter)
+        self._outside.pop(parameter, None)
         if source.is_inference() or not fills_its_memory(source):
             return
         with torch.inference_mode(mode=False):  # else the queue's thread could not write into it
@@ -510,15 +501,7 @@ class WeightPrefetcher:
             priority=priority,
             after=self._store.updates_of([parameter]),
         )
-        self._keep_outside(parameter, _OutsideCopy(values=values, versions=versions, event=event))
-
-    def _keep_outside(self, parameter: nn.Parameter, copy: _OutsideCopy) -> None:
-        self._outside[parameter] = copy
-        self.outside_bytes += parameter.nbytes
-
-    def _drop_outside(self, parameter: nn.Parameter) -> None:
-        del self._outside[parameter]
-        self.outside_bytes -= parameter.nbytes
+        self._outside[parameter] = _OutsideCopy(values=values, versions=versions, event=event)
 
     def outside_values(
         self, parameter: nn.Parameter, *, wait: Callable[[Event], None], is_first: bool = False
@@ -537,8 +520,9 @@ class WeightPrefetcher:
             self._upload_outside(parameter, versions, Priority.WEIGHTS)
             if parameter not in self._outside:  # memory with gaps: one by one
                 values = self._device.upload(self._store.value(parameter))
-                copy = _OutsideCopy(values=values, versions=versions, event=None)
-                self._keep_outside(parameter, copy)
+                self._outside[parameter] = _OutsideCopy(
+                    values=values, versions=versions, event=None
+                )
             copy = self._outside[parameter]
             copy.last_step = step
             event, copy.event = copy.event, None

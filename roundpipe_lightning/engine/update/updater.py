@@ -20,8 +20,7 @@ updater's thread                       [update b2]   [update b1]   [update b0][o
 Nobody reads a parameter before its update has ended. Every unit of parameters has one event
 (`HostStore.updates`), and whoever uploads a block, or computes with it in place, waits for those of
 the parameters it reads. So the results are those of an optimizer that is stepped before anything
-else goes on. Parameters are updated in the module's order, those that a thread waits for
-before others, and next time as early as they were needed this time.
+else goes on. Parameters are updated in the module's order.
 
 With `stale=True` a step computes with the values from before the update that runs meanwhile. They
 are copied beside the parameters first (`keep`), and the events come when they are there:
@@ -45,7 +44,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -76,21 +74,6 @@ class UpdateUnit:
         return sum(parameter.nbytes for parameter in self.parameters)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateSpan:
-    """Time span in which a unit was updated.
-
-    Attributes:
-        name: The unit's.
-        start_seconds: In the time of `time.perf_counter`.
-        end_seconds: Likewise.
-    """
-
-    name: str
-    start_seconds: float
-    end_seconds: float
-
-
 @dataclass(kw_only=True, eq=False)
 class BegunStep:
     """A step whose gradients come block by block.
@@ -99,13 +82,11 @@ class BegunStep:
         step: It.
         num_before: Jobs that were there before.
         taken: Parameters that are updated before it is submitted.
-        spans: When.
     """
 
     step: CapturedStep
     num_before: int
     taken: set[Tensor] = field(default_factory=set)
-    spans: list[UpdateSpan] = field(default_factory=list)
 
     def rest_of(self, unit: UpdateUnit) -> UpdateUnit:
         left = tuple(p for p in unit.parameters if p not in self.taken)
@@ -145,7 +126,6 @@ class Updater:
         run_unit: Makes the update of a unit; for benchmarks, which give it a duration.
 
     Attributes:
-        spans: When the units of the last update were updated, in this order.
         is_joined: Whether what was submitted last has been waited for.
     """
 
@@ -158,20 +138,17 @@ class Updater:
         num_threads: int | None = None,
         run_unit: RunUnit = lambda unit, step: step.run(unit.parameters),
     ) -> None:
-        self.spans: list[UpdateSpan] = []
         self.is_joined = True
         self._store = store
         self._units = list(units)
         self._stale = stale
         self._run_unit = run_unit
         self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        self._known = frozenset(units)
         self._unit_of = {p: unit for unit in self._units for p in unit.parameters}
         self._changed = threading.Condition()
         self._events: dict[UpdateUnit, HostEvent] = {}  # the ends of their last updates
         self._num_parts: Counter[UpdateUnit] = Counter()  # of a unit, still to be made
-        self._places = {unit: float(place) for place, unit in enumerate(self._units)}
-        self._placed: set[UpdateUnit] = set()  # anew, since the last update was submitted
-        self._num_updated = 0
         self._num_put = self._num_done = 0  # jobs
         self._begun: BegunStep | None = None
         self._norms: dict[Tensor, Tensor] = {}  # of this step's gradients
@@ -377,9 +354,6 @@ class Updater:
         chosen = set(parameters)
         foreign = tuple(p for p in chosen if p not in self._unit_of)
         units = [unit for unit in self._units if not chosen.isdisjoint(unit.parameters)]
-        with self._changed:
-            self._place_wanted()
-            units.sort(key=self._places.__getitem__)
         if foreign:
             name = "parameters that are not the module's"
             units.append(UpdateUnit(name=name, parameters=foreign))  # type: ignore[arg-type]
@@ -389,10 +363,8 @@ class Updater:
         """Make uploads of units, the first of a step perhaps, wait for one part more of each."""
         with self._changed:
             if is_new:
-                self._placed.clear()
                 self._forget_ended()
-                self._num_updated = 0
-            for unit in (unit for unit in units if unit in self._places):
+            for unit in (unit for unit in units if unit in self._known):
                 if not self._num_parts[unit]:
                     self._events[unit] = event = HostEvent(f"update of {unit.name}")
                     self._store.updates.update(dict.fromkeys(unit.parameters, event))
@@ -404,13 +376,6 @@ class Updater:
             if event.is_done:
                 del self._store.updates[parameter]
         self._events = {unit: event for unit, event in self._events.items() if not event.is_done}
-
-    def _place_wanted(self) -> None:
-        """From the next update on, update units just in time that uploads have waited for."""
-        for unit, event in self._events.items():
-            if event.is_wanted and unit not in self._placed:
-                self._placed.add(unit)
-                self._places[unit] = self._num_updated - 1.5
 
     def _put(self, job: Callable[[], None]) -> None:
         self.is_joined = False
@@ -435,7 +400,7 @@ class Updater:
                 name=unit.name, parameters=tuple(p for p in unit.parameters if p in mine)
             )
             self._announce([unit], is_new=is_new)
-            self._put(partial(self._update_part, unit, part, begun))
+            self._put(partial(self._update_part, unit, part, begun.step))
             is_new = False
         return [parameter for parameter in gradients if parameter in mine]
 
@@ -477,38 +442,23 @@ class Updater:
     def _update(
         self, units: Sequence[UpdateUnit], step: CapturedStep, *, begun: BegunStep | None
     ) -> None:
-        spans = [] if begun is None else begun.spans
         if self._stale and is_foreign(plain_step(type(step.optimizer))):
             # Nobody waits for a unit, and the step may count its calls where no trial can see it.
             every = tuple(p for unit in units for p in unit.parameters)
             units = [UpdateUnit(name="all parameters", parameters=every)]
-        left = dict.fromkeys(units)
-        while left:
-            events = self._events
-            wanted = (u for u in left if (event := events.get(u)) and event.is_wanted)
-            unit = next(wanted, next(iter(left)))
-            del left[unit]
-            part = unit if begun is None else begun.rest_of(unit)
-            spans.append(self._updated(part, step))
-            if not self._stale:
-                self._end_part(unit)
-        self.spans = spans
+        for unit in units:
+            self._update_part(unit, unit if begun is None else begun.rest_of(unit), step)
 
-    def _update_part(self, unit: UpdateUnit, part: UpdateUnit, begun: BegunStep) -> None:
-        begun.spans.append(self._updated(part, begun.step))
-        self._end_part(unit)
-
-    def _updated(self, unit: UpdateUnit, step: CapturedStep) -> UpdateSpan:
-        start = perf_counter()
+    def _update_part(self, whole: UpdateUnit, unit: UpdateUnit, step: CapturedStep) -> None:
         try:
             self._run_unit(unit, step)
         except BaseException as error:
             kind = type(step.optimizer).__name__
             add_note(error, f"This happened while {kind} updated {unit.name!r}.")
             raise
-        end = perf_counter()
         self._store.updated(unit.parameters, by=step.optimizer)
-        return UpdateSpan(name=unit.name, start_seconds=start, end_seconds=end)
+        if not self._stale:
+            self._end_part(whole)
 
     def _copy(self, units: Sequence[UpdateUnit], then: Callable[[], None] | None = None) -> None:
         for unit in units:
@@ -522,11 +472,9 @@ class Updater:
             then()
 
     def _end_part(self, unit: UpdateUnit) -> None:
-        if unit not in self._places:  # nobody waits for parameters that are not the module's
+        if unit not in self._known:  # nobody waits for parameters that are not the module's
             return
         with self._changed:
-            self._place_wanted()
-            self._num_updated += 1
             self._num_parts[unit] -= 1
             event = None if self._num_parts[unit] > 0 else self._events.get(unit)
         if event is not None:

@@ -67,7 +67,6 @@ class Worker:
         self._brought: Sequence[nn.Module] | None = None  # the last of them that were asked for
         self._streamed_bytes = 0
         self._outside: dict[nn.Parameter, Tensor] = {}
-        self._outside_bytes = 0
         self._outside_sums: dict[WorkerTransfers, Gradients] = {}
         self._peak_bytes = 0
 
@@ -194,7 +193,6 @@ class Worker:
             )
         if parameter not in self._outside:
             self._outside[parameter] = self.device.upload(self._store.value(parameter))
-            self._outside_bytes += parameter.nbytes
         return self._outside[parameter]
 
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
@@ -226,14 +224,15 @@ class Worker:
         resident = 0 if self._resident is None else self._resident.num_bytes
         if self.transfers is not None:
             resident = self.transfers.num_bytes
-        in_use = resident + self._streamed_bytes + self._outside_bytes + num_bytes
+        outside = sum(parameter.nbytes for parameter in self._outside)
+        in_use = resident + self._streamed_bytes + outside + num_bytes
         self._peak_bytes = max(self._peak_bytes, in_use)
 
     def held_memory(self, *, boundaries: int) -> HeldMemory:
         """Return the memory in use here now, beside `boundaries` bytes of a microbatch."""
         resident = self._resident
         weights = 0 if resident is None else resident.num_bytes
-        outside = self._outside_bytes
+        outside = sum(parameter.nbytes for parameter in self._outside)
         if self.transfers is not None:
             outside = self.transfers.weights.outside_bytes
             weights = self.transfers.num_bytes - outside
@@ -252,4 +251,3 @@ class Worker:
     def clear(self) -> None:
         self._evict()
         self._outside, self._outside_sums = {}, {}
-        self._outside_bytes = 0
