@@ -196,7 +196,6 @@ class Engine:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The workers; none before the engine is entered."""
         return () if self._opened is None else self._opened.workers
 
     @property
@@ -215,7 +214,6 @@ class Engine:
 
     @property
     def chain(self) -> Chain:
-        """The calls of blocks that plans are for."""
         return self._chain
 
     def plan_for(self, chain: Chain, plan: Plan) -> None:
@@ -336,14 +334,10 @@ class Engine:
         """
         steps, plans = self._open.steps, self._plans
         if not steps.is_empty:
-            following = plans.overlapping(plan)
+            following = plans.following(plan)
             stage_runs = following.stage_runs(backward=backward)
             steps.wait_for_capacity(stage_runs, pools=following.graph.pools)
-            if not steps.is_empty:
-                plans.batch_begins(plan, overlaps=True)
-                return following
-        plans.batch_begins(plan, overlaps=False)
-        return plans.prepared(plan)
+        return plans.begin(plan, overlaps=not steps.is_empty)
 
     def _context(self, prepared: PreparedPlan, *, joined: bool, **given: Any) -> StepContext:
         plan, graph, opened = prepared.plan, prepared.graph, self._open
@@ -458,7 +452,6 @@ def _draw_seed() -> int:
 
 
 def _pieces_of(context: StepContext, batch: Any, loss_scale: float) -> list[Microbatch]:
-    """Return the pieces of a batch, the driver first."""
     num_pieces = context.turns.graph.plan.num_microbatches
     board = PieceBoard(num_pieces, context.turns)
     driver = Driver(context, board=board, batch=batch, loss_scale=loss_scale)

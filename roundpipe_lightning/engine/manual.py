@@ -115,8 +115,6 @@ class ManualStep:
 
 
 class _Numbered(Reference):
-    """Stands for a tensor among a block's arguments."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 

@@ -180,11 +180,9 @@ class Microbatch:
 
     @property
     def has_written(self) -> bool:
-        """Whether the microbatch has written attributes or buffers."""
         return self._user.writes.were_any
 
     def write_attributes(self) -> None:
-        """Let the modules have the attributes that the user's code has written."""
         self._user.writes.tell()
 
     def execute(self) -> None:
@@ -362,7 +360,6 @@ class Driver(Microbatch):
 
     @property
     def user(self) -> UserCode:
-        """The user code that runs on the whole batch."""
         return self._user
 
     def _make_backward(self) -> BackwardPass:

@@ -50,7 +50,6 @@ class PreparedPlan:
         return self._stage_runs[backward]
 
     def beginning_with(self, worker: int) -> PreparedPlan:
-        """Return the plan whose batch begins with a worker."""
         if worker not in self._rotated:
             plan = rotated(self.plan, worker)
             same = plan is self.plan
@@ -78,21 +77,20 @@ class PreparedPlans:
         self._known = [found, *self._known][:_PLANS_REMEMBERED]
         return found
 
-    def overlapping(self, plan: Plan) -> PreparedPlan:
+    def following(self, plan: Plan) -> PreparedPlan:
         """Return a plan as it is run by a batch that begins while the last one is in flight."""
         prepared = self.prepared(plan)
         return prepared.beginning_with(self._first_worker(prepared))
 
-    def batch_begins(self, plan: Plan, *, overlaps: bool) -> None:
-        """Find the worker of the batch after this one.
+    def begin(self, plan: Plan, *, overlaps: bool) -> PreparedPlan:
+        """Return the plan of a batch that begins, and find the worker of the one after it.
 
-        Args:
-            plan: The plan of the batch that begins, as if it began with worker 0.
-            overlaps: Whether the last batch is in flight; else this one begins with worker 0.
+        Without another one in flight it begins with worker 0.
         """
         prepared = self.prepared(plan)
         first = self._first_worker(prepared) if overlaps else 0
         self._next_worker = (first + prepared.num_turns) % plan.num_workers
+        return prepared.beginning_with(first)
 
     def _first_worker(self, prepared: PreparedPlan) -> int:
         if not prepared.num_turns:

@@ -177,7 +177,6 @@ class Step:
 
     @property
     def is_over(self) -> bool:
-        """Whether the step has ended well."""
         return self._result is not None
 
     # ---------------------------------------------------------------------- used by StepsInFlight
@@ -237,7 +236,6 @@ class Step:
             yield
 
     def raise_copy(self, error: BaseException, place: str) -> NoReturn:
-        """Raise what has made a copy fail."""
         with memory_explained(lambda: self._shortage(place)):
             raise_noted(error, place)
         raise AssertionError("unreachable")
@@ -319,7 +317,6 @@ class Step:
 
 
 def grace_seconds(timeout_seconds: float) -> float:
-    """Return the seconds that a step may take to end after it was given up."""
     return min(timeout_seconds, 60.0)
 
 
@@ -558,7 +555,6 @@ class StepsInFlight:
 
 
 def _raise_first(steps: Sequence[Step]) -> None:
-    """Raise what the first step that has failed has failed with, if one has."""
     for step in steps:
         if step.failures:
             step.raise_first()

@@ -53,7 +53,6 @@ class Writes:
             self.note(module, name, value)
 
     def within(self, block: nn.Module) -> ModuleWrites:
-        """Return what has been written so far into a block and its children."""
         if not self._written:
             return []
         found = (self._written.get(id(module)) for module in block.modules())

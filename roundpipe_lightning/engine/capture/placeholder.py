@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,20 +46,6 @@ _PAST_FUNCTIONS = (
 )
 
 
-class LazyValue(Protocol):
-    """The value that a lazy tensor stands for."""
-
-    @property
-    def block_name(self) -> str:
-        """The block that made it."""
-
-    def materialize(self) -> Tensor:
-        """Return the tensor that the user's code computes with, with a gradient."""
-
-    def detached(self) -> Tensor:
-        """Return the values without a graph."""
-
-
 class Form(NamedTuple):
     """All that is known of a tensor without its values."""
 
@@ -76,10 +62,10 @@ class Form(NamedTuple):
 class LazyTensor(Tensor):
     """A tensor that a block has made and that user code only hands on."""
 
-    value: Any  # a LazyValue
+    value: Any  # a `Value` of chain/values.py
 
     @staticmethod
-    def standing_for(value: LazyValue, *, form: Form, requires_grad: bool) -> LazyTensor:
+    def standing_for(value: Any, *, form: Form, requires_grad: bool) -> LazyTensor:
         """Make the lazy tensor of a value."""
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
             LazyTensor,
@@ -113,11 +99,10 @@ class LazyTensor(Tensor):
         found: dict[LazyTensor, Tensor] = {}
         for lazy in tensors_in((args, kwargs)):
             if isinstance(lazy, LazyTensor):
-                value: LazyValue = lazy.value
                 if lazy is written:
-                    raise GlueError(_WRITTEN.format(name, value.block_name))
+                    raise GlueError(_WRITTEN.format(name, lazy.value.block_name))
                 without_graph = name == "detach" or not torch.is_grad_enabled()
-                found[lazy] = value.detached() if without_graph else value.materialize()
+                found[lazy] = lazy.value.detached() if without_graph else lazy.value.materialize()
         args, kwargs = map_tensors(
             lambda x: found[x] if isinstance(x, LazyTensor) else x, (args, kwargs)
         )

@@ -291,7 +291,6 @@ class RandomStream:
 
     @property
     def num_draws(self) -> int:
-        """Number of draws by the present block, or by the code outside the blocks."""
         return self._draws
 
     def draw_all(self, call: Callable[[], Any]) -> Any:

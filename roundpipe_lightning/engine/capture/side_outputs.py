@@ -146,7 +146,6 @@ class SideOutputs:
             raise CaptureError(_PAST_ARGUMENTS.format("Code outside the blocks", self._name))
 
     def note_leak(self, origin: Origin, tensor: Tensor, name: str) -> None:
-        """Note that a tensor of one block was used by another, past its arguments."""
         self._leaks[origin] = (name, tensor.shape, tensor.dtype)
 
     def _check_leak(self, tensor: Tensor, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -172,7 +171,6 @@ class SideOutputs:
         return {origin.block for origin in self._leaves}
 
     def is_used(self, call: int) -> bool:
-        """Return whether the loss depends on side outputs of a call."""
         return any(o.block == call and leaf.grad is not None for o, leaf in self._leaves.items())
 
     def take_found(self) -> list[tuple[Tensor, Tensor]]:

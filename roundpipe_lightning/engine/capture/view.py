@@ -310,7 +310,6 @@ class ViewClasses:
         self._held = threading.local()  # `depth`: how often this thread holds the lock
 
     def class_for(self, base: type, *extra: type) -> type:
-        """Return the class of a view of `base`, with `extra` classes before it."""
         key = (*extra, base)
         if key not in self._made:
             self._made[key] = _view_class(base, extra)

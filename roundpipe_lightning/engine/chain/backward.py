@@ -63,7 +63,6 @@ class BackwardPass:
             self._run_segment(number)
 
     def run_calls(self, start: int, stop: int) -> None:
-        """Run the calls of a range, the last one first."""
         for group in self._groups(start, stop):
             self._run_group(group)
 

@@ -145,7 +145,6 @@ class ForwardPass:
         return value
 
     def writes_within(self, block: nn.Module) -> ModuleWrites:
-        """Return what the user's code has written so far into a block and its children."""
         return self.user.writes.within(block)
 
     def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
@@ -264,7 +263,6 @@ class ForwardPass:
         self.turns.leave()
 
     def write_buffers_back(self) -> None:
-        """Bring to the host what the user's code has written into buffers."""
         if self.user.write_buffers_back():
             self._refuse_unordered_writes()
 
@@ -283,7 +281,6 @@ class ForwardPass:
         self.turns.refuse_unordered_writes(repeated=repeated)
 
     def end_user_code(self) -> None:
-        """Do what is left when the user's code has returned."""
         with self.user.suspended():
             self._end_forward()
             self._go_to_fused_stage()

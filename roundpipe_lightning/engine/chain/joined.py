@@ -129,8 +129,6 @@ class PostedCall:
             raise CaptureError(WRITTEN_SINCE.format(self.name))
 
     def given_for(self, piece: int) -> Given:
-        """Return the arguments for one piece."""
-
         def part(source: Any, in_object: bool) -> Any:  # noqa: ARG001, FBT001 - a `Swap`
             return source.parts[piece] if isinstance(source, Cut) else source.part(piece)
 
@@ -199,7 +197,6 @@ class PieceBoard:
         self._is_released = False
 
     def post(self, entry: Any) -> None:
-        """Called by the driver."""
         with self._changed:
             self._posted.append(entry)
             self._changed.notify_all()
@@ -295,7 +292,6 @@ class JoinedValue(Value):
         return tuple(index for index, size in enumerate(self.sizes) if size)
 
     def part(self, piece: int) -> Value:
-        """Return what a piece has made."""
         return self._calls[piece].values[self._slot]
 
     def watch(self, value: Value, *, piece: int) -> None:
@@ -353,7 +349,6 @@ class JoinedBoundary:
 
 
 def _whole(form: Form, dim: int | None, num_rows: int) -> Form:
-    """Return the form of a piece with all rows."""
     if dim is None:
         return form
     shape = list(form.shape)

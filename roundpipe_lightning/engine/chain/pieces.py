@@ -267,7 +267,6 @@ class DriverForward(ForwardPass):
         return position
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """Return what a value that the driver made alone stands for."""
         return tensor.value.materialize() if isinstance(tensor, LazyTensor) else tensor
 
     def source_of(self, given: Tensor | Value) -> Source:

@@ -417,7 +417,6 @@ class Sources:
     def leaf(
         self, leaves: dict[Source, Tensor], source: Source, *, repeats: bool = False
     ) -> Tensor:
-        """Return the leaf of a source, made when it is first asked for."""
         if source not in leaves:
             wanted = source.needs_gradient if isinstance(source, Value) else source.requires_grad
             leaves[source] = self.here(source, repeats=repeats).requires_grad_(wanted)

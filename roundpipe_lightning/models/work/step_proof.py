@@ -510,7 +510,6 @@ def _dims(op: _Op, tensor: Tensor, made: Tensor) -> set[int]:
 
 
 def _pads(op: _Op, num_dims: int) -> bool:
-    """Return whether an operation adds or removes rows at the ends."""
     pads = op.args[1] if op.name == "constant_pad_nd" else ()
     return len(pads) == 2 * num_dims and any(pads[-2:])
 

@@ -226,7 +226,6 @@ class _Fit:
     seq_len: int | None = None
 
     def amount(self, index: int, value: Callable[[SegmentCost], float]) -> Amount:
-        """Return one of the numbers of a segment."""
         values = [value(run.costs[index]) for run in self.runs]
         if self.seq_len is None:
             return Amount(fixed=float(values[0]))
