@@ -23,6 +23,9 @@ from roundpipe_lightning.errors import CheckpointError, ConfigurationError, Hard
 from roundpipe_lightning.modules import DirectPreferenceModule, SequenceClassificationModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 
+_RUN_NAMES = ("id", "run_id")
+"""Settings of loggers that name one of their runs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -111,25 +114,25 @@ def _go_on_logging(config: DictConfig, checkpoint: str | None) -> None:
     if folder is None or in_sweep:
         return
     earlier = OmegaConf.load(folder / "config.yaml")
-    for name, key in _named_runs(config):
-        if config.logger[name][key] is None:
-            config.logger[name][key] = OmegaConf.select(earlier, f"logger.{name}.{key}")
+    for name, node in (config.logger or {}).items():
+        for key in _RUN_NAMES:
+            if node is not None and key in node and node[key] is None:
+                node[key] = OmegaConf.select(earlier, f"logger.{name}.{key}")
 
 
-def note_logged_runs(run: Run) -> bool:
-    """Write the names of the loggers' runs into the configuration; return whether there are any."""
-    names = [name for name, node in (run.config.logger or {}).items() if node is not None]
-    loggers = dict(zip(names, run.trainer.loggers, strict=True))
-    found = _named_runs(run.config)
-    for name, key in found:
-        run.config.logger[name][key] = loggers[name].version
-    return bool(found)
+def log_settings(run: Run) -> None:
+    """Have the loggers log the configuration, and write the names of their runs into it.
 
-
-def _named_runs(config: DictConfig) -> list[tuple[str, str]]:
-    """Loggers whose runs have names, and the setting that chooses one."""
-    nodes = [(str(name), node) for name, node in (config.logger or {}).items() if node is not None]
-    return [(name, key) for name, node in nodes for key in ("id", "run_id") if key in node]
+    A run that goes on has its settings already; MLflow lets nobody change them.
+    """
+    settings: Any = OmegaConf.to_container(run.config, resolve=True)
+    nodes = [node for node in (run.config.logger or {}).values() if node is not None]
+    for node, logger in zip(nodes, run.trainer.loggers, strict=False):  # a short trial has one
+        key = next((key for key in _RUN_NAMES if key in node), None)
+        if key is None or node[key] is None:
+            logger.log_hyperparams(settings)
+        if key is not None:
+            node[key] = logger.version or None
 
 
 def run_folder(checkpoint: Path) -> Path | None:

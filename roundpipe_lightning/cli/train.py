@@ -12,7 +12,7 @@ import lightning
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_lightning.cli.build import Run, build_run, exists, note_logged_runs
+from roundpipe_lightning.cli.build import Run, build_run, exists, log_settings
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.job import whole
 from roundpipe_lightning.cli.objects import run_explained
@@ -55,10 +55,8 @@ def train(config: DictConfig) -> float | None:
     folder = Path(run.config.paths.output_dir)
     write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
     _save_first_plan(run)
-    for logger in run.trainer.loggers:
-        logger.log_hyperparams(OmegaConf.to_container(run.config, resolve=True))  # type: ignore[arg-type]
-    if note_logged_runs(run):
-        write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
+    log_settings(run)
+    write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
     log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
     with run.interrupt:

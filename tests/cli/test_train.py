@@ -64,7 +64,8 @@ class NamedRuns(Logger):
 
     def log_metrics(self, *_: object, **__: object) -> None: ...
 
-    def log_hyperparams(self, *_: object, **__: object) -> None: ...
+    def log_hyperparams(self, *_: object, **__: object) -> None:
+        self.begun.append("settings")
 
 
 def test_loggers_go_on_in_the_run_of_the_checkpoint(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_loggers_go_on_in_the_run_of_the_checkpoint(tmp_path: Path) -> None:
     more = (resumed, "trainer.max_steps=4")
     for folder, overrides in ("first", ()), ("more", more), ("evaluated", (resumed, "train=false")):
         train_small(tmp_path / folder, target, "+logger.named.id=null", *overrides)
-    assert NamedRuns.begun == ["run0", "run0", "run2"]
+    assert NamedRuns.begun == ["run0", "settings", "run0", "run3", "settings"]
 
 
 def test_evaluates_a_checkpoint_without_training(
