@@ -67,6 +67,7 @@ def tokens(b: Batch) -> Tensor:
         (lambda b: functional.binary_cross_entropy_with_logits(b.scores, b.r), LossKind.ROWS),
         (lambda b: LINEAR(b.x).gather(1, b.ids[:, :1]).mean(), LossKind.ROWS),
         (lambda b: b.x[:].square().sum(-1).mean(), LossKind.ROWS),
+        (lambda b: (b.x // 2).mean(), LossKind.ROWS),
     ],
 )
 def test_proven(step: Callable[[Batch], Tensor], kind: LossKind) -> None:

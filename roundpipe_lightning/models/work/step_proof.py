@@ -534,7 +534,7 @@ _CONSTANT = frozenset(
 _POINTWISE = frozenset(
     """
     _to_copy clone copy copy_ detach alias lift_fresh fill_ zero_ zeros_like ones_like full_like
-    empty_like masked_fill masked_fill_ where native_dropout contiguous
+    empty_like masked_fill masked_fill_ where native_dropout contiguous floor_divide
     """.split()
 )
 _SIZED = (
