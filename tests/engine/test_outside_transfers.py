@@ -1,9 +1,12 @@
-"""Parameters outside the blocks are uploaded ahead from the second step on."""
+"""Parameters outside the blocks come ahead; gradients land where they stay."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
     StageRun,
@@ -221,6 +225,53 @@ def test_gradients_of_a_round_are_one_download(
             for part in (module.head, module.tail):
                 num_bytes = sum(parameter.nbytes for parameter in part.parameters())
                 assert sent.count(num_bytes) == num_rounds
+
+
+def test_copies_go_on_while_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batches = Regressor(3), regression_batches(2)
+    plan = plan_of(layers_of(module), num_workers=1, num_microbatches=2)
+    plain, numbers, second = plain_step(module, batches), itertools.count(), threading.Event()
+    submit, add_stage = TransferQueue.submit, GradientReducer.add_stage
+
+    def noted(self: TransferQueue, job: Job) -> Event:
+        if job.priority is Priority.GRADIENTS and next(numbers) == 1:
+            job.event.when_done(second.set)
+        return submit(self, job)
+
+    def late(self: GradientReducer, *given: Any) -> None:
+        if given[-1]:  # gradients, that a worker has sent: not before the next ones have landed
+            assert second.wait(20)
+        add_stage(self, *given)
+
+    monkeypatch.setattr(TransferQueue, "submit", noted)
+    monkeypatch.setattr(GradientReducer, "add_stage", late)
+    with (
+        EmulatedServer(1) as server,
+        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
+    ):
+        assert not differences(module, mean_step(engine, batches), plain)
+
+
+def test_gradients_land_in_memory_that_is_used_again() -> None:
+    module, batches = Regressor(3), regression_batches(4)
+    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=4, round_size=4)
+    with (
+        EmulatedServer(2) as server,
+        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
+    ):
+        kept = mean_step(engine, batches).gradients
+        values = {parameter: gradient.clone() for parameter, gradient in kept.items()}
+        places = set()
+        for _ in range(3):
+            found = mean_step(engine, batches).gradients
+            places.add(frozenset(gradient.data_ptr() for gradient in found.values()))
+            del found
+        held = engine.staging_bytes
+        mean_step(engine, batches)
+        assert engine.staging_bytes == held
+    assert len(places) == 1
+    assert places.pop().isdisjoint(gradient.data_ptr() for gradient in kept.values())
+    assert all(torch.equal(kept[parameter], gradient) for parameter, gradient in values.items())
 
 
 def test_steps_on_a_slow_link_are_those_of_a_plain_loop() -> None:
