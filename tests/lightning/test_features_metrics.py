@@ -7,23 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import (
-    Accuracy,
-    F1Score,
     MeanSquaredError,
-    Metric,
     MetricCollection,
     PearsonCorrCoef,
-    Precision,
     R2Score,
-    Recall,
     SpearmanCorrCoef,
 )
-from torchmetrics.aggregation import MaxMetric, MeanMetric, RunningMean
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 from roundpipe_lightning.errors import ConfigurationError
@@ -38,22 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef`"),
     pytest.mark.filterwarnings("ignore:The ``compute`` method of metric"),
 ]
-
-
-class _MeanState(Metric):
-    """Holds what the last update was given, averaged: no sum of parts."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
-
-    def update(self, prediction: Tensor, target: Tensor) -> None:
-        self.value = (prediction - target).square().mean()
-
-    def compute(self) -> Tensor:
-        return torch.as_tensor(self.value)
 
 
 class _Measured(Regressor):
@@ -87,18 +64,6 @@ class _Measured(Regressor):
         self.log("evaluated", self.evaluated)
 
 
-class _Classified(_Measured):
-    def arguments(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        return (prediction.flatten() > 0.1).int(), (target.flatten() > 0).int()
-
-
-class _Numbers(_Measured):
-    """Gives the metric the loss: a number without samples."""
-
-    def arguments(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        return (functional.mse_loss(prediction, target).detach(),)
-
-
 class _Values(Callback):
     """Everything that is known of metrics after every batch and epoch, wrappers computed."""
 
@@ -117,11 +82,6 @@ class _Values(Callback):
         self.seen.append({key: value.clone() for key, value in trainer.callback_metrics.items()})
 
 
-def _of_classes() -> MetricCollection:
-    kinds = {"f1": F1Score, "precision": Precision, "recall": Recall, "accuracy": Accuracy}
-    return MetricCollection({name: kind(task="binary") for name, kind in kinds.items()})
-
-
 def _with_one_that_cannot_be_merged() -> MetricCollection:
     return MetricCollection([PearsonCorrCoef(), MeanSquaredError(), R2Score()], prefix="all_")
 
@@ -132,27 +92,13 @@ def _tracker() -> MetricTracker:
     return tracker
 
 
-METRICS: dict[str, tuple[type[_Measured], Callable[[], nn.Module]]] = {
-    "sums": (_Measured, MeanSquaredError),
-    "running moments": (_Measured, PearsonCorrCoef),
-    "all samples": (_Measured, SpearmanCorrCoef),
-    "a state that is averaged": (_Measured, _MeanState),
-    "wrapper": (_Measured, lambda: MinMaxMetric(MeanSquaredError())),
-    "tracker": (_Measured, _tracker),
-    "groups": (_Classified, _of_classes),
-    "a mixed collection": (_Measured, _with_one_that_cannot_be_merged),
-    "largest": (_Measured, lambda: MaxMetric(nan_strategy="ignore")),
-    "numbers": (_Numbers, MeanMetric),
-    "the last numbers": (_Numbers, lambda: RunningMean(window=3)),
+METRICS: dict[str, Callable[[], nn.Module]] = {
+    "sums": MeanSquaredError,
+    "all samples": SpearmanCorrCoef,
+    "wrapper": lambda: MinMaxMetric(MeanSquaredError()),
+    "tracker": _tracker,
+    "a mixed collection": _with_one_that_cannot_be_merged,
 }
-
-
-class _OneArgument(_Measured):
-    def arguments(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        return (prediction.flatten(),)
-
-
-METRICS["largest"] = (_OneArgument, METRICS["largest"][1])
 
 
 def _compare(folder: Path, make: Callable[[], Any], *, kinds: Any, tolerance: float) -> None:
@@ -166,33 +112,16 @@ def _compare(folder: Path, make: Callable[[], Any], *, kinds: Any, tolerance: fl
         assert_close(outcome.result, found[0].result, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("call", ["update", "forward"])
-@pytest.mark.parametrize("name", METRICS)
-def test_values_per_step_and_per_epoch(tmp_path: Path, name: str, call: str) -> None:
-    kind, make = METRICS[name]
-    kinds = [lambda: RoundPipeStrategy(num_microbatches=3)]
-    if call == "forward" and name in ("sums", "wrapper", "tracker", "a mixed collection"):
-        kinds += [
-            lambda: EmulatedStrategy(num_microbatches=3),
-            lambda: EmulatedStrategy(num_microbatches=1),
-        ]
-    _compare(tmp_path, lambda: kind(make(), call), kinds=kinds, tolerance=2e-4)
-
-
-def test_calls_of_some_microbatches_only(tmp_path: Path) -> None:
-    """As on one device, where the rows of the whole batch are asked for."""
-
-    class Selected(_Measured):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            prediction = self(batch[0])
-            rows = batch[0][:, 0] > 0.8
-            if rows.any():
-                self.metric.update(prediction[rows].flatten(), batch[1][rows].flatten())  # type: ignore[operator]
-            return functional.mse_loss(prediction, batch[1])
-
-    kinds = [lambda: RoundPipeStrategy(num_microbatches=4)]
-    module = lambda: Selected(PearsonCorrCoef(), "update")  # noqa: E731
-    _compare(tmp_path, module, kinds=kinds, tolerance=1e-4)
+@pytest.mark.parametrize(
+    ("name", "call", "count"),
+    [*((name, "forward", 3) for name in METRICS), ("sums", "forward", 1), ("sums", "update", 3)],
+)
+def test_values_per_step_and_per_epoch(tmp_path: Path, name: str, call: str, count: int) -> None:
+    """Metrics are the module's own, and follow their arguments to a device and back."""
+    kinds = [lambda: EmulatedStrategy(num_microbatches=count)]
+    if name == "sums":
+        kinds.append(lambda: RoundPipeStrategy(num_microbatches=count))
+    _compare(tmp_path, lambda: _Measured(METRICS[name](), call), kinds=kinds, tolerance=2e-4)
 
 
 # Other uses --------------------------------------------------------------------------------------

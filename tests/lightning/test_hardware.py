@@ -19,10 +19,7 @@ from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import inputs as machines
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.usefixtures("steps_of_microbatches"),
-]
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 GIB = 2**30
 BLOCK_BYTES = 4 * (2 * 8 + 8 * 16 + 16 + 16 * 8 + 8)
@@ -45,6 +42,7 @@ def plan_of(trainer: Trainer) -> Plan:
     return trainer.strategy.plan
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 def test_the_plan_is_for_the_machine_that_is_named(tmp_path: Path) -> None:
     roomy = plan_of(fit(tmp_path, hardware="rtx4090x2"))
     tight = machine(device_bytes=7 * BLOCK_BYTES, reserved_bytes=1)

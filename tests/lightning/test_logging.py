@@ -19,7 +19,6 @@ from torchmetrics import (
     MeanAbsoluteError,
     MeanSquaredError,
     MetricCollection,
-    PearsonCorrCoef,
 )
 from torchmetrics.aggregation import CatMetric
 
@@ -137,37 +136,6 @@ def _numbers(file: str) -> dict[tuple[int, str], float]:
     """Return all numbers of a CSV file by their row and column."""
     rows = csv.DictReader(file.splitlines())
     return {(i, key): float(x) for i, row in enumerate(rows) for key, x in row.items() if x}
-
-
-def test_metric_that_is_never_updated_in_training_is_left_alone(tmp_path: Path) -> None:
-    class Validating(Regressor):
-        def __init__(self) -> None:
-            super().__init__()
-            self.correlation = PearsonCorrCoef()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.correlation(self(batch[0]).flatten(), batch[1].flatten())
-            self.log("correlation", self.correlation)
-
-    values = []
-    for strategy in ("auto", RoundPipeStrategy()):
-        torch.manual_seed(3)
-        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
-        trainer.fit(Validating(), regression_data(), regression_data(20))
-        values.append(trainer.callback_metrics["correlation"])
-    torch.testing.assert_close(values[1], values[0])
-
-
-def test_some_microbatches_may_log_what_others_do_not(tmp_path: Path) -> None:
-    def log_large(module: Any, batch: Any, batch_idx: int) -> None:
-        if float(batch[0].max()) > 2.0:
-            module.log("large", float(batch[0].max()), reduce_fx="max", on_epoch=True)
-
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=4), max_epochs=1)
-    data = regression_data()
-    trainer.fit(Regressor(on_step=log_large), data)
-    largest = max(float(batch[0].max()) for batch in data)
-    assert float(trainer.callback_metrics["large_epoch"]) == pytest.approx(largest)
 
 
 def test_what_was_logged_is_known_inside_the_step(tmp_path: Path) -> None:

@@ -39,10 +39,7 @@ from tests.kit.training import (
     same_bits,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.usefixtures("steps_of_microbatches"),
-]
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 SAY = "lightning.pytorch.utilities.rank_zero"
 
@@ -132,6 +129,7 @@ def test_random_numbers_are_as_without_a_dry_run(tmp_path: Path) -> None:
     assert torch.equal(state["numpy"]["words"], random_state()["numpy"]["words"])
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 def test_a_step_that_needs_values_is_planned_from_its_parameters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,6 +164,7 @@ def test_a_step_that_uses_its_trainer_is_not_tried(tmp_path: Path, write: str) -
     assert any("The step uses the Trainer's loggers" in line for line in ran)
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 def test_a_shape_is_planned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=SAY)
     data = torch.utils.data.DataLoader(PaddedSequences(14), batch_size=4)
@@ -176,6 +175,7 @@ def test_a_shape_is_planned_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert strategy.plan.num_microbatches == 4
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not() -> None:
     module, data = LanguageModel(), []
     for length in (8, 7, 16, 15, 4):
@@ -216,6 +216,7 @@ class _Statistics(Regressor):
         self.layers = nn.ModuleList(Counter() for _ in range(4))
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_buffers_that_are_written_need_one_round(tmp_path: Path, dry_run: bool) -> None:
     module = _Statistics()
@@ -224,6 +225,7 @@ def test_buffers_that_are_written_need_one_round(tmp_path: Path, dry_run: bool) 
     assert (plan.team_size, plan.round_size) == (1, 4)
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 def test_hints_against_buffers_that_are_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="writes into buffers"):
         fit(tmp_path, _Statistics(), hints=PartitionHints(round_size=2))
@@ -349,6 +351,7 @@ class _AnotherPlanEveryStep:
         return Improvement(plan=other_plan(plan, partition), before_seconds=2.0, after_seconds=1.0)
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 def test_other_stages_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = []
     for changes in (False, True):
@@ -374,6 +377,7 @@ def test_other_stages_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert same_bits(*modules)
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 def test_a_bad_start_is_improved_by_measuring(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +406,7 @@ def test_a_given_plan_is_never_changed(tmp_path: Path, monkeypatch: pytest.Monke
     assert strategy.last_plan is given
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_averages_are_part_of_a_checkpoint(tmp_path: Path) -> None:

@@ -34,10 +34,7 @@ from tests.kit.training import (
     same_bits,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.usefixtures("steps_of_microbatches"),
-]
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 # LightningCLI ------------------------------------------------------------------------------------
@@ -324,6 +321,7 @@ class _Interrupted(Regressor):
         self.passes("validation_step")
 
 
+@pytest.mark.usefixtures("steps_of_microbatches")
 @pytest.mark.parametrize("moment", ["training_step", "before the update", "validation_step"])
 def test_start_interrupt_start_again(tmp_path: Path, notebook: Notebook, moment: str) -> None:
     def trainer() -> Trainer:
