@@ -118,7 +118,7 @@ def _compare(folder: Path, make: Callable[[], Any], *, kinds: Any, tolerance: fl
 )
 def test_values_per_step_and_per_epoch(tmp_path: Path, name: str, call: str, count: int) -> None:
     """Metrics are the module's own, and follow their arguments to a device and back."""
-    kinds = [lambda: EmulatedStrategy(num_microbatches=count)]
+    kinds: list[Any] = [lambda: EmulatedStrategy(num_microbatches=count)]
     if name == "sums":
         kinds.append(lambda: RoundPipeStrategy(num_microbatches=count))
     _compare(tmp_path, lambda: _Measured(METRICS[name](), call), kinds=kinds, tolerance=2e-4)
