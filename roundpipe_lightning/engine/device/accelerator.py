@@ -66,7 +66,12 @@ class Runtime:
 
     @functools.cached_property
     def has_timed_events(self) -> bool:
-        return _can(lambda: _timed_event(self.device))
+        def time() -> None:
+            first, last = _timed_event(self.device), _timed_event(self.device)
+            last.synchronize()
+            first.elapsed_time(last)
+
+        return _can(time)
 
     @functools.cached_property
     def counts_memory(self) -> bool:
