@@ -40,7 +40,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Stamp, W
 from roundpipe_lightning.emulation.tagged_tensor import (
     TaggedMode,
     TaggedTensor,
-    move,
+    moves_noted,
     raw_of,
     tag,
     tag_of,
@@ -69,17 +69,14 @@ class EmulatedDevice(Device):
         self.name = f"emulated:{index}"
         self.torch_device = device_of(self.name)
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        return tag(tensor.detach(), self.name)
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return tag(torch.empty(shape, dtype=dtype), self.name)
 
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.detach() if tag_of(tensor) is None else untag(tensor.detach())
 
     def holds(self, tensor: Tensor) -> bool:
         return tag_of(tensor) == self.name or (tag_of(tensor) is None and tensor.dim() == 0)
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        return move(tensor, self.name)
 
     def thread_context(self) -> contextlib.AbstractContextManager[Any]:
         """Let factories (`torch.arange(n, device=x.device)`) make tensors with tags."""
@@ -148,6 +145,20 @@ class EmulatedServer:
         traceback: TracebackType | None,
     ) -> None:
         self.clock.close()
+
+    def moved(self, source: str | None, target: str | None, num_bytes: int) -> None:
+        """Let queues wait as for `Tensor.to`, from device to device or (None) the host.
+
+        Between devices each one's compute waits for the other's. The host waits for a copy of
+        memory that is not page-locked, and the copy for all compute before it.
+        """
+        devices = [device for device in self.devices if device.name in (source, target)]
+        end = max((device.compute.mark() for device in devices), default=0.0)
+        for device in devices:
+            seconds = num_bytes / self.timing.upload_bytes_per_second
+            device.compute.occupy(seconds, after=end)
+            if source is None or target is None:
+                device.mark_event("a copy of the host").wait()
 
     @contextlib.contextmanager
     def activated(self, device: ServedDevice) -> Iterator[None]:
@@ -241,11 +252,6 @@ class ServedDevice(EmulatedDevice):
 
     # ----------------------------------------------------------------------------- user's tensors
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Copy a host tensor to here; part of the compute queue."""
-        self.compute.occupy(tensor.nbytes / self.server.timing.upload_bytes_per_second)
-        return super().upload(tensor) if self.server.tags else tensor.detach().clone()
-
     def download(self, tensor: Tensor) -> Tensor:
         """Copy to the host, and wait for that; part of the compute queue."""
         if self.server.tags and tag_of(tensor) is None:
@@ -256,9 +262,6 @@ class ServedDevice(EmulatedDevice):
 
     def holds(self, tensor: Tensor) -> bool:
         return super().holds(tensor) if self.server.tags else True
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        return super().bring(tensor) if self.server.tags else tensor
 
     # ---------------------------------------------------------------------------------- transfers
 
@@ -373,6 +376,7 @@ class ServedDevice(EmulatedDevice):
         with contextlib.ExitStack() as contexts:
             if self.server.tags:
                 contexts.enter_context(super().thread_context())
+                contexts.enter_context(moves_noted(self.server.moved))
             if self.server.checker is not None:
                 lines = {device.name: device._line for device in self.server.devices}  # noqa: SLF001
                 contexts.enter_context(WatchedOperations(self.server.checker, lines))

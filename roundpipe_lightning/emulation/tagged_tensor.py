@@ -39,8 +39,9 @@ What is not
 # ruff: noqa: SLF001 - the operations of PyTorch and the fields of a tensor subclass are private
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -200,6 +201,20 @@ def move(tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
     return _Move.apply(tensor, device_name)  # type: ignore[no-any-return, no-untyped-call]
 
 
+_noted = threading.local()
+
+
+@contextmanager
+def moves_noted(note: Callable[[str | None, str | None, int], None]) -> Iterator[None]:
+    """Call with both places and the bytes whenever the thread moves a tensor, until the end."""
+    before = getattr(_noted, "call", None)
+    _noted.call = note
+    try:
+        yield
+    finally:
+        _noted.call = before
+
+
 class TaggedMode(ExitStack):
     """A context in which creating or moving a tensor with `device=cpu:<index>` tags what comes out.
 
@@ -237,6 +252,8 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
         ctx.source = tag_of(tensor)
+        if (note := getattr(_noted, "call", None)) is not None:
+            note(ctx.source, device_name, tensor.nbytes)
         return _placed(tensor, device_name)
 
     @staticmethod

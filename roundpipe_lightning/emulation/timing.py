@@ -223,11 +223,11 @@ class ComputeQueue:
             self._end = start + seconds
             self._spans.append((start, self._end))
 
-    def occupy(self, seconds: float) -> None:
-        """Let the queue be busy with something else than computing."""
-        if seconds:
+    def occupy(self, seconds: float, *, after: float = 0.0) -> None:
+        """Let the queue be busy with something else than computing, not before a moment."""
+        if seconds or after:
             with self._mutex:
-                self._end = max(self._end, self._host.now()) + seconds
+                self._end = max(self._end, self._host.now(), after) + seconds
 
     def mark(self) -> float:
         """Return the time at which all work launched so far will have ended."""

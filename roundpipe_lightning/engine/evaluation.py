@@ -182,7 +182,5 @@ class Evaluation:
         if device.holds(tensor):
             return tensor
         if tensor not in self._here:
-            on_host = self._user.owner_of(tensor).shares_host_memory
-            bring = device.upload if on_host else device.bring
-            self._here[tensor] = bring(tensor)
+            self._here[tensor] = device.bring(tensor, self._user.owner_of(tensor))
         return self._here[tensor]

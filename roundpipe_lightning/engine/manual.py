@@ -223,10 +223,10 @@ class _MeetingPlace(TorchFunctionMode):
 
     def _copy(self, parameter: nn.Parameter) -> Tensor:
         if self._copies is None:
-            return self._device.bring(parameter)
+            return self._device.bring(parameter, _HOST)
         key = (parameter, torch.is_grad_enabled())
         if key not in self._copies:
-            self._copies[key] = self._device.bring(parameter)
+            self._copies[key] = self._device.bring(parameter, _HOST)
         return self._copies[key]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -258,8 +258,10 @@ class _MeetingPlace(TorchFunctionMode):
         if isinstance(tensor, nn.Parameter) and tensor in self._masters:
             return self._copy(tensor)
         is_number = tensor.dim() == 0 and not tensor.requires_grad
-        return tensor if is_number else self._device.bring(tensor)
+        return tensor if is_number else self._device.bring(tensor, _HOST)
 
+
+_HOST = CpuDevice()
 
 _ABOUT_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
 """Functions that take tensors by their place in a graph, wherever they are."""

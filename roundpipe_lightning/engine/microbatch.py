@@ -265,7 +265,8 @@ class Microbatch:
             overrides=context.overrides(self._index),
             stand_ins=context.stand_ins(self._index),
         )
-        batch = map_tensors(turns.worker.device.upload, self._batch)
+        with user.suspended():
+            batch = map_tensors(turns.worker.device.upload, self._batch)
         with user.active():
             output = context.call(view, batch, self._index)
         turns.check_not_aborted()

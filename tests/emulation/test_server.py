@@ -316,10 +316,29 @@ class TestChecker:
             one, two = server.devices
             with one.thread_context(), one.activate():
                 x = one.upload(torch.ones(4)) * 3
-                y = two.bring(x) + 1
+                y = two.bring(x, one) + 1
                 assert y.cpu().tolist() == [4.0] * 4
                 assert two.download(y).add(1).tolist() == [5.0] * 4
                 assert float(y.sum()) == 16.0
+
+
+@pytest.mark.parametrize("by_to", [True, False])
+def test_a_tensor_between_devices_couples_their_compute_only_by_to(*, by_to: bool) -> None:
+    """As on CUDA: `Tensor.to` lets each of two devices wait for what the other has launched."""
+    with EmulatedServer(2) as server:
+        one, two = server.devices
+        with one.thread_context():
+            with one.activate():
+                labels = one.upload(torch.ones(4)).requires_grad_()
+            with two.activate():
+                server.launch(0.5)
+                there = labels.to(two.torch_device) if by_to else two.bring(labels, one)
+            idle = one.compute.mark() <= time.perf_counter()
+            assert idle is not by_to
+            (there * 2).sum().backward()
+            assert labels.grad is not None
+            assert tag_of(labels.grad) == one.name
+            assert labels.grad.tolist() == [2.0] * 4
 
 
 def test_a_timeline_knows_that_actions_wait_for_their_weights() -> None:

@@ -16,6 +16,7 @@ from torchmetrics import MeanSquaredError
 from transformers import T5Config, T5ForConditionalGeneration
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -289,10 +290,10 @@ def test_blocks_are_on_the_device_only_while_they_run(
     moved: list[nn.Parameter] = []
     move = EmulatedDevice.bring
 
-    def note(self: Any, tensor: Tensor) -> Tensor:
+    def note(self: Any, tensor: Tensor, source: Device) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             moved.append(tensor)
-        return move(self, tensor)
+        return move(self, tensor, source)
 
     monkeypatch.setattr(EmulatedDevice, "bring", note)
     _, outcome = _run(tmp_path, [EmulatedStrategy], Accumulating)

@@ -471,7 +471,7 @@ class DriverForward(ForwardPass):
 
     def _brought(self, tensor: Tensor) -> Tensor:
         device = self.turns.worker.device
-        return tensor if device.holds(tensor) else device.bring(tensor)
+        return tensor if device.holds(tensor) else device.bring(tensor, self.user.owner_of(tensor))
 
     def _shadow_of(self, tensor: Tensor, dim: int | None, sizes: Sequence[int]) -> Shadow:
         """Return the first rows of a tensor of user code, where the block computes."""

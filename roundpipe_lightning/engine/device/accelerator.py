@@ -229,11 +229,8 @@ class AcceleratorDevice(Device):
         self._completions: CompletionThread | None = None
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Copy a host tensor to here; asynchronous where the host memory is page-locked.
-
-        A page-locked source must not change before the copy has been made.
-        """
-        return tensor.detach().to(self.torch_device, non_blocking=True)
+        strided = tensor.layout is torch.strided
+        return self._copied(tensor) if strided else tensor.detach().to(self.torch_device)
 
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu")
@@ -243,9 +240,6 @@ class AcceleratorDevice(Device):
         return tensor.device == self.torch_device or (
             tensor.dim() == 0 and tensor.device.type == "cpu"
         )
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.torch_device)
 
     # ------------------------------------------------------------------------------- transfers
 

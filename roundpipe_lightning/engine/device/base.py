@@ -10,7 +10,7 @@ download                        ── copy ──▶        `copy(..., queue=DO
 ```
 
 `copy`, `mark_event` and `await_event` are what transfers are made of (docs/engine.md). `upload`,
-`download` and `bring` are for single tensors of user code: they are part of the compute queue.
+`download` and `bring` are for single tensors of user code.
 Three backends stand behind the facade:
 
 - `CpuDevice`: computes where the model lives, so nothing is copied. Real results, the default.
@@ -63,9 +63,13 @@ class Device(ABC):
     chunk_bytes: int = 2**24
     can_compile: bool = True
 
-    @abstractmethod
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor's values here, without a graph."""
+        """Return a host tensor's values here, without a graph.
+
+        The copy is made beside compute, which waits for it. A page-locked source must not change
+        before it has been made.
+        """
+        return self._copied(tensor)
 
     @abstractmethod
     def download(self, tensor: Tensor) -> Tensor:
@@ -75,9 +79,29 @@ class Device(ABC):
     def holds(self, tensor: Tensor) -> bool:
         """Return whether an operation here can use the tensor as it is."""
 
-    @abstractmethod
-    def bring(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor from anywhere to here, differentiably."""
+    def bring(self, tensor: Tensor, source: Device) -> Tensor:
+        """Bring a tensor of another device, or of the host, to here, differentiably.
+
+        `Tensor.to` between devices would let the compute of each wait for the other's.
+        """
+        brought: Tensor = _Brought.apply(tensor, source, self)  # type: ignore[no-untyped-call]
+        return brought
+
+    def _received(self, tensor: Tensor, source: Device) -> Tensor:
+        if source.shares_host_memory:
+            return self.upload(tensor)
+        if tensor.layout is not torch.strided:
+            return self.upload(source.download(tensor))
+        return self._copied(tensor, after=[source.mark_event("a tensor is made")])
+
+    def _copied(self, tensor: Tensor, *, after: Sequence[Event] = ()) -> Tensor:
+        flat = self.empty(torch.Size([tensor.numel()]), tensor.dtype)
+        there = flat.as_strided(tensor.shape, strides_of_copy(tensor))
+        done = self.copy(there, tensor.detach(), queue=CopyQueue.UPLOAD, after=after)
+        self.await_event(done)
+        kept = [tensor]  # until the copy has been made
+        done.when_done(kept.clear)
+        return there
 
     # ------------------------------------------------------------------------------- transfers
 
@@ -89,14 +113,14 @@ class Device(ABC):
 
         Whoever reuses it orders the uses by events.
         """
-        return self.upload(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.empty(torch.Size([num_bytes]), torch.uint8)
 
+    @abstractmethod
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a tensor that the upload queue is to fill, and compute to read after that.
 
         When it is freed, its memory is used again only after all compute launched until then.
         """
-        return self.upload(torch.empty(shape, dtype=dtype))
 
     def copy(
         self,
@@ -188,6 +212,28 @@ class Device(ABC):
         """Begin to count `peak_bytes` anew."""
 
 
+class _Brought(torch.autograd.Function):
+    """A copy on another device, whose gradient takes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, source: Device, target: Device) -> Tensor:
+        ctx.devices = source, target
+        return target._received(tensor, source)  # noqa: SLF001 - the same module
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        source, target = ctx.devices
+        return source.bring(gradient, target), None, None
+
+
+def strides_of_copy(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy without gaps, as `Tensor.to` makes it."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return torch.empty_like(form).stride()
+
+
 class CpuDevice(Device):
     """A worker on the processor: host memory is its memory.
 
@@ -210,5 +256,8 @@ class CpuDevice(Device):
     def holds(self, tensor: Tensor) -> bool:  # noqa: ARG002 - the facade's signature
         return True
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        return tensor
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def _received(self, tensor: Tensor, source: Device) -> Tensor:
+        return source.download(tensor)

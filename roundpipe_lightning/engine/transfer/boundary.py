@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.base import Device, strides_of_copy
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool
@@ -90,7 +90,7 @@ class BoundaryTensor:
         assert maker.transfers is not None, "the worker moves it"
         assert self._pool is not None, "a worker moves something"
         block = self._pool.allocate(tensor.nbytes)
-        host = block.tensor.view(tensor.dtype).as_strided(tensor.shape, _strides_of_copy(tensor))
+        host = block.tensor.view(tensor.dtype).as_strided(tensor.shape, strides_of_copy(tensor))
         try:
             made = self._made or maker.device.mark_event("a boundary is made")
             landed = maker.transfers.downloads.submit(
@@ -137,7 +137,7 @@ class BoundaryTensor:
             return
         source, after = self._source_for(worker)
         flat = worker.device.empty(torch.Size([source.numel()]), source.dtype)
-        there = flat.as_strided(source.shape, _strides_of_copy(source))
+        there = flat.as_strided(source.shape, strides_of_copy(source))
         arrived = transfers.uploads.submit(
             Job(
                 name="a boundary",
@@ -204,14 +204,6 @@ def send_to_host(
         What will have its values, and when.
     """
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    host = flat.as_strided(tensor.shape, _strides_of_copy(tensor))
+    host = flat.as_strided(tensor.shape, strides_of_copy(tensor))
     job = Job(name="an output", priority=Priority.WEIGHTS, pieces=[(host, tensor)], after=[after])
     return host, transfers.downloads.submit(job)
-
-
-def _strides_of_copy(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy without gaps, as `Tensor.to` makes it."""
-    if tensor.is_contiguous():
-        return tensor.stride()
-    form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-    return torch.empty_like(form).stride()

@@ -463,7 +463,7 @@ class UserCode(TorchFunctionMode):
 
         def bring(value: Tensor) -> Tensor:
             on_other_worker = not target.holds(value) and self.owner_of(value) is not self._host
-            return target.bring(value) if on_other_worker else value
+            return target.bring(value, self.owner_of(value)) if on_other_worker else value
 
         moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(bring, found)
         return moved
