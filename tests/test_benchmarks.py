@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_session, lightning_suite, logging_overhead
+from benchmarks import gpu_session, launch_rate, lightning_suite, logging_overhead
 from benchmarks.gpu_session import JOBS, Job
 from benchmarks.throughput_systems import Ours, Resident, System, Task, serve
 from tests.emulation.test_benchmark import BENCHMARKS, TIMINGS
@@ -128,6 +128,13 @@ def test_both_ways_are_measured(tmp_path: Path, where: list[str]) -> None:
         spent = result["callback_seconds_per_batch"]
         assert set(spent) == {"PlanReport", "PipelineMonitor", "PipelineTimeline"}
         assert spent["PipelineMonitor"] > 0
+
+
+def test_launches_are_counted_at_several_workers() -> None:
+    for num_workers in (1, 2):
+        found = launch_rate.rates(num_workers, pairs=1, repeats=2)
+        assert found.keys() == {"processor", "clock"}
+        assert min(found.values()) > 0
 
 
 # --- throughput ----------------------------------------------------------------------------------

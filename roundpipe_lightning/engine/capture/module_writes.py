@@ -84,7 +84,7 @@ class ParameterWrites:
     def __init__(
         self, *, is_watched: bool, leaf: Callable[[nn.Parameter], nn.Parameter] = lambda p: p
     ) -> None:
-        self._is_watched = is_watched
+        self.is_watched = is_watched
         self._leaf = leaf
         self._written: list[nn.Parameter] = []
         self._given: list[tuple[nn.Parameter, Tensor, int]] = []  # with their versions
@@ -96,7 +96,7 @@ class ParameterWrites:
         Returns:
             What it gives, if it was called here.
         """
-        if self._is_watched and _writes(getattr(func, "__name__", "")):
+        if self.is_watched and _writes(getattr(func, "__name__", "")):
             given = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
             self._written += [self._leaf(p) for p in given if isinstance(p, nn.Parameter)]
             return None
@@ -106,7 +106,7 @@ class ParameterWrites:
             self._leaf(args[0])
             if all(known is not args[0] for known, _ in self._replaced):
                 self._replaced.append((args[0], args[0].data))
-        elif func == _GET_DATA and self._is_watched:
+        elif func == _GET_DATA and self.is_watched:
             leaf = self._leaf(args[0])
             values: Tensor = func(leaf)
             self._given.append((leaf, values, 0 if values.is_inference() else values._version))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,9 @@ _SILENT = (Watch.UNWATCHED, Watch.NOTHING)
 class SideOutputs:
     """The side outputs of one microbatch."""
 
+    #: Whether any tensor of this process has an origin: nobody looks for one before.
+    _marks_exist: ClassVar[bool] = False
+
     def __init__(self) -> None:
         #: Called with the number of a call when code after it first uses a side output of it.
         self.on_use: Callable[[int], None] = lambda call: None
@@ -77,6 +80,8 @@ class SideOutputs:
         self._leaks: dict[Origin, tuple[str, torch.Size, torch.dtype]] = {}
         self._found: dict[Origin, Tensor] = {}
         self._watch = Watch.UNWATCHED
+        #: Whether `check` and `observe` have something to do.
+        self.looks_at_arguments = self.looks_at_results = False
         self._block = self._num_functions = 0
         self._name = ""
 
@@ -91,16 +96,21 @@ class SideOutputs:
             watch = Watch.NOTHING
         self._watch, self._block, self._num_functions = watch, number, -1
         self._name = name
+        if watch is Watch.MARK:
+            SideOutputs._marks_exist = True
+        self.looks_at_arguments = watch is not Watch.UNWATCHED and self._marks_exist
+        self.looks_at_results = watch not in _SILENT
         self.observe(list(taken))
         self._num_functions = 0  # whatever was asked about the inputs
         try:
             yield
         finally:
             self._watch = Watch.UNWATCHED
+            self.looks_at_arguments = self.looks_at_results = False
 
     def observe(self, result: Any) -> None:
         """Take notice of what a torch function has returned."""
-        if self._watch in _SILENT:
+        if not self.looks_at_results:
             return
         self._num_functions += 1
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -128,7 +138,7 @@ class SideOutputs:
         Raises:
             CaptureError: If code outside the blocks has made it, with a graph.
         """
-        if self._watch is Watch.UNWATCHED:
+        if not self.looks_at_arguments:
             return
         for arg in args:
             if isinstance(arg, Tensor):

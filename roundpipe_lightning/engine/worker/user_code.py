@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodWrapperType
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +31,7 @@ from roundpipe_lightning.engine.capture.placeholder import (
     make_proxy,
     writes_first,
 )
-from roundpipe_lightning.engine.capture.randomness import RandomStream
+from roundpipe_lightning.engine.capture.randomness import RANDOM_FUNCTIONS, RandomStream
 from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import (
     KEEP_PLACE,
@@ -50,8 +51,8 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
 
-#: Types of arguments that may be parameters, or hold some.
-_MAY_HOLD_MASTERS = frozenset({nn.Parameter, list, tuple})
+#: Types of arguments that neither are parameters nor hold some.
+_NO_MASTERS = frozenset({Tensor, int, float, bool, str, slice, type(None), torch.dtype})
 
 
 Outside: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -126,7 +127,7 @@ class UserCode(TorchFunctionMode):
         self._classes = classes
         self._outside = outside
         self._resident: ResidentBlocks | None = None
-        self._masters = frozenset(module.parameters())
+        self._masters = frozenset(map(id, module.parameters()))  # hashes of tensors are slow
         self._gathers = False
         self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
         self._streamed: set[nn.Parameter] = set()
@@ -168,7 +169,7 @@ class UserCode(TorchFunctionMode):
 
     def _leaf_to_write(self, parameter: nn.Parameter) -> nn.Parameter:
         self.before_write()
-        return self._leaf(parameter) if parameter in self._masters else parameter
+        return self._leaf(parameter) if id(parameter) in self._masters else parameter
 
     def _buffer(self, buffer: Tensor) -> Tensor:
         worker = self._worker()
@@ -227,7 +228,7 @@ class UserCode(TorchFunctionMode):
                 index, parameter = next(known, (0, leaf))
                 worker = self._workers[index]
                 if not self._may_write or (
-                    parameter in self._masters and not worker.rewrite(parameter, leaf)
+                    id(parameter) in self._masters and not worker.rewrite(parameter, leaf)
                 ):
                     self._refuse_write(leaf)
                 for (other, master), stale in self._leaves.items():
@@ -237,7 +238,7 @@ class UserCode(TorchFunctionMode):
     def _refuse_write(self, written: Tensor) -> None:
         originals = (p for (_, p), leaf in self._leaves.items() if leaf is written)
         parameter = next(originals, written)
-        if parameter in self._masters:  # not of a module that the step has made
+        if id(parameter) in self._masters:  # not of a module that the step has made
             refuse_write(self._name_of(parameter))
 
     def _name_of(self, parameter: Tensor) -> str:
@@ -341,36 +342,55 @@ class UserCode(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # An operation passes here in a microsecond or two: no call that is not needed is made.
         kwargs = kwargs or {}
-        if (values := self._parameter_writes.note(func, args)) is not None:
-            return values
-        if func is torch.autograd.grad and self._active and self.check_gradient is not None:
-            self.check_gradient(args[0], args[1])
-            return func(*args, **kwargs)
-        if self._active and (name := name_of(func)) not in QUESTIONS:
-            if self.cut is not None and name not in _WITHOUT_VALUES:
-                args, kwargs = self._cut_off(self.cut, name, args, kwargs)
-            if self._crosses and name not in KEEP_PLACE:
-                args, kwargs = self._brought_together(name, args, kwargs, leaf=self._leaf_for)
-            else:
-                args = tuple([self._leaf_for(x) for x in args])
-                if kwargs:
-                    kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
-            if self._outside is not None:
-                answer = self._outside(func, args, kwargs)
-                if answer is not NotImplemented:
-                    return answer
+        if self._parameter_writes.is_watched or type(func) is MethodWrapperType:
+            values = self._parameter_writes.note(func, args)
+            if values is not None:
+                return values
+        if self._active:
+            answer, args, kwargs = self._outside_blocks(func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         elif self._resident is not None:
-            args, kwargs = self._on_resident_leaves(args, kwargs)
+            if kwargs or not _NO_MASTERS.issuperset(map(type, args)):
+                args, kwargs = self._on_resident_leaves(args, kwargs)
             if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
-            self.side_outputs.check(args)
-            self.side_outputs.check(kwargs.values())
-        if self.stream is None:
+            if self.side_outputs.looks_at_arguments:
+                self.side_outputs.check(args)
+                self.side_outputs.check(kwargs.values())
+        stream = self.stream
+        if stream is None:
             return func(*args, **kwargs)
-        result = self.stream.call(func, args, kwargs)
-        self.side_outputs.observe(result)
+        if stream.drops_out and getattr(func, "__name__", "") not in RANDOM_FUNCTIONS:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        else:
+            result = stream.call(func, args, kwargs)
+        if self.side_outputs.looks_at_results:
+            self.side_outputs.observe(result)
         return result
+
+    def _outside_blocks(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return what a function outside the blocks gives, or `NotImplemented`, and arguments."""
+        name = name_of(func)
+        if name in QUESTIONS:
+            return NotImplemented, args, kwargs
+        if func is torch.autograd.grad and self.check_gradient is not None:
+            self.check_gradient(args[0], args[1])
+            return func(*args, **kwargs), args, kwargs
+        if self.cut is not None and name not in _WITHOUT_VALUES:
+            args, kwargs = self._cut_off(self.cut, name, args, kwargs)
+        if self._crosses and name not in KEEP_PLACE:
+            args, kwargs = self._brought_together(name, args, kwargs, leaf=self._leaf_for)
+        else:
+            args = tuple([self._leaf_for(x) for x in args])
+            if kwargs:
+                kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
+        answer = NotImplemented if self._outside is None else self._outside(func, args, kwargs)
+        return answer, args, kwargs
 
     def _cut_off(
         self,
@@ -396,8 +416,7 @@ class UserCode(TorchFunctionMode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a block's function with leaves in place of masters."""
-        if not _MAY_HOLD_MASTERS.isdisjoint(map(type, args)):
-            args = tuple([self._resident_leaf_for(x) for x in args])
+        args = tuple([self._resident_leaf_for(x) for x in args])
         if kwargs:
             kwargs = {key: self._resident_leaf_for(x) for key, x in kwargs.items()}
         return args, kwargs
@@ -409,7 +428,7 @@ class UserCode(TorchFunctionMode):
         """
         if isinstance(value, (list, tuple)):
             return _replaced(value, self._resident_leaf_for)
-        if not (isinstance(value, nn.Parameter) and value in self._masters):
+        if id(value) not in self._masters:
             return value
         assert self._resident is not None, "a block runs"
         leaf = self._resident.leaf_of(value)
@@ -425,7 +444,7 @@ class UserCode(TorchFunctionMode):
     def _leaf_for(self, value: Any) -> Any:
         """Return the leaf of a master or a side output, also in a list; all else as it is."""
         if isinstance(value, nn.Parameter):
-            return self._leaf(value) if value in self._masters else value
+            return self._leaf(value) if id(value) in self._masters else value
         if isinstance(value, Tensor):
             return self.side_outputs.leaf_for(value)
         return _replaced(value, self._leaf_for) if isinstance(value, (list, tuple)) else value
