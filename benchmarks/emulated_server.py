@@ -5,7 +5,7 @@
 The engine runs steps of a chain of tiny blocks on eight emulated devices, in real threads. The
 blocks' parameters and boundaries are those of a model of the timings file made smaller by one
 factor, and so are the links; a device computes for each block as long as was published. The plan is
-the planner's. `simulated` is what `simulate_transfers` predicts for the same plan, `measured` the
+the planner's. `simulated` is what `simulate` predicts for the same plan, `measured` the
 median of the steps, without the first. Times are from the first computation to the end of the last.
 
 A boundary goes down and up again: its size is such that this takes the published hop.
@@ -56,7 +56,7 @@ from roundpipe_lightning.engine.engine import Engine, StepResult
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from roundpipe_lightning.planning.cost.costs import stage_costs
-from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
@@ -182,7 +182,7 @@ def case_of(model: PublishedModel, timings: PublishedTimings, **choices: Any) ->
         recompute=plan.recompute,
         speeds=plan.speeds,
     )
-    simulated = simulate_transfers(
+    simulated = simulate(
         plan.schedule,
         partition=plan.partition,
         costs=costs,

@@ -6,7 +6,7 @@
 The same engine, blocks and server as in `emulated_server.py`; each batch begins while the one
 before is in flight, as accumulated batches and asynchronous steps do. The plan is the planner's for
 such a stream. Each stream runs twice: with batches that go on round the workers, and with batches
-that all begin with worker 0. `simulated` is the prediction of `simulate_transfers` for the schedule
+that all begin with worker 0. `simulated` is the prediction of `simulate` for the schedule
 of the whole stream. With teams of all workers there is no difference.
 """
 
@@ -35,7 +35,7 @@ from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.planning.cost.costs import stage_costs
-from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.timeline import Timeline
@@ -67,7 +67,7 @@ def simulated(case: Case, *, num_batches: int, goes_round: bool, hop_seconds: fl
         schedule = rotated(plan, batch * turns).schedule
         for row, actions in zip(rows, schedule.workers, strict=True):
             row += [replace(action, microbatch=first + action.microbatch) for action in actions]
-    return simulate_transfers(
+    return simulate(
         Schedule(workers=tuple(map(tuple, rows))),
         partition=plan.partition,
         costs=stage_costs(

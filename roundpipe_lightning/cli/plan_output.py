@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.plan_answer import Change, change_text
-from roundpipe_lightning.planning.cost.memory import MemoryNeed
+from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
     machine_line,
@@ -21,7 +21,6 @@ from roundpipe_lightning.planning.report.description import (
     model_line,
     size_text,
 )
-from roundpipe_lightning.planning.schedule.stages import StageKind
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.remedies import Remedy
 
@@ -151,7 +150,7 @@ class PlanOutput:
             return (
                 f"{machine} cannot hold the stages that are asked for, {need.stage} least of all."
             )
-        if need.stage.startswith(StageKind.FUSED.value):
+        if need.stage and need.stage.has_tail:
             part, what = work.tail, "the tail segment,"
         else:
             part = max(work.blocks, key=lambda b: b.parameter_bytes, default=work.tail)
@@ -289,7 +288,7 @@ def _speed(answer: FitAnswer) -> str:
 
 def _need(need: MemoryNeed) -> dict[str, Any]:
     return {
-        "stage": need.stage or None,
+        "stage": need.stage and str(need.stage),
         "by_kind": {kind.value: size for kind, size in need.num_bytes},
         **_named(need, "total_bytes", "available_bytes", "missing_bytes"),
     }

@@ -13,7 +13,7 @@ from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule, split_rounds
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.partition import balanced_cuts
+from roundpipe_lightning.planning.search.partition import StageLimits, balanced_cuts
 
 
 def default_plan(
@@ -120,6 +120,14 @@ def balanced_partition(
         cuts=reversed_cuts(len(blocks), cuts),
     )
     return Partition(forward=forward, backward=(num_fused, *backward))
+
+
+def keeps_limits(partition: Partition, limits: StageLimits) -> bool:
+    return (
+        max(partition.forward, default=0) <= limits.forward
+        and max(partition.backward[1:], default=0) <= limits.backward
+        and partition.backward[0] <= limits.fused
+    )
 
 
 def keeps_cuts(partition: Partition, cuts: Sequence[int]) -> bool:

@@ -73,7 +73,7 @@ def test_memory_is_told_by_kind_against_what_there_is(tmp_path: Path) -> None:
     _fit(tmp_path, report, strategy=EmulatedStrategy(hardware=machine), max_epochs=1)
     text = report.texts[0]
     assert "The plan of this training, on rtx4090x4: 2 x GeForce RTX 4090, 23.99 GiB each" in text
-    assert "    reserved             0.38 GiB" in text
+    assert "    reserved             1.09 GiB" in text
     assert " of 23.99 GiB" in text
     assert " of 512.00 GiB" in text
     assert "Slots for weights: " in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.fit import Improvement, improved_plan
+from roundpipe_lightning.planning.search.fit import improved_plan
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import planner as planning
@@ -345,10 +346,11 @@ class _AnotherPlanEveryStep:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, plan: Plan, **_: Any) -> Improvement:
+    def __call__(self, plan: Plan, **_: Any) -> Any:
         partition = self.PARTITIONS[self.calls % len(self.PARTITIONS)]
         self.calls += 1
-        return Improvement(plan=other_plan(plan, partition), before_seconds=2.0, after_seconds=1.0)
+        other = other_plan(plan, partition)
+        return SimpleNamespace(seconds=2.0), SimpleNamespace(plan=other, seconds=1.0)
 
 
 @pytest.mark.usefixtures("steps_of_microbatches")

@@ -53,19 +53,6 @@ def test_a_timeline_made_by_hand() -> None:
     assert sum(parts.values()) == 2 * 12 - TIMELINE.busy_seconds
 
 
-def test_worker_without_actions_fills() -> None:
-    timeline = Timeline(num_workers=2, entries=(entry("X0.0@0", 1, 4),))
-    parts = idle_seconds(timeline, partition=Partition(forward=(), backward=(1,)))
-    assert parts[IdleCause.FILL] == 3
-    assert sum(parts.values()) == 3
-
-
-def test_nothing_ran() -> None:
-    parts = idle_seconds(Timeline(num_workers=3, entries=()), partition=PARTITION)
-    assert set(parts) == set(IdleCause)
-    assert sum(parts.values()) == 0
-
-
 def test_other_stages_are_refused() -> None:
     timeline = Timeline(num_workers=1, entries=(entry("F0.0@0", 0, 1), entry("F7.0@0", 1, 4)))
     with pytest.raises(PlanError, match="There is no stage F7 in forward 1"):

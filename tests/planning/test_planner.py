@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.simulate import simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig
@@ -24,7 +24,7 @@ from roundpipe_lightning.planning.search.limits import limits_within
 from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest
-from tests.kit.plans import keeps_cuts
+from tests.kit.plans import keeps_cuts, keeps_limits
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
 QUICK = Effort(num_actions=50_000, num_children=24, num_parents=8)
@@ -55,7 +55,7 @@ def test_random_plans_are_valid_and_keep_the_limits(
         num_microbatches=microbatches, num_batches=batches, limits=limits, effort=QUICK
     )
     planned = plan_training(profile, hardware=machine(devices), request=request)
-    assert limits.allow(planned.plan.partition)
+    assert keeps_limits(planned.plan.partition, limits)
     assert planned.plan.num_microbatches == microbatches * batches
     planned.plan.check_model(profile.fingerprint, block_names=profile.block_names)
     assert len(planned.timeline.entries) == sum(map(len, planned.plan.schedule.workers))
@@ -128,13 +128,13 @@ def test_limits_follow_from_device_memory() -> None:
     unknown = plan_training(
         uniform_profile(20), hardware=machine(4), request=PlanningRequest(num_microbatches=4)
     )
-    assert StageLimits(forward=10, backward=5, fused=5).allow(unknown.plan.partition)
+    most = StageLimits(forward=10, backward=5, fused=5)
+    assert keeps_limits(unknown.plan.partition, most)
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (PlanningRequest(num_microbatches=4, team_sizes=(3,)), "3 does not divide the 4 devices"),
         (PlanningRequest(num_microbatches=2, team_sizes=(4,)), "No team size of"),
         (PlanningRequest(num_microbatches=2, round_sizes=(8,)), "No team size of"),
     ],
@@ -144,33 +144,6 @@ def test_a_request_that_contradicts_the_machine_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         plan_training(uniform_profile(4), hardware=machine(4), request=request_)
-
-
-def test_a_request_for_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match="num_batches: 0"):
-        PlanningRequest(num_microbatches=1, num_batches=0)
-
-
-def test_partitions_that_contradict_the_limits_or_the_model_are_refused() -> None:
-    partition = Partition(forward=(4,), backward=(0, 4))
-    with pytest.raises(PlanError, match=r"'forward 4 \| backward 0 4' .* backward=2"):
-        PlanningRequest(
-            num_microbatches=4,
-            partitions=(partition,),
-            limits=StageLimits(forward=4, backward=2, fused=1),
-        )
-    request = PlanningRequest(num_microbatches=4, partitions=(partition,))
-    with pytest.raises(PlanError, match="has 4 blocks, the model has 6"):
-        plan_training(uniform_profile(6), hardware=machine(2), request=request)
-
-
-def test_the_best_of_the_asked_partitions_is_taken_wherever_it_stands() -> None:
-    good = Partition(forward=(2, 2, 2, 2), backward=(0, 1, 1, 1, 1, 1, 1, 1, 1))
-    bad = Partition(forward=(8,), backward=(0, 8))
-    for asked in ((bad, good), (good, bad), (bad, bad, good)):
-        request = PlanningRequest(num_microbatches=8, partitions=asked, team_sizes=(1,))
-        planned = plan_training(uniform_profile(8), hardware=machine(4), request=request)
-        assert planned.plan.partition == good
 
 
 SHORT = Effort(num_actions=20_000, num_children=16, num_parents=6)
@@ -241,8 +214,6 @@ def test_recompute_none_needs_the_memory() -> None:
     asked = request(recompute=(NONE,))
     with pytest.raises(FitError, match=r"recompute=none needs all 8 blocks on one device at once"):
         plan_training(model(), hardware=room(1, 45), request=asked)
-    with pytest.raises(FitError, match=r"which the model's cuts \(4,\) do not allow"):
-        plan_training(replace(model(), cuts=(4,)), hardware=room(1, 10**6), request=asked)
     backward = Partition(forward=(4, 4), backward=(0, 4, 4))
     with pytest.raises(FitError, match="None of the partitions goes with recompute=none"):
         plan_training(
@@ -294,8 +265,6 @@ def test_more_blocks_than_fit_cannot_stay() -> None:
     profile = model(parameter_bytes=100, activation_bytes=100)
     with pytest.raises(FitError, match=r"7 blocks cannot stay on a device of testx1"):
         plan_training(profile, hardware=room(1, 700), request=request(at_least_resident=7))
-    with pytest.raises(PlanError, match="at_least_resident=3, at_most_resident=2"):
-        request(at_least_resident=3, at_most_resident=2)
 
 
 # --- microbatches --------------------------------------------------------------------------------
@@ -452,7 +421,7 @@ def test_no_even_partition_is_better_with_any_team_or_round(
             assert keeps_cuts(even, profile.cuts)
             if not footprint.fits(way.with_stages(even)):
                 continue
-            step = simulate_transfers(
+            step = simulate(
                 round_robin_schedule(
                     even,
                     num_workers=devices,

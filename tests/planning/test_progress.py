@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from roundpipe_lightning.planning.report.progress import StepProgress, earliest_columns
+from roundpipe_lightning.planning.report.progress import StepProgress
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import ActionKey, Schedule, dependencies
+from roundpipe_lightning.planning.schedule.schedule import ActionKey, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 PLAN = Plan(
@@ -35,9 +35,9 @@ def _text(ended: str, running: dict[str, float], plan: Plan = PLAN) -> str:
 
 def test_a_worker_in_user_code_and_one_that_waits_for_it() -> None:
     assert _text("F0.0 F0.1 F1.0", {"F0.2": 612.44}).splitlines() == [
-        "[done] >running<  waiting; a column's actions may run at the same time",
+        "[done] >running<  waiting; a row has a worker's actions in order",
         "worker 0 | [F0.0] [F0.1] >F0.2<  X0.0   X0.1   X0.2",
-        "worker 1 |        [F1.0]  F1.1   F1.2   B1.0   B1.1   B1.2",
+        "worker 1 | [F1.0]  F1.1   F1.2   B1.0   B1.1   B1.2",
         "worker 0: 2 of 6 done, runs F0.2 for 612.4 s",
         "worker 1: 1 of 6 done, may begin F1.1, which its microbatch has not come to",
     ]
@@ -75,13 +75,3 @@ def test_a_long_schedule_is_shown_where_it_stands() -> None:
     assert grid.startswith("worker 0 | ... [X0.17] [X0.18] [X0.19] >X0.20<  X0.21 ")
     assert grid.endswith(" ...")
     assert len(grid) < 160
-
-
-def test_columns_keep_the_order_of_the_schedule_and_of_the_dependencies() -> None:
-    columns = earliest_columns(PLAN)
-    assert len(columns) == 12
-    for actions in PLAN.schedule.workers:
-        places = [columns[action.key] for action in actions]
-        assert places == sorted(set(places))
-    for key, column in columns.items():
-        assert all(columns[d.key] < column for d in dependencies(key, PLAN.partition))

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
@@ -102,36 +99,6 @@ def test_published_rows_are_replayed(benchmark: ModuleType) -> None:
     assert checked == 25
 
 
-def test_words_for_blocks_per_stage(benchmark: ModuleType) -> None:
-    parse = importlib.import_module("published_timings").parse_counts
-    assert parse([3, 1]) == (3, 1)
-    assert parse("2 stages of 2, then 3 of 3") == (2, 2, 3, 3, 3)
-    assert parse("0, then 4 of 1") == (0, 1, 1, 1, 1)
-    assert parse("one of 0, then 2 of 1, then one of 0 (the head alone)") == (0, 1, 1, 0)
-
-
-def check_actions(row: dict[str, Any], *, num_microbatches: int) -> None:
-    """Check a plan from its rows alone: every action once, in time, on a worker at a time."""
-    forward, backward = row["forward_partition"], row["backward_partition"]
-    assert sum(forward) + backward[0] == sum(backward) == 12
-    ends: dict[tuple[str, int, int], float] = {}
-    workers = defaultdict(list)
-    for action in row["actions"]:
-        key = (action["kind"], action["stage"], action["microbatch"])
-        assert key not in ends
-        ends[key] = action["end_ms"]
-        workers[action["worker"]].append((action["start_ms"], action["end_ms"]))
-    assert len(ends) == (len(forward) + len(backward)) * num_microbatches
-    for times in workers.values():
-        times.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(times))
-    for (kind, stage, microbatch), end in ends.items():
-        if kind == "backward":
-            before = ("backward", stage - 1) if stage > 1 else ("fused", 0)
-            assert end >= ends[before[0], before[1], microbatch] + 22.0 * backward[stage] - 1e-6
-    assert max(ends.values()) == pytest.approx(row["makespan_ms"])
-
-
 def test_an_unknown_model_is_planned_by_its_hop_alone(
     benchmark: ModuleType,
     tmp_path: Path,
@@ -152,8 +119,6 @@ def test_an_unknown_model_is_planned_by_its_hop_alone(
     }
     assert result["replayed"]["other"]["gpipe"]["published_ms"] is None
     planned = result["planned"]["other"]
-    for name, row in planned.items():
-        check_actions(row, num_microbatches=64 if name == "stream" else 8)
     assert planned["team_1"]["team_size"] == 1
     best = result["replayed"]["other"]["looped_bfs"]["makespan_ms"]
     assert planned["team_1"]["makespan_ms"] < best
@@ -191,8 +156,3 @@ def test_parameters(sizes: ModuleType, name: str) -> None:
     path = ROOT / "conf" / "model" / f"{name}.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8"))["architecture"]
     assert sizes.Architecture.from_config(config).num_parameters == PARAMETERS[name]
-
-
-def test_an_incomplete_configuration_is_refused(sizes: ModuleType) -> None:
-    with pytest.raises(PlanError, match="lacks 'hidden_size'"):
-        sizes.Architecture.from_config({"num_attention_heads": 2})

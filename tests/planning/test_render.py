@@ -31,12 +31,6 @@ def test_text() -> None:
     )
 
 
-def test_text_of_nothing() -> None:
-    assert render_text(Timeline(num_workers=1, entries=()), width=3) == (
-        "worker 0 |...|\n0 s, idle 0.0%\n"
-    )
-
-
 def test_trace_opens_as_trace_events() -> None:
     events = json.loads(render_trace({"predicted": TIMELINE, "measured": TIMELINE}))["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
@@ -144,9 +138,3 @@ def test_nothing_to_draw() -> None:
     ET.fromstring(render_svg({}))
     root = ET.fromstring(render_svg({"a": Timeline(num_workers=2, entries=())}))
     assert "a: 0 s, idle 0.0%" in texts(root)
-
-
-def test_many_actions_stay_small() -> None:
-    entries = tuple(entry(f"F{n % 5}.{n}@{n % 8}", n, n + 1) for n in range(800))
-    text = render_svg({"a": Timeline(num_workers=8, entries=entries)})
-    assert len(text) < 800 * 160

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
@@ -32,19 +30,6 @@ def footprint(
     return Footprint(ModelProfile(blocks=blocks, fingerprint=""), hardware=hardware)
 
 
-def test_everything_stays_where_there_is_room() -> None:
-    # and a block that stays needs no room in a slot
-    assert resident_blocks(footprint(10, 10, 10, 10, room=40), LAYOUT) == ((0, 1, 2, 3),)
-    assert resident_blocks(footprint(10, 10, 10, 10, room=39), LAYOUT) != ((0, 1, 2, 3),)
-    assert resident_blocks(footprint(10, 10, 10, 10, room=20), LAYOUT) == ()
-
-
-def test_blocks_that_save_nothing_do_not_stay() -> None:
-    once = replace(LAYOUT, partition=Partition(forward=(), backward=(4,)))
-    assert resident_blocks(footprint(10, 10, 10, 10, trained=1.0), once) == ()
-    assert resident_blocks(footprint(10, 10, 10, 10), once) == ((0, 1, 2, 3),)
-
-
 def test_workers_keep_blocks_of_their_own_stages() -> None:
     # stages F0 F1 F2 F3 X0 B1 B2 B3 B4 on three workers
     found = resident_blocks(footprint(10, 10, 10, 10, num_devices=3), LAYOUT)
@@ -52,14 +37,6 @@ def test_workers_keep_blocks_of_their_own_stages() -> None:
     team = replace(LAYOUT, team_size=2)
     found = resident_blocks(footprint(10, 10, 10, 10, num_devices=2), team)
     assert found == ((0, 1, 2, 3), (0, 1, 2, 3))
-
-
-def test_more_than_there_is_room_for_is_refused() -> None:
-    small = footprint(10, 10, 10, 10, room=32)
-    with pytest.raises(FitError, match=r"3 blocks cannot stay on a device of testx1: with \d"):
-        resident_blocks(small, LAYOUT, at_least=3)
-    assert resident_blocks(footprint(10, 10, 10, 10), LAYOUT, at_least=2, at_most=2) == ((0, 1),)
-    assert resident_blocks(footprint(10, 10, 10, 10), LAYOUT, at_most=0) == ()
 
 
 @settings(max_examples=60)
@@ -80,4 +57,4 @@ def test_what_stays_fits(
         return
     held = replace(layout, resident=resident_blocks(model, layout))
     assert model.fits(held)
-    assert min(model.need(held).num_bytes.values()) >= 0
+    assert min(size for _, size in model.need(held).num_bytes) > 0

@@ -21,7 +21,6 @@ from roundpipe_lightning.planning.schedule.schedule import (
     NeededFor,
     Schedule,
     dependencies,
-    format_grid,
     validate_schedule,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
@@ -57,12 +56,6 @@ def test_a_malformed_partition_is_refused(
         Partition(forward=forward, backward=backward)
 
 
-def test_producer_is_the_stage_that_computes_the_input() -> None:
-    partition = Partition(forward=(3, 3), backward=(2, 4, 2))
-    producers = [str(partition.producer(block))[:2] for block in range(8)]
-    assert producers == ["F0", "F0", "F0", "F0", "F1", "F1", "F1", "X0"]
-
-
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 4))
 def test_text_round_trips(forward: list[int], fused: int, size: int) -> None:
     total = sum(forward)
@@ -77,11 +70,6 @@ def test_text_round_trips(forward: list[int], fused: int, size: int) -> None:
 def test_text_that_is_no_partition_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="not a partition"):
         Partition.parse(text)
-
-
-def test_an_unknown_stage_is_refused() -> None:
-    with pytest.raises(PlanError, match="no stage B3"):
-        Partition(forward=(1,), backward=(0, 1)).stage(StageKind.BACKWARD, 3)
 
 
 PARTITION = Partition(forward=(2, 2), backward=(1, 2, 2))
@@ -120,44 +108,9 @@ def test_round_robin_schedule(shape: tuple[int, int, int, int]) -> None:
     assert Schedule.from_text(GOLDEN[shape]) == schedule
 
 
-def test_round_robin_refuses_numbers_that_do_not_fit() -> None:
-    with pytest.raises(PlanError, match="team_size=3 does not divide num_workers=4"):
-        round_robin_schedule(
-            PARTITION, num_workers=4, num_microbatches=1, round_size=1, team_size=3
-        )
-    with pytest.raises(PlanError, match="round_size=0"):
-        round_robin_schedule(PARTITION, num_workers=4, num_microbatches=1, round_size=0)
-
-
-def test_action_text_round_trips() -> None:
-    action = Action(kind=StageKind.FORWARD, stage=2, microbatch=5, worker=1)
-    assert str(action) == "F2.5@1"
-    assert Action.parse("F2.5@1") == action
-    assert str(action.key) == "F2.5"
-
-
-@pytest.mark.parametrize("text", ["", "F2", "G2.5@1", "F2.5@", "F-1.0@0"])
-def test_text_that_is_no_action_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="not an action"):
-        Action.parse(text)
-
-
-def test_an_action_without_worker_is_refused() -> None:
-    with pytest.raises(PlanError, match="names no worker"):
-        Action.parse("F2.5")
-
-
 def test_a_row_out_of_order_is_refused() -> None:
     with pytest.raises(PlanError, match="Expected a line 'worker 0"):
         Schedule.from_text("worker 1: F0.0")
-
-
-def test_a_stray_worker_survives_the_text_form() -> None:
-    schedule = Schedule.from_text("worker 0: F0.0@1\nworker 1: F0.1")
-    assert Schedule.from_text(schedule.to_text()) == schedule
-    assert schedule.worker_of(ActionKey(StageKind.FORWARD, 0, 0)) == 1
-    with pytest.raises(PlanError, match=r"No worker .* F9\.9"):
-        schedule.worker_of(ActionKey(StageKind.FORWARD, 9, 9))
 
 
 def test_dependencies_of_every_kind() -> None:
@@ -219,10 +172,6 @@ def test_a_deadlock_is_found_and_drawn() -> None:
         "worker 0 | >X0.0<  F0.0   B2.0\n"
         "worker 1 | >F1.0<  B1.0"
     )
-
-
-def test_the_grid_of_nothing_is_empty_rows() -> None:
-    assert format_grid(Schedule(workers=((), ()))) == "worker 0 | \nworker 1 | "
 
 
 def plan_with(
@@ -303,13 +252,6 @@ def test_blocks_that_stay_decide(
     plan = replace(plan_with(num_workers=3), resident=resident, num_batches=num_batches)
     assert turns_of_batch(plan) == turns
     assert rotated(plan, 2).resident == plan.resident
-
-
-def test_a_whole_turn_changes_nothing() -> None:
-    plan = plan_with(num_workers=3)
-    assert rotated(plan, 0) is plan
-    assert rotated(plan, 3) is plan
-    assert rotated(rotated(plan, 1), 2) == plan
 
 
 def timeline_of(plan: Plan) -> Timeline:

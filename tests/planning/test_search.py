@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
 from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.cost.simulate import simulate
@@ -21,7 +20,6 @@ from roundpipe_lightning.planning.search.partition import (
     StageLimits,
     balanced_cuts,
     even_partitions,
-    greedy_cuts,
 )
 from tests.kit.plans import balanced_partition
 from tests.kit.profiles import random_profiles, uniform_profile
@@ -48,17 +46,6 @@ def test_balanced_cuts_are_optimal(weights: list[float], num_parts: int) -> None
         for cut in combinations(range(1, len(weights)), parts)
     )
     assert heaviest(weights, tuple(stops)) <= best + 1e-6 * (1 + best)
-
-
-def test_greedy_cuts_fill_up_to_the_limit() -> None:
-    assert greedy_cuts([1, 1, 1, 5, 1, 1], limit=2) == (2, 1, 1, 2)
-    assert greedy_cuts([0.1] * 9, limit=0.3) == (3, 3, 3)
-
-
-def test_impossible_counts_are_refused() -> None:
-    with pytest.raises(PlanError, match="num_parts=0"):
-        balanced_cuts([1.0], num_parts=0)
-    assert balanced_cuts([], num_parts=3) == ()
 
 
 QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
@@ -155,19 +142,3 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
         effort=Effort(num_actions=2_000_000),
     )
     assert again == best
-
-
-def test_a_model_without_blocks_has_one_partition() -> None:
-    evaluator = Evaluator(profile=uniform_profile(0), num_workers=2, rounds=(3,), hop_seconds=0.0)
-    limits = StageLimits(forward=1, backward=1, fused=0)
-    even = even_partitions(evaluator.profile, limits=limits)
-    (found,) = search_partitions(evaluator, even=even, limits=limits, effort=QUICK)
-    assert found == Partition(forward=(), backward=(0,))
-    assert evaluator.makespans(PartitionTable.of([found])).tolist() == [6.0]
-
-
-def test_impossible_limits_are_refused() -> None:
-    with pytest.raises(PlanError, match="limit backward=0 must be 1 or more"):
-        StageLimits(forward=1, backward=0, fused=0)
-    with pytest.raises(PlanError, match="limit fused=-1"):
-        StageLimits(forward=1, backward=1, fused=-1)

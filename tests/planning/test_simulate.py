@@ -17,9 +17,9 @@ from roundpipe_lightning.planning.cost.costs import (
 )
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
-from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
-from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.kit.plans import default_plan
 from tests.kit.profiles import random_profiles
 
@@ -49,7 +49,7 @@ def test_an_early_recompute_waits_inside_its_action() -> None:
         ("B1.0@0", 1.0, 7.0, 3.0),
     ]
     assert timeline.makespan_seconds == 7.0
-    assert timeline.busy_seconds == 7.0 == COSTS.work_seconds
+    assert timeline.busy_seconds == 7.0
     assert timeline.bubble_fraction == pytest.approx(0.5)
 
 
@@ -78,36 +78,9 @@ def test_head_and_tail_are_counted_once() -> None:
     assert [cost.seconds for cost in costs.backward] == [303.0, 26.0]
     assert costs.backward[1].recompute_seconds == 2.0
     fused = stage_costs(profile, partition=Partition(forward=(), backward=(3,)))
-    assert fused.work_seconds == 339.0
+    assert sum(cost.seconds for cost in (*fused.forward, *fused.backward)) == 339.0
     with pytest.raises(PlanError, match="3 blocks"):
         stage_costs(profile, partition=PARTITION)
-
-
-def test_negative_figures_are_refused() -> None:
-    with pytest.raises(PlanError, match="negative"):
-        ActionCost(compute_seconds=-1.0)
-    with pytest.raises(PlanError, match="'x': forward_seconds=-1"):
-        BlockProfile(name="x", forward_seconds=-1.0)
-    with pytest.raises(PlanError, match="'x': backward_seconds=nan"):
-        BlockProfile(name="x", backward_seconds=float("nan"))
-
-
-@pytest.mark.parametrize(
-    ("worker", "start", "end", "message"),
-    [(0, 2.0, 1.0, "begins at 2.0 s and ends at 1.0 s"), (2, 0.0, 1.0, "one of 2 workers")],
-)
-def test_an_impossible_measurement_is_refused(
-    worker: int, start: float, end: float, message: str
-) -> None:
-    action = Action(kind=StageKind.FUSED, stage=0, microbatch=0, worker=worker)
-    entry = TimelineEntry(action=action, start_seconds=start, end_seconds=end)
-    with pytest.raises(PlanError, match=message):
-        Timeline(num_workers=2, entries=(entry,))
-
-
-def test_an_empty_timeline_is_idle_for_no_time() -> None:
-    empty = Timeline(num_workers=3, entries=())
-    assert (empty.makespan_seconds, empty.bubble_fraction, empty.rows()) == (0.0, 0.0, ((), (), ()))
 
 
 @given(random_profiles(), st.integers(1, 5), st.integers(1, 7), st.sampled_from(RecomputeStart))
@@ -123,7 +96,9 @@ def test_a_default_plan_is_valid_and_its_simulation_consistent(
     costs = stage_costs(profile, partition=plan.partition, recompute_start=recompute_start)
     timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
     assert len(timeline.entries) == plan.partition.num_stages * microbatches
-    assert timeline.busy_seconds == pytest.approx(costs.work_seconds * microbatches)
+    assert timeline.busy_seconds == pytest.approx(
+        microbatches * sum(cost.seconds for cost in (*costs.forward, *costs.backward))
+    )
     assert -1e-9 <= timeline.bubble_fraction <= 1.0
     for row in timeline.rows():
         for before, after in pairwise(row):

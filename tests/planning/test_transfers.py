@@ -18,7 +18,7 @@ from roundpipe_lightning.planning.cost.costs import (
 )
 from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.predict import StepModel
-from roundpipe_lightning.planning.cost.simulate import simulate, simulate_transfers
+from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.cost.traffic import (
     StageRun,
     boundary_route,
@@ -57,7 +57,7 @@ def run(
     partition: Partition = PARTITION,
     **options: Any,
 ) -> Timeline:
-    return simulate_transfers(
+    return simulate(
         schedule,
         partition=partition,
         costs=stage_costs(profile, partition=partition),
@@ -135,7 +135,7 @@ def test_fast_links_change_nothing(
     costs = stage_costs(
         profile, partition=plan.partition, hop_seconds=0.25, recompute_start=recompute_start
     )
-    fast = simulate_transfers(
+    fast = simulate(
         plan.schedule,
         partition=plan.partition,
         costs=costs,
@@ -290,7 +290,7 @@ def test_a_direct_hop_is_one_copy() -> None:
     hops = [hop_seconds(hardware, 100, route=route) for route in BoundaryRoute]
     assert hops == [2.0, 2.0, 1.0]
     through, gradients, direct = (
-        simulate_transfers(
+        simulate(
             TWO_WORKERS,
             partition=PARTITION,
             costs=stage_costs(profile, partition=PARTITION, hop_seconds=hop, route=route),

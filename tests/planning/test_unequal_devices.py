@@ -59,7 +59,6 @@ def test_shares_of_the_work_follow_speed(
     assert max(idle_shares(found.timeline)) <= most_idle
     assert found.plan.speeds == speeds
     assert Plan.from_json(found.plan.to_json()) == found.plan
-    assert Plan.from_text(found.plan.to_text()) == found.plan
 
 
 def test_speeds_are_those_of_the_devices_rates() -> None:

@@ -187,11 +187,3 @@ def test_selective_recompute_keeps_attention() -> None:
         WORK, shape=SHAPE, partition=partition, recompute=RecomputePolicy.SELECTIVE
     )
     assert found == Operations(model=MODEL, recompute=2 * 10 * 6)
-
-
-def test_one_fused_stage_recomputes_nothing() -> None:
-    partition = Partition(forward=(), backward=(4,))
-    found = microbatch_operations(
-        WORK, shape=SHAPE, partition=partition, recompute=RecomputePolicy.NONE
-    )
-    assert found == Operations(model=MODEL, recompute=0.0)

@@ -147,11 +147,6 @@ class StageCosts:
         cost = self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
         return cost.times(1 / self.speeds[worker]) if self.speeds else cost
 
-    @property
-    def work_seconds(self) -> float:
-        """All stages together: what one microbatch costs without any waiting."""
-        return sum(cost.seconds for cost in (*self.forward, *self.backward))
-
 
 def stage_costs(
     profile: ModelProfile,

@@ -19,7 +19,7 @@ Workers that compute in the host's memory hold no weights, and the gradients of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,6 +33,7 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage
 
+_GIB = 2**30
 _IN_FLIGHT = 2
 
 
@@ -68,27 +69,57 @@ class MemoryKind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceNeed:
-    """Memory of a device at the stage that needs the most.
+class MemoryNeed:
+    """Memory needed in one place, against the memory it has.
 
     Attributes:
-        stage: That stage.
-        num_bytes: Bytes by kind.
-        available_bytes: Memory of the smallest device that runs it.
+        place: `device` or `host`.
+        stage: The stage that needs the most; None for the host.
+        num_bytes: Bytes by kind, largest first.
+        available_bytes: What there is.
     """
 
-    stage: Stage
-    num_bytes: dict[MemoryKind, float]
+    place: str
+    stage: Stage | None = None
+    num_bytes: tuple[tuple[MemoryKind, int], ...]
     available_bytes: int
 
-    @property
-    def total_bytes(self) -> float:
-        return sum(self.num_bytes.values())
+    @classmethod
+    def of_sizes(
+        cls,
+        sizes: Mapping[MemoryKind, float],
+        *,
+        place: str,
+        available_bytes: int,
+        stage: Stage | None = None,
+    ) -> MemoryNeed:
+        rows = [(kind, round(size)) for kind, size in sizes.items() if round(size)]
+        num_bytes = tuple(sorted(rows, key=lambda row: -row[1]))
+        return cls(place=place, stage=stage, num_bytes=num_bytes, available_bytes=available_bytes)
 
     @property
-    def missing_bytes(self) -> float:
-        """What is needed beyond what there is; less than 0 where there is room."""
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self.num_bytes)
+
+    @property
+    def lack_bytes(self) -> int:
+        """Bytes needed beyond those there are; less than 0 where there is room."""
         return self.total_bytes - self.available_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes needed beyond those there are; 0 where the plan fits."""
+        return max(0, self.lack_bytes)
+
+    def of(self, kind: MemoryKind) -> int:
+        return dict(self.num_bytes).get(kind, 0)
+
+    def __str__(self) -> str:
+        """E.g. `device: 20.1 of 24.0 GiB (F0[0:4]: weights 12.0, activations 8.1)`."""
+        parts = ", ".join(f"{kind.value} {size / _GIB:.1f}" for kind, size in self.num_bytes)
+        where = f"{self.stage}: " if self.stage else ""
+        total, there = self.total_bytes / _GIB, max(0, self.available_bytes) / _GIB
+        return f"{self.place}: {total:.1f} of {there:.1f} GiB ({where}{parts})"
 
 
 class Footprint:
@@ -111,8 +142,7 @@ class Footprint:
         self.boundary_bytes = max((block.boundary_bytes for block in blocks), default=0)
 
     def fits(self, layout: PipelineLayout) -> bool:
-        need = self.need(layout)
-        return need.missing_bytes <= 0
+        return self.need(layout).lack_bytes <= 0
 
     def most_bytes(self, layout: PipelineLayout) -> float:
         """Return the memory of a device at the stage that needs the most."""
@@ -141,12 +171,34 @@ class Footprint:
             rooms = np.minimum(rooms, least[turn % len(teams)])
         return rooms
 
-    def need(self, layout: PipelineLayout) -> DeviceNeed:
-        by_kind = self.stage_bytes(layout)
-        rooms = self.room(PartitionTable.of([layout.partition]), config=layout)[0]
-        if layout.resident:
-            return self._need_with_residents(layout, by_kind, rooms)
-        return self._need_at(layout, by_kind, int((_total(by_kind) - rooms).argmax()), rooms)
+    def need(self, layout: PipelineLayout) -> MemoryNeed:
+        """Return the memory of a device at the stage that needs the most."""
+        by_kind, table = self.stage_bytes(layout), PartitionTable.of([layout.partition])
+        rooms = self.room(table, config=layout)[0]
+        worst: MemoryNeed | None = None
+        for team, members in enumerate(layout.teams(self.hardware.num_devices)):
+            places = sorted(set(self.team_stages(layout, team=team)))
+            held = dict.fromkeys(layout.resident[w] for w in members) if layout.resident else [()]
+            for blocks in held if places else ():
+                sizes = {kind: values.copy() for kind, values in by_kind.items()}
+                sizes[MemoryKind.RESIDENT] = np.zeros(len(rooms))
+                for block in blocks:
+                    size = self.profile.blocks[block].parameter_bytes
+                    sizes[MemoryKind.RESIDENT] += size
+                    slots = self.slots_of(table, block, layout=layout)
+                    sizes[MemoryKind.WEIGHTS] -= size * slots
+                short = _total(sizes) - rooms
+                place = max(places, key=lambda index: short[index])
+                need = MemoryNeed.of_sizes(
+                    {kind: float(values[place]) for kind, values in sizes.items()},
+                    place="device",
+                    stage=layout.partition.stages()[place],
+                    available_bytes=int(rooms[place]),
+                )
+                if worst is None or need.lack_bytes > worst.lack_bytes:
+                    worst = need
+        assert worst is not None, "a step has stages"
+        return worst
 
     def stage_bytes(self, layout: PipelineLayout) -> dict[MemoryKind, Floats]:
         """Return bytes by kind while a device runs each stage; no block stays on it."""
@@ -241,51 +293,6 @@ class Footprint:
             after = table.neighbours(self.num_teams(layout), goes_on=layout.goes_on)[0]
             has = has | ((after >= 0) & has[after])
         return has
-
-    def _need_with_residents(
-        self, layout: PipelineLayout, by_kind: dict[MemoryKind, Floats], rooms: Floats
-    ) -> DeviceNeed:
-        """Find the worker and the stage that need the most."""
-        worst: DeviceNeed | None = None
-        for team, members in enumerate(layout.teams(self.hardware.num_devices)):
-            places = sorted(set(self.team_stages(layout, team=team)))
-            for blocks in dict.fromkeys(layout.resident[worker] for worker in members):
-                need = self._resident_need(layout, by_kind, places, blocks, rooms)
-                if worst is None or need.missing_bytes > worst.missing_bytes:
-                    worst = need
-        assert worst is not None
-        return worst
-
-    def _resident_need(
-        self,
-        layout: PipelineLayout,
-        by_kind: dict[MemoryKind, Floats],
-        places: Sequence[int],
-        blocks: Sequence[int],
-        rooms: Floats,
-    ) -> DeviceNeed:
-        table = PartitionTable.of([layout.partition])
-        sizes = {kind: values.copy() for kind, values in by_kind.items()}
-        resident = 0
-        for block in blocks:
-            size = self.profile.blocks[block].parameter_bytes
-            resident += size
-            sizes[MemoryKind.WEIGHTS] -= size * self.slots_of(table, block, layout=layout)
-        total = _total(sizes)
-        sizes[MemoryKind.RESIDENT] = np.full(len(total), float(resident))
-        short = total - rooms
-        place = max(places, key=lambda index: short[index]) if places else int(short.argmin())
-        return self._need_at(layout, sizes, place, rooms)
-
-    @staticmethod
-    def _need_at(
-        layout: PipelineLayout, by_kind: dict[MemoryKind, Floats], place: int, rooms: Floats
-    ) -> DeviceNeed:
-        return DeviceNeed(
-            stage=layout.partition.stages()[place],
-            num_bytes={kind: float(values[place]) for kind, values in by_kind.items()},
-            available_bytes=int(rooms[place]),
-        )
 
 
 class _Ranges:

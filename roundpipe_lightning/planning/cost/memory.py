@@ -9,11 +9,11 @@ page-locked slots per device where weights are not page-locked themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from roundpipe_lightning.planning.cost.device_memory import Footprint, MemoryKind
+from roundpipe_lightning.planning.cost.device_memory import Footprint, MemoryKind, MemoryNeed
 from roundpipe_lightning.planning.cost.traffic import stage_parts
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
@@ -28,42 +28,6 @@ from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 _GIB = 2**30
 _ROUNDS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryNeed:
-    """Memory needed in one place, against the memory it has.
-
-    Attributes:
-        place: `device` or `host`.
-        stage: The stage that needs the most; empty for the host.
-        num_bytes: Bytes by kind, largest first.
-        available_bytes: What there is.
-    """
-
-    place: str
-    stage: str
-    num_bytes: tuple[tuple[MemoryKind, int], ...]
-    available_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(size for _, size in self.num_bytes)
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes needed beyond those there are; 0 where the plan fits."""
-        return max(0, self.total_bytes - self.available_bytes)
-
-    def of(self, kind: MemoryKind) -> int:
-        return dict(self.num_bytes).get(kind, 0)
-
-    def __str__(self) -> str:
-        """E.g. `device: 20.1 of 24.0 GiB (F0[0:4]: weights 12.0, activations 8.1)`."""
-        parts = ", ".join(f"{kind.value} {size / _GIB:.1f}" for kind, size in self.num_bytes)
-        where = f"{self.stage}: " if self.stage else ""
-        total, there = self.total_bytes / _GIB, max(0, self.available_bytes) / _GIB
-        return f"{self.place}: {total:.1f} of {there:.1f} GiB ({where}{parts})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +50,7 @@ class MemoryReport:
     def missing_share(self) -> float:
         """Missing memory as a share of the memory there is; less than 0 where there is room."""
         return max(
-            (need.total_bytes - need.available_bytes) / max(abs(need.available_bytes), 1)
-            for need in (self.device, self.host)
+            need.lack_bytes / max(abs(need.available_bytes), 1) for need in (self.device, self.host)
         )
 
     @property
@@ -115,13 +78,7 @@ class MemoryModel:
     storage: ParameterStorage = field(default_factory=ParameterStorage)
 
     def report(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> MemoryReport:
-        need = self.footprint(shape).need(layout)
-        device = MemoryNeed(
-            place="device",
-            stage=str(need.stage),
-            num_bytes=_by_size(need.num_bytes),
-            available_bytes=need.available_bytes,
-        )
+        device = self.footprint(shape).need(layout)
         return MemoryReport(device=device, host=self._host_need(layout, shape, device.total_bytes))
 
     def host_fits(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> bool:
@@ -152,8 +109,8 @@ class MemoryModel:
         available = self.hardware.host_bytes
         if self.hardware.shares_host_memory:
             available -= round(device_bytes) * self.busy_devices(layout)
-        num_bytes = _by_size(self._host(layout, shape))
-        return MemoryNeed(place="host", stage="", num_bytes=num_bytes, available_bytes=available)
+        sizes = self._host(layout, shape)
+        return MemoryNeed.of_sizes(sizes, place="host", available_bytes=available)
 
     def _host(self, layout: PipelineLayout, shape: MicrobatchShape) -> dict[MemoryKind, float]:
         footprint = self.footprint(shape)
@@ -234,8 +191,3 @@ def longest_that_fits(shortage: Callable[[int], float], *, too_long: int) -> int
         else:
             low, below = guess, missing
     return low
-
-
-def _by_size(sizes: dict[MemoryKind, float]) -> tuple[tuple[MemoryKind, int], ...]:
-    rows: Sequence[tuple[MemoryKind, int]] = [(k, round(size)) for k, size in sizes.items()]
-    return tuple(sorted((row for row in rows if row[1]), key=lambda row: -row[1]))

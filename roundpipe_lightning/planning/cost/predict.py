@@ -26,7 +26,7 @@ from roundpipe_lightning.planning.cost.costs import (
     stage_costs,
 )
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.simulate import simulate, simulate_runs
+from roundpipe_lightning.planning.cost.simulate import Simulation, simulate
 from roundpipe_lightning.planning.cost.traffic import (
     StageRun,
     boundary_route,
@@ -57,6 +57,8 @@ class StepPrediction:
         compute_seconds: What the devices compute, spread evenly: a limit.
         uploaded_bytes: Weights, host to devices, all together.
         downloaded_bytes: Gradients, devices to host, all together.
+        boundary_bytes: Boundaries, kept attention outputs and their gradients: host to devices,
+            devices to host, device to device.
     """
 
     layout: PipelineLayout
@@ -68,6 +70,7 @@ class StepPrediction:
     compute_seconds: float
     uploaded_bytes: float
     downloaded_bytes: float
+    boundary_bytes: tuple[float, float, float]
 
     @property
     def bubble_fraction(self) -> float:
@@ -143,8 +146,9 @@ class StepModel:
         host, costs = self.host, self.costs(layout)
         runs, timeline = self._simulated(layout, costs)
         pipeline = timeline.makespan_seconds
-        uploaded = float(sum(run.weight_bytes for row in runs for run in row))
-        downloaded = float(sum(run.gradient_bytes for row in runs for run in row))
+        each = [run for row in runs for run in row]
+        uploaded = float(sum(run.weight_bytes for run in each))
+        downloaded = float(sum(run.gradient_bytes for run in each))
         edges = 0.0
         if host.goes_on:
             twice = replace(layout, num_microbatches=2 * layout.num_microbatches)
@@ -162,6 +166,11 @@ class StepModel:
             compute_seconds=timeline.busy_seconds / timeline.num_workers,
             uploaded_bytes=uploaded,
             downloaded_bytes=downloaded,
+            boundary_bytes=(
+                float(sum(run.input_bytes for run in each)),
+                float(sum(run.output_bytes for run in each)),
+                float(sum(run.direct_bytes for run in each)),
+            ),
         )
 
     def _edge_seconds(self, runs: list[list[StageRun]]) -> float:
@@ -188,9 +197,9 @@ class StepModel:
         if self.hardware.shares_host_memory:
             return runs, simulate(schedule, partition=partition, costs=costs)
         slots = layout.weight_slots
-        return runs, simulate_runs(
+        return runs, Simulation(
             runs, partition=partition, costs=costs, weight_slots=slots, hardware=self.links
-        )
+        ).timeline()
 
     def costs(self, layout: PipelineLayout) -> StageCosts:
         """Costs of the stages, the expansion of compressed weights spread over a round."""

@@ -1,4 +1,4 @@
-"""Predicts when every action of a schedule runs, without transfers (`simulate`) or with them.
+"""Predicts when every action of a schedule runs, with the transfers of a machine or without any.
 
 Workers run their actions in order. An action begins when its worker is free and what it needs
 (`dependencies()`) has arrived, which takes a hop where it comes from another worker.
@@ -37,123 +37,60 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
+from roundpipe_lightning.planning.cost.costs import RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.traffic import (
     StageRun,
     worker_stage_runs,
 )
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.schedule import (
     Action,
-    ActionKey,
     NeededFor,
     Schedule,
     dependencies,
     stage_dependencies,
-    walk,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 
-def simulate(schedule: Schedule, *, partition: Partition, costs: StageCosts) -> Timeline:
-    """Run a schedule on paper; return the actions in an order in which they can run.
-
-    Raises:
-        PlanError: If the schedule deadlocks.
-    """
-    rules = {
-        (stage.kind, stage.index): stage_dependencies(stage.kind, stage.index, partition)
-        for stage in partition.stages()
-    }
-    early = costs.recompute_start is RecomputeStart.EARLY
-    ended: dict[ActionKey, tuple[float, int]] = {}
-    free = [0.0] * schedule.num_workers
-    entries = []
-    for action in walk(schedule, partition):
-        start, gradient = free[action.worker], 0.0
-        rule = rules[action.kind, action.stage]
-        needs = [(ActionKey(kind, index, action.microbatch), part) for kind, index, part in rule]
-        joins = partition.joined and action.kind is StageKind.FUSED
-        if joins:
-            needs = [(each.key, each.needed_for) for each in dependencies(action.key, partition)]
-        for key, needed_for in needs:
-            end, worker = ended[key]
-            arrival = end if worker == action.worker else end + costs.hop_seconds
-            if early and needed_for is NeededFor.GRADIENT:
-                gradient = max(gradient, arrival)
-            else:
-                start = max(start, arrival)
-        cost = costs.of(action.kind, action.stage, action.worker)
-        if joins:
-            cost = cost.times(_tails(action, partition.joined))
-        entry = _entry(action, cost, start=start, gradient=gradient)
-        free[action.worker] = entry.end_seconds
-        ended[action.key] = (entry.end_seconds, action.worker)
-        entries.append(entry)
-    return Timeline(num_workers=schedule.num_workers, entries=tuple(entries))
-
-
-def _tails(action: Action, joined: int) -> int:
-    """Return for how many microbatches an action of the FUSED stage runs the tail segment."""
-    return 0 if action.microbatch % joined else joined
-
-
-def _entry(action: Action, cost: ActionCost, *, start: float, gradient: float) -> TimelineEntry:
-    recomputed = start + cost.recompute_seconds
-    waiting = max(0.0, gradient - recomputed)
-    return TimelineEntry(
-        action=action,
-        start_seconds=start,
-        end_seconds=recomputed + waiting + cost.compute_seconds,
-        waiting_seconds=waiting,
-    )
-
-
-def simulate_transfers(
+def simulate(
     schedule: Schedule,
     *,
     partition: Partition,
     costs: StageCosts,
-    profile: ModelProfile,
-    hardware: HardwareSpec,
+    profile: ModelProfile | None = None,
+    hardware: HardwareSpec | None = None,
     weight_slots: int = 2,
     resident: Sequence[Sequence[int]] = (),
     recompute: RecomputePolicy = RecomputePolicy.FULL,
 ) -> Timeline:
     """Run a valid schedule on paper, with the uploads and downloads it needs.
 
-    The costs, and the way that boundaries take, must be those of the same recompute policy.
+    The costs, and the way that boundaries take, must be those of the same recompute policy. Without
+    `profile` and `hardware` nothing is uploaded or downloaded.
 
     Raises:
         PlanError: If the schedule deadlocks.
     """
+    weightless = (BlockProfile(name="block"),) * partition.num_blocks
     runs = worker_stage_runs(
         schedule,
         partition=partition,
-        profile=profile,
+        profile=profile or ModelProfile(blocks=weightless, fingerprint=""),
         recompute=recompute,
         resident=resident,
         route=costs.route,
     )
-    return simulate_runs(
-        runs, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
-    )
-
-
-def simulate_runs(
-    runs: Sequence[Sequence[StageRun]],
-    *,
-    partition: Partition,
-    costs: StageCosts,
-    weight_slots: int,
-    hardware: HardwareSpec,
-) -> Timeline:
-    """Run every worker's stage runs on paper."""
-    return _Simulation(
+    return Simulation(
         runs, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
     ).timeline()
+
+
+def _tails(action: Action, joined: int) -> int:
+    """Return for how many microbatches an action of the FUSED stage runs the tail segment."""
+    return 0 if action.microbatch % joined else joined
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +153,7 @@ class _Worker:
     downloading: bool = False
 
 
-class _Simulation:
+class Simulation:
     """One simulation: actions end at known times, flows at times that depend on all others."""
 
     def __init__(
@@ -226,12 +163,12 @@ class _Simulation:
         partition: Partition,
         costs: StageCosts,
         weight_slots: int,
-        hardware: HardwareSpec,
+        hardware: HardwareSpec | None,
     ) -> None:
         self._weight_slots = weight_slots
         self._hop_seconds = costs.hop_seconds
-        self._host_bytes_per_second = hardware.host_bytes_per_second
-        per_root = hardware.devices_per_root
+        self._hardware = hardware
+        per_root = hardware.devices_per_root if hardware else 1
         self._workers = [
             _Worker(runs=_transfers(row, partition=partition, costs=costs), root=worker // per_root)
             for worker, row in enumerate(runs)
@@ -253,12 +190,8 @@ class _Simulation:
         self._busy = [0] * (2 * num_roots)
         self._own = [
             (each.upload_bytes_per_second, each.download_bytes_per_second)
-            for each in hardware.workers
+            for each in (hardware.workers if hardware else ())
         ]
-        self._root = (
-            hardware.root_upload_bytes_per_second,
-            hardware.root_download_bytes_per_second,
-        )
         self._entries: list[TimelineEntry] = []
 
     def timeline(self) -> Timeline:
@@ -304,12 +237,15 @@ class _Simulation:
         self._flows_changed = False
         if not self._flows:
             return
-        host_share = self._host_bytes_per_second / len(self._flows)
+        hardware = self._hardware
+        assert hardware is not None, "without a machine nothing travels"
+        host_share = hardware.host_bytes_per_second / len(self._flows)
+        root = (hardware.root_upload_bytes_per_second, hardware.root_download_bytes_per_second)
         for flow in self._flows:
             link = flow.link
             direction = link % 2
             own = self._own[flow.worker][direction]
-            rate = min(own, self._root[direction] / self._busy[link], host_share)
+            rate = min(own, root[direction] / self._busy[link], host_share)
             flow.bytes_per_second = rate
             end = self._now + max(flow.remaining_bytes, 0.0) / rate
             self._flow_end = min(self._flow_end, end)

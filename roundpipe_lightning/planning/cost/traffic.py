@@ -97,35 +97,26 @@ def _attention_bytes(profile: ModelProfile, stage: Stage, recompute: RecomputePo
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageBytes:
-    """Bytes that a stage moves.
-
-    Attributes:
-        weight_bytes: Parameters, once per stage run.
-        gradient_bytes: Gradients of trainable parameters, once per stage run; 0 for FORWARD.
-        input_bytes: Boundaries, gradients and kept attention outputs that one action needs.
-        output_bytes: What of these one action hands on.
-    """
-
-    weight_bytes: int
-    gradient_bytes: int
-    input_bytes: int
-    output_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageRun(StageBytes):
+class StageRun:
     """A run of actions of one stage on one worker, and what all of them move.
 
     Attributes:
         stage: The stage.
         actions: What runs.
-        direct_bytes: What the actions need from other devices, by one copy; the inputs and outputs
-            are those by way of the host.
+        weight_bytes: Parameters, once per stage run.
+        gradient_bytes: Gradients of trainable parameters, once per stage run; 0 for FORWARD.
+        input_bytes: Boundaries, gradients and kept attention outputs that the actions need, by way
+            of the host.
+        output_bytes: What of these they hand on.
+        direct_bytes: What the actions need from other devices, by one copy.
     """
 
     stage: Stage
-    actions: tuple[Action, ...]
+    actions: tuple[Action, ...] = ()
+    weight_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    output_bytes: int
     direct_bytes: int = 0
 
 
@@ -148,8 +139,8 @@ def stage_bytes(
     stage: Stage,
     partition: Partition,
     recompute: RecomputePolicy = RecomputePolicy.FULL,
-) -> StageBytes:
-    """Add up what a stage moves; with a SELECTIVE recompute attention's outputs move too."""
+) -> StageRun:
+    """Add up what a stage moves for one action; SELECTIVE moves attention's outputs, too."""
     parts = stage_parts(profile, stage)
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     if stage.kind is StageKind.FORWARD:
@@ -162,7 +153,8 @@ def stage_bytes(
     if recompute is RecomputePolicy.SELECTIVE:
         attention = sum(profile.blocks[block].attention_bytes for block in stage.blocks)
     trains = stage.kind is not StageKind.FORWARD
-    return StageBytes(
+    return StageRun(
+        stage=stage,
         weight_bytes=sum(part.parameter_bytes for part in parts),
         gradient_bytes=sum(part.trainable_bytes for part in parts) if trains else 0,
         input_bytes=inputs * boundary + attention * (stage.kind is StageKind.BACKWARD),
@@ -191,14 +183,22 @@ def worker_stage_runs(
         fresh: set[int] = set()
         for (kind, index), group in groupby(actions, key=lambda each: (each.kind, each.stage)):
             stage = partition.stage(kind, index)
-            run = _stage_run(stage, sizes[stage], tuple(group))
+            each, some = sizes[stage], tuple(group)
             staying = [profile.blocks[block] for block in blocks.intersection(stage.blocks)]
             again = blocks.intersection(stage.blocks) - fresh
-            weight_bytes = run.weight_bytes - sum(block.parameter_bytes for block in staying)
+            weight_bytes = each.weight_bytes - sum(block.parameter_bytes for block in staying)
             parts = [profile.blocks[block] for block in again]  # gradients may be wider
             weight_bytes += sum(min(part.trainable_bytes, part.parameter_bytes) for part in parts)
             fresh |= again
-            runs.append(replace(run, weight_bytes=weight_bytes) if staying else run)
+            runs.append(
+                replace(
+                    each,
+                    actions=some,
+                    weight_bytes=weight_bytes,
+                    input_bytes=len(some) * each.input_bytes,
+                    output_bytes=len(some) * each.output_bytes,
+                )
+            )
         rows.append(runs)
     if route is BoundaryRoute.THROUGH_HOST:
         return rows
@@ -208,17 +208,6 @@ def worker_stage_runs(
         [_directly(run, makers[run.stage], schedule, boundary, route) for run in row]
         for row in rows
     ]
-
-
-def _stage_run(stage: Stage, sizes: StageBytes, actions: tuple[Action, ...]) -> StageRun:
-    return StageRun(
-        stage=stage,
-        actions=actions,
-        weight_bytes=sizes.weight_bytes,
-        gradient_bytes=sizes.gradient_bytes,
-        input_bytes=len(actions) * sizes.input_bytes,
-        output_bytes=len(actions) * sizes.output_bytes,
-    )
 
 
 def _makers(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from roundpipe_lightning.planning.cost.memory import MemoryNeed, MemoryReport
+from roundpipe_lightning.planning.cost.memory import MemoryReport
 from roundpipe_lightning.planning.cost.predict import StepPrediction
-from roundpipe_lightning.planning.cost.traffic import boundary_route, worker_stage_runs
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import WorkProfile
@@ -79,22 +78,11 @@ class PlanDescription:
         job, layout = self.job, self.layout
         if job.hardware.shares_host_memory:
             return dict.fromkeys((*MOVED, "weights_saved"), 0.0)
-        footprint = job.memory.footprint(job.shape)
-        rows = worker_stage_runs(
-            self.plan.schedule,
-            partition=layout.partition,
-            profile=footprint.profile,
-            recompute=layout.recompute,
-            route=boundary_route(footprint, layout),
-        )
-        each = [run for row in rows for run in row]
         count = job.num_microbatches * job.num_batches / layout.num_microbatches
         sizes = (
             self.prediction.uploaded_bytes,
             self.prediction.downloaded_bytes,
-            float(count * sum(moved.input_bytes for moved in each)),
-            float(count * sum(moved.output_bytes for moved in each)),
-            float(count * sum(moved.direct_bytes for moved in each)),
+            *(count * size for size in self.prediction.boundary_bytes),
         )
         without = job.predict(replace(layout, resident=())) if layout.resident else self.prediction
         saved = without.uploaded_bytes - self.prediction.uploaded_bytes
@@ -185,18 +173,13 @@ def model_line(work: WorkProfile, *, precision: str) -> str:
 
 
 def memory_lines(memory: MemoryReport) -> list[str]:
-    return [
-        line
-        for name, need in (("device", memory.device), ("host", memory.host))
-        for line in _need_lines(name, need)
-    ]
-
-
-def _need_lines(name: str, need: MemoryNeed) -> Iterator[str]:
-    at = f" at stage {need.stage}" if need.stage else ""
-    yield f"  {name}{at}: {size_text(need.total_bytes)} of {size_text(need.available_bytes)}"
-    for kind, size in need.num_bytes:
-        yield f"    {kind.value:16} {size_text(size):>12}"
+    lines = []
+    for need in (memory.device, memory.host):
+        at = f" at stage {need.stage}" if need.stage else ""
+        sizes = f"{size_text(need.total_bytes)} of {size_text(need.available_bytes)}"
+        lines.append(f"  {need.place}{at}: {sizes}")
+        lines += [f"    {kind.value:16} {size_text(size):>12}" for kind, size in need.num_bytes]
+    return lines
 
 
 def size_text(num_bytes: float) -> str:

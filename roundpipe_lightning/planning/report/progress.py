@@ -1,9 +1,9 @@
 """Progress of the workers of a step in their schedule, as text for messages.
 
 ```
-[done] >running<  waiting; a column's actions may run at the same time
+[done] >running<  waiting; a row has a worker's actions in order
 worker 0 | [F0.0] [F0.1]  X0.0   X0.1
-worker 1 |        [F1.0] >F1.1<         B1.0   B1.1
+worker 1 | [F1.0] >F1.1<  B1.0   B1.1
 worker 0: 2 of 4 done, may begin X0.0, which its microbatch has not come to
 worker 1: 1 of 4 done, runs F1.1 for 612.4 s
 ```
@@ -11,17 +11,17 @@ worker 1: 1 of 4 done, runs F1.1 for 612.4 s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies, walk
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
 
-_MOST_COLUMNS = 16
-"""Columns of the grid; those around the running actions are shown."""
+_SHOWN = 16
+"""Actions of a worker that are shown, from the last finished ones on."""
 
-_COLUMNS_BEFORE = 3
-"""Number of finished columns that are shown before them."""
+_SHOWN_BEFORE = 3
+"""Number of finished ones among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class StepProgress:
 
     def to_text(self) -> str:
         """Return the grid and, for every worker, what it runs or waits for."""
-        lines = ["[done] >running<  waiting; a column's actions may run at the same time"]
+        lines = ["[done] >running<  waiting; a row has a worker's actions in order"]
         lines += self._grid()
         for worker, actions in enumerate(self.plan.schedule.workers):
             num_done = sum(action.key in self.ended for action in actions)
@@ -66,32 +66,17 @@ class StepProgress:
         state = "running" if key in self.running else "not begun"
         return f"{key} (worker {self.plan.schedule.worker_of(key)}, {state})"
 
-    def _grid(self) -> list[str]:
-        columns = earliest_columns(self.plan)
-        open_columns = [column for key, column in columns.items() if key not in self.ended]
-        last = max(columns.values(), default=0)
-        first = max(0, min(open_columns, default=last) - _COLUMNS_BEFORE)
-        end = min(last + 1, first + _MOST_COLUMNS)
-        width = max((len(str(key)) for key in columns), default=0) + 2
-        rows = []
+    def _grid(self) -> Iterator[str]:
+        width = max((len(str(action.key)) for action in self.plan.schedule), default=0) + 2
         for worker, actions in enumerate(self.plan.schedule.workers):
-            cells = {columns[action.key]: self._cell(action.key) for action in actions}
-            shown = " ".join(cells.get(column, "").ljust(width) for column in range(first, end))
-            before, after = "... " if first else "", " ..." if end <= last else ""
-            rows.append(f"worker {worker} | {before}{shown}{after}".rstrip())
-        return rows
+            num_done = sum(action.key in self.ended for action in actions)
+            first = max(0, min(num_done, len(actions) - 1) - _SHOWN_BEFORE)
+            some = actions[first : first + _SHOWN]
+            shown = " ".join(self._cell(action.key).ljust(width) for action in some)
+            before, after = "... " if first else "", " ..." if first + _SHOWN < len(actions) else ""
+            yield f"worker {worker} | {before}{shown}{after}".rstrip()
 
     def _cell(self, key: ActionKey) -> str:
         if key in self.ended:
             return f"[{key}]"
         return f">{key}<" if key in self.running else f" {key} "
-
-
-def earliest_columns(plan: Plan) -> dict[ActionKey, int]:
-    """Return the earliest begin of each action if every action takes one unit of time."""
-    columns: dict[ActionKey, int] = {}
-    latest = [-1] * plan.num_workers
-    for action in walk(plan.schedule, plan.partition):
-        before = [columns[each.key] for each in dependencies(action.key, plan.partition)]
-        columns[action.key] = latest[action.worker] = 1 + max([latest[action.worker], *before])
-    return columns

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
@@ -287,9 +286,11 @@ class Plan(PipelineLayout):
             )
         check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
 
-    def _values(self) -> dict[str, Any]:
+    def to_json(self) -> str:
+        """JSON form, which `from_json` reads back."""
         counts = {name: getattr(self, name) for name in (*_COUNTS, "num_batches", "weight_slots")}
-        return {
+        values = {
+            "format_version": FORMAT_VERSION,
             "model": self.model,
             "partition": str(self.partition),
             **counts,
@@ -300,38 +301,7 @@ class Plan(PipelineLayout):
             "block_names": list(self.block_names),
             "schedule": self.schedule.to_text().splitlines(),
         }
-
-    def to_text(self) -> str:
-        """Readable form, which `from_text` reads back."""
-        values = self._values()
-        rows = values.pop("schedule")
-        values["block_names"] = " ".join(values["block_names"])
-        head = [f"{name}: {value}".rstrip() for name, value in values.items()]
-        return "\n".join([f"roundpipe plan {FORMAT_VERSION}", *head, "schedule:", *rows]) + "\n"
-
-    @classmethod
-    def from_text(cls, text: str) -> Plan:
-        """Read the readable form.
-
-        Raises:
-            PlanError: If the text is not a plan of this version, or a plan that cannot run.
-        """
-        head, _, rows = text.partition("\nschedule:\n")
-        first, *lines = head.splitlines() or [""]
-        if first != f"roundpipe plan {FORMAT_VERSION}":
-            raise PlanError(
-                f"Expected 'roundpipe plan {FORMAT_VERSION}' in the first line, got "
-                f"{first[:80]!r}. Make a new plan with this version."
-            )
-        pairs = (line.partition(":") for line in lines)
-        values: dict[str, Any] = {name.strip(): value.strip() for name, _, value in pairs}
-        values["block_names"] = values.get("block_names", "").split()
-        values["schedule"] = rows.splitlines()
-        return cls._from_values(values, source="text")
-
-    def to_json(self) -> str:
-        """JSON form, which `from_json` reads back."""
-        return json.dumps({"format_version": FORMAT_VERSION, **self._values()}, indent=1) + "\n"
+        return json.dumps(values, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -350,10 +320,6 @@ class Plan(PipelineLayout):
                 f"format_version={version!r}, but this version reads {FORMAT_VERSION}: make a new "
                 "plan."
             )
-        return cls._from_values(values, source="JSON")
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any], *, source: str) -> Plan:
         try:
             counts = {name: int(values[name]) for name in (*_COUNTS, "num_batches", "weight_slots")}
             return cls(
@@ -370,9 +336,9 @@ class Plan(PipelineLayout):
         except PlanError:
             raise
         except KeyError as error:
-            raise PlanError(f"The plan ({source}) has no {error}: make a new plan.") from error
+            raise PlanError(f"The plan has no {error}: make a new plan.") from error
         except (AttributeError, TypeError, ValueError) as error:
-            raise PlanError(f"The plan ({source}) is malformed: {error}.") from error
+            raise PlanError(f"The plan is malformed: {error}.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON form; a file that exists is replaced whole or not at all."""
@@ -395,4 +361,7 @@ class Plan(PipelineLayout):
             raise PlanError(f"plan={str(path)!r}: {error}") from error
 
     def __str__(self) -> str:
-        return self.to_text()
+        values = json.loads(self.to_json())
+        rows, values["block_names"] = values.pop("schedule"), " ".join(values["block_names"])
+        head = [f"{name}: {value}" for name, value in values.items()]
+        return "\n".join([*head, "schedule:", *rows]) + "\n"

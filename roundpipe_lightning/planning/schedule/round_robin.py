@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -57,20 +56,7 @@ def round_robin_schedule(
         round_size: Microbatches that travel together; the last round may have fewer.
         team_size: Workers that share a stage's microbatches; divides `num_workers`.
         speeds: How fast every worker is; empty: they are equal.
-
-    Raises:
-        PlanError: If the numbers do not fit together.
     """
-    for name, value in (
-        ("num_workers", num_workers),
-        ("num_microbatches", num_microbatches),
-        ("round_size", round_size),
-        ("team_size", team_size),
-    ):
-        if value < 1:
-            raise PlanError(f"{name}={value} must be 1 or more.")
-    if num_workers % team_size:
-        raise PlanError(f"team_size={team_size} does not divide num_workers={num_workers}.")
     config = PipelineConfig(
         num_microbatches=num_microbatches,
         round_size=round_size,

@@ -240,34 +240,6 @@ def _cell(action: Action, worker: int, marked: Collection[Action]) -> str:
     return f">{text}<" if action in marked else f" {text} "
 
 
-def walk(schedule: Schedule, partition: Partition) -> Iterator[Action]:
-    """Yield the actions in an order in which they can run, every worker's in its own order.
-
-    Raises:
-        PlanError: If some of them can never run, showing where every worker stands.
-    """
-    done: set[ActionKey] = set()
-    waiters: dict[ActionKey, list[int]] = {}
-    position = [0] * schedule.num_workers
-    ready = deque(range(schedule.num_workers))
-    while ready:
-        worker = ready.popleft()
-        actions = schedule.workers[worker]
-        while position[worker] < len(actions):
-            action = actions[position[worker]]
-            key = action.key
-            missing = next((d.key for d in dependencies(key, partition) if d.key not in done), None)
-            if missing is not None:
-                waiters.setdefault(missing, []).append(worker)
-                break
-            position[worker] += 1
-            done.add(key)
-            ready.extend(waiters.pop(key, ()))
-            yield action
-    if waiters:
-        raise PlanError(_describe_deadlock(schedule, partition, position, done))
-
-
 def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatches: int) -> None:
     """Check that the schedule runs every stage once for every microbatch and cannot deadlock.
 
@@ -290,8 +262,23 @@ def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatc
     missing = sorted(map(str, expected - seen))
     if missing:
         raise _error(f"{len(missing)} action(s) are missing: {', '.join(missing[:8])}.", schedule)
-    for _ in walk(schedule, partition):
-        pass
+    done: set[ActionKey] = set()
+    waiters: dict[ActionKey, list[int]] = {}
+    position = [0] * schedule.num_workers
+    ready = deque(range(schedule.num_workers))
+    while ready:
+        worker = ready.popleft()
+        for action in schedule.workers[worker][position[worker] :]:
+            needs = dependencies(action.key, partition)
+            late = next((each.key for each in needs if each.key not in done), None)
+            if late is not None:
+                waiters.setdefault(late, []).append(worker)
+                break
+            position[worker] += 1
+            done.add(action.key)
+            ready.extend(waiters.pop(action.key, ()))
+    if waiters:
+        raise PlanError(_describe_deadlock(schedule, partition, position, done))
 
 
 def expected_keys(partition: Partition, num_microbatches: int) -> frozenset[ActionKey]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -63,7 +63,6 @@ class Case:
         request: What is wanted.
         limits: Blocks per stage at most, other stages as small as they may be.
         joint_limits: Blocks per stage at most, all stages together.
-        known_even: Even partitions by their limits, which cases of the same model share.
     """
 
     config: PipelineConfig
@@ -71,7 +70,6 @@ class Case:
     request: PlanningRequest
     limits: StageLimits
     joint_limits: StageLimits
-    known_even: dict[StageLimits, tuple[Partition, ...]] = field(default_factory=dict)
 
     @property
     def footprint(self) -> Footprint:
@@ -112,15 +110,12 @@ class Case:
         )
 
     def _even(self, limits: StageLimits) -> tuple[Partition, ...]:
-        if limits not in self.known_even:
-            most = max(_FEW // 2, _EVEN_STAGES // max(self.profile.num_blocks, 1))
-            count = min(self.request.effort.num_even, most)
-            self.known_even[limits] = even_partitions(self.profile, limits=limits, count=count)
-            if self.request.speeds:
-                self.known_even[limits] += speed_partitions(
-                    self.profile, limits=limits, speeds=self.request.speeds
-                )
-        return self.known_even[limits]
+        most = max(_FEW // 2, _EVEN_STAGES // max(self.profile.num_blocks, 1))
+        count = min(self.request.effort.num_even, most)
+        found = even_partitions(self.profile, limits=limits, count=count)
+        if self.request.speeds:
+            found += speed_partitions(self.profile, limits=limits, speeds=self.request.speeds)
+        return found
 
     def estimates(self, partitions: Sequence[Partition]) -> Floats:
         """Estimate steps with uploads on links that all devices share."""
@@ -168,14 +163,14 @@ class Case:
             joined=config.round_size if config.joined else 0,
         )
 
-    def predict(self, partition: Partition, *, stays: bool = True) -> StepPrediction:
-        """Predict a step with all its transfers; `stays`: blocks may stay on their workers."""
+    def predict(self, partition: Partition) -> StepPrediction:
+        """Predict a step with all its transfers."""
         request, layout = self.request, self.config.with_stages(partition)
         resident = resident_blocks(
             self.footprint,
             layout,
             at_least=request.at_least_resident,
-            at_most=request.at_most_resident if stays else request.at_least_resident,
+            at_most=request.at_most_resident,
         )
         return self.step.predict(replace(layout, resident=resident))
 
@@ -195,7 +190,6 @@ def find_cases(
         PlanError: If the request contradicts the machine.
     """
     configs = pipeline_configs(hardware, request, num_batches=num_batches)
-    known_even: dict[int, dict[StageLimits, tuple[Partition, ...]]] = {}
     is_settled = bool(request.partitions) or request.recompute == (RecomputePolicy.NONE,)
     cases: list[Case] = []
     largest: dict[PipelineConfig, StageLimits] = {}
@@ -221,7 +215,6 @@ def find_cases(
                 request=request,
                 limits=limits,
                 joint_limits=joint,
-                known_even=known_even.setdefault(config.batch_microbatches, {}),
             )
         )
     if not cases:
@@ -247,12 +240,6 @@ def pipeline_configs(
     """
     num_workers = hardware.num_devices
     divisors = [size for size in range(1, num_workers + 1) if num_workers % size == 0]
-    for team_size in request.team_sizes:
-        if team_size not in divisors:
-            raise PlanError(
-                f"team_sizes: {team_size} does not divide the {num_workers} devices of "
-                f"{hardware.name}; choose from {divisors}."
-            )
     slots = (2,) if hardware.shares_host_memory else sorted(set(request.weight_slots), reverse=True)
     found = [
         PipelineConfig(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
 
@@ -98,7 +98,15 @@ def search_partitions(
     calls = call_lengths(profile.num_blocks, profile.cuts)
 
     def island(limits: StageLimits, *, in_order: bool = True) -> _Island:
-        return _Island(evaluator, limits, effort, random, calls=calls, in_order=in_order, fits=fits)
+        return _Island(
+            evaluator=evaluator,
+            limits=limits,
+            effort=effort,
+            random=random,
+            calls=calls,
+            in_order=in_order,
+            fits=fits,
+        )
 
     best = island(limits)
     best.add(even)
@@ -136,57 +144,57 @@ def neighbours(
 ) -> tuple[Partition, ...]:
     """Return partitions that differ little from one, those with the shortest estimates first."""
     calls = call_lengths(evaluator.profile.num_blocks, evaluator.profile.cuts)
-    random = Random(seed)
-    island = _Island(evaluator, limits, effort, random, calls=calls, in_order=False, fits=fits)
+    island = _Island(
+        evaluator=evaluator,
+        limits=limits,
+        effort=effort,
+        random=Random(seed),
+        calls=calls,
+        in_order=False,
+        fits=fits,
+    )
     island.add([island.child([partition]) for _ in range(_NEIGHBOURS)])
     return tuple(each for each in island.results(_NEIGHBOURS) if each != partition)
 
 
+@dataclass(eq=False, kw_only=True)
 class _Island:
     """Partitions with their makespans, of which the best have children."""
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        limits: StageLimits,
-        effort: Effort,
-        random: Random,
-        *,
-        calls: Sequence[int],
-        in_order: bool,
-        fits: Fits | None,
-    ) -> None:
-        self._evaluator = evaluator
-        self._limits = limits
-        self._effort = effort
-        self._random = random
-        self._calls = calls
-        self._in_order = in_order and not evaluator.pipelines  # else stages fit their workers
-        self._fits = fits
-        self._makespans: dict[Partition, float] = {}
+    evaluator: Evaluator
+    limits: StageLimits
+    effort: Effort
+    random: Random
+    calls: Sequence[int]
+    in_order: bool
+    fits: Fits | None
+    makespans: dict[Partition, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.in_order &= not self.evaluator.pipelines  # else stages fit their workers
 
     def add(self, partitions: Sequence[Partition]) -> None:
-        new = [each for each in dict.fromkeys(partitions) if each not in self._makespans]
+        new = [each for each in dict.fromkeys(partitions) if each not in self.makespans]
         if not new:
             return
         table = PartitionTable.of(new)
-        makespans = self._evaluator.seconds(table)
-        if self._fits is not None:
-            makespans = np.where(self._fits(table), makespans, np.inf)
-        self._makespans.update(zip(new, makespans.tolist(), strict=True))
+        makespans = self.evaluator.seconds(table)
+        if self.fits is not None:
+            makespans = np.where(self.fits(table), makespans, np.inf)
+        self.makespans.update(zip(new, makespans.tolist(), strict=True))
 
     def adopt(self, other: _Island) -> None:
         for partition in other._parents():
-            self._makespans[partition] = other._makespans[partition]
+            self.makespans[partition] = other.makespans[partition]
 
     def evolve(self, num_generations: int) -> None:
         """Replace bad partitions by children of good ones until that stops to help."""
         best, stalled = math.inf, 0
         for _ in range(num_generations):
             parents = self._parents()
-            self._makespans = {parent: self._makespans[parent] for parent in parents}
-            self.add([self.child(parents) for _ in range(self._effort.num_children)])
-            leader = min(self._makespans.values())
+            self.makespans = {parent: self.makespans[parent] for parent in parents}
+            self.add([self.child(parents) for _ in range(self.effort.num_children)])
+            leader = min(self.makespans.values())
             best, stalled = (leader, 0) if leader < best else (best, stalled + 1)
             if stalled == _PATIENCE:
                 return
@@ -194,22 +202,22 @@ class _Island:
     def results(self, count: int) -> tuple[Partition, ...]:
         """The best partitions that fit."""
         best = self._parents()[:count]
-        return tuple(each for each in best if self._makespans[each] < math.inf)
+        return tuple(each for each in best if self.makespans[each] < math.inf)
 
     def _parents(self) -> list[Partition]:
-        ranked = sorted(self._makespans, key=self._makespans.__getitem__)
-        return ranked[: self._effort.num_parents]
+        ranked = sorted(self.makespans, key=self.makespans.__getitem__)
+        return ranked[: self.effort.num_parents]
 
     def child(self, parents: list[Partition]) -> Partition:
         """Vary a parent, a good one more often than a bad one."""
-        random, limits = self._random, self._limits
+        random, limits = self.random, self.limits
         parent = parents[int(len(parents) * random.random() ** 2)]
         fused, *backward_counts = parent.backward
         if random.random() < 0.2:
             other = random.choice(parents)
             if other.backward[0] == fused:
                 backward_counts = list(other.backward[1:])
-        forward = grouped(parent.forward, self._calls)
+        forward = grouped(parent.forward, self.calls)
         backward = grouped(backward_counts, self._backward_calls(fused))
         if random.random() < 0.16:
             fused = self._change_fused(fused, forward, backward)
@@ -218,7 +226,7 @@ class _Island:
                 _change_counts(_any(forward, random), limit=limits.forward, random=random)
             else:
                 _change_counts(_any(backward, random), limit=limits.backward, random=random)
-        if self._in_order:
+        if self.in_order:
             for counts in forward:
                 counts.sort()
             for counts in backward:
@@ -227,19 +235,19 @@ class _Island:
 
     def _backward_calls(self, fused: int) -> list[int]:
         """Blocks of every call behind the fused stage's, the last call first."""
-        last, *others = reversed(self._calls)
+        last, *others = reversed(self.calls)
         return [last - fused, *others] if fused < last else others
 
     def _change_fused(self, fused: int, forward: list[list[int]], backward: list[list[int]]) -> int:
         """Give the fused stage one block of the last call more or less; return its new number."""
-        if fused == self._calls[-1]:  # nothing else of the last call is left
+        if fused == self.calls[-1]:  # nothing else of the last call is left
             forward.append([])
             backward.insert(0, [])
-        random, limits = self._random, self._limits
+        random, limits = self.random, self.limits
         last = forward[-1] if forward else []
         first = backward[0] if backward else []
         if random.random() < 0.5:
-            if fused < min(limits.fused, self._calls[-1]) and last and first:
+            if fused < min(limits.fused, self.calls[-1]) and last and first:
                 _take_one(last, random.randrange(len(last)))
                 _take_one(first, random.randrange(len(first)))
                 return fused + 1

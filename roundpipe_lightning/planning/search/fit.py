@@ -321,25 +321,6 @@ LEAST_GAIN = 0.03
 """Share of a step that a new plan has to save to be taken."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Improvement:
-    """A plan whose predicted step is shorter.
-
-    Attributes:
-        plan: The new plan.
-        before_seconds: Predicted step of the plan in use.
-        after_seconds: Predicted step of the new one.
-    """
-
-    plan: Plan
-    before_seconds: float
-    after_seconds: float
-
-    @property
-    def gain(self) -> float:
-        return 1.0 - self.after_seconds / self.before_seconds
-
-
 def improved_plan(
     plan: Plan,
     *,
@@ -347,8 +328,10 @@ def improved_plan(
     job: TrainingJob,
     planning_seconds: float = 0.0,
     remaining_steps: int | None = None,
-) -> Improvement | None:
-    """Look for a plan that is worth a change; None where too little is to be gained.
+) -> tuple[PlannedTraining, PlannedTraining] | None:
+    """Look for a plan that is worth a change: the one in use as it is predicted, and the new one.
+
+    None where too little is to be gained.
 
     Args:
         plan: The plan in use.
@@ -372,37 +355,32 @@ def improved_plan(
         after = _planned(plan, profile, job, partitions=())
     except FitError:  # no stages fit
         return None
-    improvement = Improvement(
-        plan=after.plan,
-        before_seconds=seconds,
-        after_seconds=after.seconds,
-    )
-    return improvement if improvement.gain >= LEAST_GAIN else None
+    return (before, after) if after.seconds <= (1 - LEAST_GAIN) * seconds else None
 
 
 def _planned(
     plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
 ) -> PlannedTraining:
     """Plan with the teams and rounds that there are."""
-    limits = StageLimits.none(profile.num_blocks)
+    hints = replace(
+        job.hints,
+        team_size=plan.team_size,
+        round_size=plan.round_size,
+        weight_slots=plan.weight_slots,
+        recompute=(plan.recompute,),
+    )
+    request = _request(replace(job, hints=hints, num_batches=1), (plan.num_microbatches,))
     return plan_training(
         profile,
         hardware=job.hardware,
         storage=job.storage,
         num_trainable=job.work.num_trainable,
         timing=job.timing,
-        request=PlanningRequest(
-            num_microbatches=plan.num_microbatches,
-            team_sizes=(plan.team_size,),
-            round_sizes=(plan.round_size,),
-            limits=limits if partitions else job.hints.limited(limits),
+        request=replace(
+            request,
             partitions=partitions,
             effort=job.effort,
-            recompute=(plan.recompute,),
-            weight_slots=(plan.weight_slots,),
+            at_least_resident=0,
             at_most_resident=max(map(len, plan.resident), default=0),
-            recompute_start=job.recompute_start,
-            speeds=plan.speeds,
-            joined=plan.joined,
         ),
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before, reversed_cuts
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
-from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
+from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.partition import StageLimits, greedy_cuts
 
 _GIB = 2**30
@@ -124,13 +125,11 @@ def describe_lack(footprint: Footprint, *, config: PipelineConfig) -> str:
     profile, hardware = footprint.profile, footprint.hardware
     ones = largest_stages(profile, ONES)
     need = footprint.need(config.with_stages(ones))
-    if need.stage.kind is StageKind.FUSED or not need.stage.blocks:
-        part, what = profile.tail, "the tail segment"
-    else:
+    part, what = profile.tail, "the tail segment"
+    if need.stage and not need.stage.has_tail:
         part = profile.blocks[need.stage.blocks.start]
         what = f"even one block, {part.name!r}"
-    kinds = sorted(need.num_bytes.items(), key=lambda pair: -pair[1])
-    sizes = ", ".join(f"{kind.value} {size / _GIB:.2f}" for kind, size in kinds if size)
+    sizes = ", ".join(f"{kind.value} {size / _GIB:.2f}" for kind, size in need.num_bytes)
     return (
         f"{hardware.name} cannot hold {what}: it has {part.parameter_bytes / _GIB:.2f} GiB of "
         f"weights and needs {need.total_bytes / _GIB:.2f} GiB of a device's "
@@ -165,84 +164,52 @@ def resident_blocks(
     Raises:
         FitError: A worker has no room for `at_least` blocks.
     """
-    hardware = footprint.hardware
-    nothing_moves = hardware.shares_host_memory or not any(
-        block.parameter_bytes for block in footprint.profile.blocks
-    )
-    if nothing_moves or at_most == 0:
+    hardware, blocks = footprint.hardware, footprint.profile.blocks
+    moves = not hardware.shares_host_memory and any(block.parameter_bytes for block in blocks)
+    if not moves or at_most == 0:
         return ()
-    choice = _Residents(footprint, layout, at_least=at_least, at_most=at_most)
+    table = PartitionTable.of([layout.partition])
+    stage_needs = np.sum(list(footprint.stage_bytes(layout).values()), axis=0)
     by_worker: list[tuple[int, ...]] = [()] * hardware.num_devices
     for team, members in enumerate(layout.teams(hardware.num_devices)):
-        blocks = choice.blocks(team)
-        for worker in members:
-            by_worker[worker] = blocks
-    return tuple(by_worker) if any(by_worker) else ()
-
-
-class _Residents:
-    """The common part of the choices of all workers."""
-
-    def __init__(
-        self, footprint: Footprint, layout: PipelineLayout, *, at_least: int, at_most: int | None
-    ) -> None:
-        self._footprint = footprint
-        self._layout = layout
-        self._at_least = at_least
-        self._at_most = footprint.profile.num_blocks if at_most is None else at_most
-        self._table = PartitionTable.of([layout.partition])
-        self._needs = np.sum(list(footprint.stage_bytes(layout).values()), axis=0)
-
-    def blocks(self, team: int) -> tuple[int, ...]:
-        """Return the blocks that stay on every worker of a team."""
-        footprint, layout = self._footprint, self._layout
         runs = footprint.team_stages(layout, team=team)
         if not runs:
-            return ()
-        places = sorted(set(runs))
-        needs, ranked = self._needs[places], self._ranked(runs)
-        workers = footprint.hardware.workers
-        members = layout.teams(len(workers))[team]
-        room = min(workers[worker].device_bytes for worker in members)
+            continue
+        places, ranked = sorted(set(runs)), _ranked(footprint.profile, layout, runs)
+        needs = stage_needs[places]
+        room = min(hardware.workers[worker].device_bytes for worker in members)
         chosen: list[int] = []
         resident = 0
         for block in ranked:
-            size = footprint.profile.blocks[block].parameter_bytes
-            slots = footprint.slots_of(self._table, block, layout=layout)
-            left = needs - size * slots[places]
+            if len(chosen) == at_most:
+                break
+            size = blocks[block].parameter_bytes
+            left = needs - size * footprint.slots_of(table, block, layout=layout)[places]
             if resident + size + left.max() <= room:
                 chosen.append(block)
                 needs, resident = left, resident + size
-            if len(chosen) == self._at_most:
-                break
-        if len(chosen) < min(self._at_least, len(ranked)):
-            next_one = next(block for block in ranked if block not in chosen)
-            raise self._lack(len(chosen), next_one, float(resident + needs.max()))
-        return tuple(sorted(chosen))
+        if len(chosen) < min(at_least, len(ranked)):
+            block = next(block for block in ranked if block not in chosen)
+            raise FitError(
+                f"{at_least} blocks cannot stay on a device of {hardware.name}: with {len(chosen)} "
+                f"of them it holds {(resident + needs.max()) / _GIB:.2f} of {room / _GIB:.2f} GiB, "
+                f"and {blocks[block].name!r} has {blocks[block].parameter_bytes / _GIB:.2f} GiB "
+                "more. Ask for fewer, or leave it to the planner."
+            )
+        for worker in members:
+            by_worker[worker] = tuple(sorted(chosen))
+    return tuple(by_worker) if any(by_worker) else ()
 
-    def _ranked(self, runs: list[int]) -> list[int]:
-        """Return the blocks that save uploads, those that save the most per byte first."""
-        blocks = self._footprint.profile.blocks
-        num_runs: Counter[int] = Counter()
-        previous = None
-        for place in runs:
-            if place != previous:  # the same stage again is the same stage run
-                num_runs.update(self._layout.partition.stages()[place].blocks)
-            previous = place
-        saved = {
-            index: count - min(1.0, blocks[index].trainable_bytes / blocks[index].parameter_bytes)
-            for index, count in num_runs.items()
-            if blocks[index].parameter_bytes
-        }
-        worthwhile = [index for index, share in saved.items() if share > 0]
-        return sorted(worthwhile, key=lambda index: (-saved[index], index))
 
-    def _lack(self, num_chosen: int, next_one: int, used: float) -> FitError:
-        hardware, block = self._footprint.hardware, self._footprint.profile.blocks[next_one]
-        return FitError(
-            f"{self._at_least} blocks cannot stay on a device of {hardware.name}: with "
-            f"{num_chosen} of them it holds {used / _GIB:.2f} of "
-            f"{hardware.device_bytes / _GIB:.2f} GiB, and {block.name!r} has "
-            f"{block.parameter_bytes / _GIB:.2f} GiB more. Ask for fewer, or leave it to the "
-            "planner."
-        )
+def _ranked(profile: ModelProfile, layout: PipelineLayout, runs: list[int]) -> list[int]:
+    """Return the blocks that save uploads in a team's stages, the most per byte first."""
+    num_runs: Counter[int] = Counter()
+    for place, _ in groupby(runs):  # the same stage again is the same stage run
+        num_runs.update(layout.partition.stages()[place].blocks)
+    saved = {
+        index: count - min(1.0, part.trainable_bytes / part.parameter_bytes)
+        for index, count in num_runs.items()
+        if (part := profile.blocks[index]).parameter_bytes
+    }
+    worthwhile = [index for index, share in saved.items() if share > 0]
+    return sorted(worthwhile, key=lambda index: (-saved[index], index))

@@ -52,13 +52,6 @@ class StageLimits:
         most = max(num_blocks, 1)
         return cls(forward=most, backward=most, fused=num_blocks)
 
-    def allow(self, partition: Partition) -> bool:
-        return (
-            max(partition.forward, default=0) <= self.forward
-            and max(partition.backward[1:], default=0) <= self.backward
-            and partition.backward[0] <= self.fused
-        )
-
     def within(self, other: StageLimits) -> StageLimits:
         """The tighter limits of both."""
         return StageLimits(
@@ -155,6 +148,7 @@ def even_cuts(num_blocks: int, *, most: int, cuts: Sequence[int]) -> Sequence[tu
     return list(dict.fromkeys(even))
 
 
+@functools.lru_cache(maxsize=256)  # cases of the same model share them
 def even_partitions(
     profile: ModelProfile, *, limits: StageLimits, count: int = 12
 ) -> tuple[Partition, ...]:
@@ -187,8 +181,9 @@ def even_partitions(
     return tuple(dict.fromkeys(found))
 
 
+@functools.lru_cache(maxsize=256)
 def speed_partitions(
-    profile: ModelProfile, *, limits: StageLimits, speeds: Sequence[float]
+    profile: ModelProfile, *, limits: StageLimits, speeds: tuple[float, ...]
 ) -> tuple[Partition, ...]:
     """Return partitions whose stages are as long as their workers are fast, laid round them.
 

@@ -3,7 +3,7 @@
 Chosen together: the number of microbatches, the stages (uneven, asymmetric), the blocks of the
 fused stage, teams, rounds, slots for weights, what is recomputed and which blocks stay on a device.
 A team of T splits the plan into T pipelines that never meet, so it idles less the larger it is, but
-uploads every stage's weights T times: `simulate_transfers` decides between them.
+uploads every stage's weights T times: `simulate` decides between them.
 
 1. Every way for the microbatches to config is a case, with the stages that fit the devices.
 2. `Evaluator` estimates the even partitions of every case. In the most promising ones
@@ -27,7 +27,6 @@ from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.schedule.cuts import check_partition
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.round_robin import schedule_of
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
@@ -141,8 +140,6 @@ def plan_training(
         )
         for count, each in profiles.items()
     }
-    for each in profiles.values():
-        _check_partitions(each, request)
     steps = models.__getitem__
     simpler = request.without_selective()
     best = _planned(steps, request=simpler, admits=admits)
@@ -176,18 +173,6 @@ def _planned(steps: Steps, *, request: PlanningRequest, admits: Admits | None) -
         )
         found = case.step.predict(layout)
     return PlannedTraining(plan=_plan(case, found.layout), prediction=found)
-
-
-def _check_partitions(profile: ModelProfile, request: PlanningRequest) -> None:
-    for partition in request.partitions:
-        if partition.num_blocks != profile.num_blocks:
-            raise PlanError(
-                f"partitions: '{partition}' has {partition.num_blocks} blocks, the model has "
-                f"{profile.num_blocks}."
-            )
-        check_partition(
-            partition, cuts=profile.cuts, block_names=profile.block_names, what="partitions"
-        )
 
 
 def _plan(case: Case, layout: PipelineLayout) -> Plan:
@@ -246,7 +231,7 @@ class _Choice:
         if self._best[0] not in chosen:
             self._search(self._best[0])
         self._refine(*self._best)
-        return self._without_needless_residents(*self._best)
+        return self._best
 
     def _consider(self, case: Case, partition: Partition) -> float:
         """Predict a partition, keep it if it is the best, and return its seconds."""
@@ -343,20 +328,6 @@ class _Choice:
             idle = 0 if self._best[1].step_seconds < seconds else idle + 1
             if idle == _REFINED_IN_VAIN or not new:
                 return
-
-    def _without_needless_residents(
-        self, case: Case, best: StepPrediction
-    ) -> tuple[Case, StepPrediction]:
-        """Return the best one; its blocks stay only if that shortens the step.
-
-        Fewer bytes may delay others that share a link. That is rare, so long steps go unchecked.
-        """
-        is_quick = case.num_actions(best.layout.partition) <= _CONFIRMED_ACTIONS
-        if is_quick and best.layout.resident and self._request.at_least_resident == 0:
-            moving = case.predict(best.layout.partition, stays=False)
-            if moving.step_seconds < best.step_seconds:
-                return case, moving
-        return case, best
 
 
 def _describe_misfit(cases: Sequence[Case], request: PlanningRequest) -> str:

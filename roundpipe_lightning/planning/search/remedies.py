@@ -19,7 +19,7 @@ from roundpipe_lightning.planning.model.hardware import (
     device_names,
     load_hardware,
 )
-from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak
+from roundpipe_lightning.planning.model.work import BlockWork
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     Search,
@@ -193,20 +193,12 @@ def _halved(job: TrainingJob) -> TrainingJob:
 
 
 def _narrow(part: BlockWork) -> BlockWork:
-    def half(amount: Amount) -> Amount:
-        return amount * 0.5
-
-    def half_peak(peak: Peak) -> Peak:
-        return Peak(amounts=tuple(map(half, peak.amounts)))
-
     return replace(
-        part,
+        part.part(0.5),
+        forward=part.forward,
+        backward=part.backward,
         parameter_bytes=part.parameter_bytes // 2,
         trainable_bytes=part.trainable_bytes // 2,
-        boundary_bytes=half(part.boundary_bytes),
-        kept_bytes=half(part.kept_bytes),
-        forward_peak_bytes=half_peak(part.forward_peak_bytes),
-        peak_bytes=half_peak(part.peak_bytes),
     )
 
 

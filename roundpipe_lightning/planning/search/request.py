@@ -311,9 +311,6 @@ class PlanningRequest:
         speeds: How fast every worker is: durations are those of speed 1. Empty: all are.
         joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`. Durations
             of the tail segment are spread over them.
-
-    Raises:
-        PlanError: If a count is less than 1, or a partition breaks the limits.
     """
 
     num_microbatches: int | tuple[int, ...]
@@ -331,44 +328,6 @@ class PlanningRequest:
     effort: Effort = field(default_factory=Effort)
     speeds: tuple[float, ...] = ()
     joined: bool = False
-
-    def __post_init__(self) -> None:
-        counts = [
-            *(("num_microbatches", count) for count in self.microbatch_choices),
-            ("num_batches", self.num_batches),
-            *(("team_sizes", size) for size in self.team_sizes),
-            *(("round_sizes", size) for size in self.round_sizes),
-        ]
-        for name, value in counts:
-            if value < 1:
-                raise PlanError(f"{name}: {value} must be 1 or more.")
-        self._check_choices()
-        for partition in self.partitions:
-            if self.limits is not None and not self.limits.allow(partition):
-                raise PlanError(
-                    f"partitions: '{partition}' has a stage with more blocks than the limits "
-                    f"forward={self.limits.forward}, backward={self.limits.backward}, "
-                    f"fused={self.limits.fused} allow: change either."
-                )
-
-    def _check_choices(self) -> None:
-        """Refuse choices from nothing, and numbers that nothing has."""
-        choices = (
-            ("num_microbatches", self.microbatch_choices),
-            ("recompute", self.recompute),
-            ("weight_slots", self.weight_slots),
-        )
-        for name, values in choices:
-            if not values:
-                raise PlanError(f"{name}: give at least one to choose from.")
-        if not set(self.weight_slots) <= {1, 2}:
-            raise PlanError(f"weight_slots: {self.weight_slots} must be 1 or 2.")
-        most = self.at_most_resident
-        if self.at_least_resident < 0 or (most is not None and most < self.at_least_resident):
-            raise PlanError(
-                f"at_least_resident={self.at_least_resident}, at_most_resident={most}: give 0 or "
-                "more, and no more at least than at most."
-            )
 
     @property
     def microbatch_choices(self) -> tuple[int, ...]:

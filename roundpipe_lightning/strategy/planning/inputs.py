@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.accelerator import (
     AcceleratorDevice,
@@ -321,23 +321,11 @@ def without_training(work: WorkProfile) -> WorkProfile:
     def frozen(part: BlockWork) -> BlockWork:
         return replace(part, num_trainable=0, trainable_bytes=0)
 
-    return replace(
-        work,
-        blocks=tuple(frozen(block) for block in work.blocks),
-        head=frozen(work.head),
-        tail=frozen(work.tail),
-    )
+    return work.each(frozen)
 
 
 def num_values(tree: Any) -> int:
-    sizes: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    map_tensors(note, tree)
-    return sum(sizes)
+    return sum(tensor.numel() for tensor in tensors_in(tree))
 
 
 def widest_dtype(module: nn.Module) -> torch.dtype:

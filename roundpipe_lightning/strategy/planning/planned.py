@@ -115,21 +115,15 @@ class PlanConstraints:
     Args:
         options: The strategy's settings.
         machine: What is planned for.
-        num_workers: Workers.
 
     Attributes:
         rounds: Team and round size of the first plan, by its number of microbatches.
     """
 
-    def __init__(self, options: Options, *, machine: HardwareSpec, num_workers: int) -> None:
+    def __init__(self, options: Options, *, machine: HardwareSpec) -> None:
         self._options = options
         self._machine = machine
-        self._num_workers = num_workers
         self.rounds: dict[int, tuple[int, int]] = {}
-
-    def keep_rounds(self, plan: Plan) -> None:
-        """Keep the team and round size of the first plan for as many microbatches."""
-        self.rounds.setdefault(plan.num_microbatches, (plan.team_size, plan.round_size))
 
     def users_hints(self, count: int, *, full: int) -> PartitionHints:
         """Return the user's hints, as far as they can be kept with fewer microbatches.
@@ -184,7 +178,7 @@ class PlanConstraints:
             return hints
         if hints.recompute == (RecomputePolicy.NONE,) or hints.backward is not None:
             return hints
-        most = max(1, -(-len(step.work.blocks) // max(self._num_workers, 4)))
+        most = max(1, -(-len(step.work.blocks) // max(self._machine.num_devices, 4)))
         return replace(
             hints,
             most_backward=hints.most_backward or most,

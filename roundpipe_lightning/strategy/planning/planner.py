@@ -159,7 +159,7 @@ class StepPlanner:
             self.num_microbatches = 2 * len(devices)
         else:
             self.num_microbatches = options.num_microbatches
-        self._constraints = PlanConstraints(options, machine=self.machine, num_workers=len(devices))
+        self._constraints = PlanConstraints(options, machine=self.machine)
         self._restored: list[Mapping[str, Any]] = []
         self._announced: list[tuple[TrainingJob, Plan]] = []
 
@@ -244,7 +244,8 @@ class StepPlanner:
         self._take_over(found)
         self._planned.append(found)
         if not joined:
-            self._constraints.keep_rounds(found.plan)
+            sizes = (found.plan.team_size, found.plan.round_size)
+            self._constraints.rounds.setdefault(found.plan.num_microbatches, sizes)
         if len(self._planned) == 1 or count == self.num_microbatches:
             self.profile = found.job.profile
         rank_zero_info(
@@ -359,11 +360,12 @@ class StepPlanner:
         )
         if better is None:
             return
-        planned.plan = better.plan
+        before, after = better
+        planned.plan = after.plan
         rank_zero_info(
             f"roundpipe: other stages after {planned.measured.num_steps} measured steps: "
-            f"{better.plan.partition}. Predicted step {better.after_seconds:.3g} s instead of "
-            f"{better.before_seconds:.3g} s ({better.gain:.0%} less); planned in "
+            f"{after.plan.partition}. Predicted step {after.seconds:.3g} s instead of "
+            f"{before.seconds:.3g} s ({1 - after.seconds / before.seconds:.0%} less); planned in "
             f"{perf_counter() - began:.2f} s."
         )
 
@@ -497,8 +499,8 @@ class StepPlanner:
         """
         job, alone = answer.job, ""
         if answer.planned is None:
-            stage = job.memory.footprint(job.shape).need(answer.layout).stage
-            names = job.work.block_names[stage.blocks.start : stage.blocks.stop]
+            stage = answer.memory.device.stage
+            names = job.work.block_names[stage.blocks.start : stage.blocks.stop] if stage else ()
             smallest = f"a stage of {', '.join(names)}" if names else "the tail segment"
             alone = f"Not even {smallest} alone fits. "
         listed = "; ".join(f"({number}) {text}" for number, text in enumerate(remedies, start=1))
