@@ -19,7 +19,7 @@ backward    upload 1, run 1 again, gradients down, drop    upload 0, run 0 again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +34,7 @@ from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import ViewClasses, ViewMaker, write_through
 from roundpipe_lightning.engine.chain.block_outcome import Given
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
-from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
+from roundpipe_lightning.engine.worker.loaded_blocks import EarlierBuffers, PlacedBuffers
 from roundpipe_lightning.engine.worker.user_code import root_view
 
 Write: TypeAlias = Callable[[nn.Module, str, Any], None]
@@ -64,6 +64,11 @@ class ManualStep:
         return ViewMaker(
             parameter=self.meeting.placed, buffer=buffer, classes=self._classes, write=write
         )
+
+    def buffers_watched(self, block: nn.Module) -> AbstractContextManager[EarlierBuffers]:
+        """Give, when the context ends, the buffers that the block has written, as before."""
+        views = {m: self._maker.view_of(m) for m in block.modules() if m.__dict__["_buffers"]}
+        return self.buffers.watched(views)
 
     def run_step(
         self,
@@ -137,7 +142,7 @@ class _BlockRun:
         self._tensors: list[Tensor] = []
         self._given: Given = Copies(self._number).copied(given)
         self._forward: Given | None = given
-        self._earlier: dict[Tensor, Tensor] = {}
+        self._earlier: EarlierBuffers = []
 
     def _number(self, tensor: Any, in_object: bool) -> _Numbered:  # noqa: ARG002, FBT001 - a `Swap`
         self._tensors.append(tensor)
@@ -153,11 +158,11 @@ class _BlockRun:
         step = self._step
         if self._forward is not None:
             (args, kwargs), self._forward = self._forward, None
-            with self._buffers_kept(), step.meeting.in_block():
+            with step.buffers_watched(self._block) as self._earlier, step.meeting.in_block():
                 return step.proxies[self._block](*args, **kwargs)
         given = Copies(lambda numbered, in_object: tensors[numbered.number])
         args, kwargs = given.copied(self._given)
-        clones = {buffer: earlier.clone() for buffer, earlier in self._earlier.items()}
+        clones = self._earlier_buffers()
         maker = step.new_maker(
             lambda b: clones[b] if b in clones else step.buffers.place(b),
             write=lambda module, name, value: None,  # the forward pass has written it
@@ -169,20 +174,16 @@ class _BlockRun:
         finally:
             maker.close()
 
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Keep the values of buffers that are written until the end of the context.
-
-        All of a module's, because batch normalisation writes its statistics behind the back of the
-        version counter; only its count of batches shows the write.
-        """
-        placed = {buffer: self._step.buffers.place(buffer) for buffer in self._block.buffers()}
-        before = {buffer: (here._version, here.clone()) for buffer, here in placed.items()}
-        yield
-        for module in self._block.modules():
-            own = [buffer for buffer in module.buffers(recurse=False) if buffer in before]
-            if any(placed[buffer]._version != before[buffer][0] for buffer in own):
-                self._earlier.update({buffer: before[buffer][1] for buffer in own})
+    def _earlier_buffers(self) -> dict[Tensor, Tensor]:
+        """Return copies of what the block's forward pass has written over, by the buffer."""
+        device = self._step.device
+        return {
+            module.__dict__["_buffers"][name]: kept.clone()
+            if device.holds(kept)
+            else device.upload(kept)
+            for module, name, kept in self._earlier
+            if kept is not None
+        }
 
 
 class _MeetingPlace(TorchFunctionMode):

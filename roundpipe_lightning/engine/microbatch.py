@@ -404,7 +404,7 @@ class Piece(Microbatch):
                     case Left():
                         forward.leave(entry)
                     case Finish():
-                        forward.finish()
+                        forward.go_to_fused_stage()
                     case RunBackward(guest=None):
                         backward.run_range(entry)
                     case RunBackward(guest=guest) if guest == index:

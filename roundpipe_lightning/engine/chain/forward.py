@@ -57,7 +57,10 @@ class ForwardPass:
         calls: The calls so far.
         segments: The user's code between them.
         sources: Tensors on their way.
+        writes_in_order: Whether one microbatch alone writes into buffers.
     """
+
+    writes_in_order = False
 
     def __init__(
         self,
@@ -229,7 +232,7 @@ class ForwardPass:
         """Go to where the user's code goes on, with a segment of its own."""
         self._end_forward()
         if call.position is not None and call.position + 1 == len(self._chain):
-            self._go_to_fused_stage()
+            self.go_to_fused_stage()
             self.turns.enter()
         elif call.position is not None and call.position + 1 == self.turns.stage.blocks.stop:
             self.next_turn()
@@ -238,7 +241,7 @@ class ForwardPass:
 
     # ----------------------------------------------------------------------------------- turns
 
-    def _go_to_fused_stage(self) -> None:
+    def go_to_fused_stage(self) -> None:
         while self.turns.in_forward_stage:
             self.leave_turn()
         self._forget_unused()
@@ -278,12 +281,13 @@ class ForwardPass:
 
     def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:
         self.user.writes.were_any = True
-        self.turns.refuse_unordered_writes(repeated=repeated)
+        if not self.writes_in_order:
+            self.turns.refuse_unordered_writes(repeated=repeated)
 
     def end_user_code(self) -> None:
         with self.user.suspended():
             self._end_forward()
-            self._go_to_fused_stage()
+            self.go_to_fused_stage()
             self.turns.enter()
 
     def drop_turn(self) -> None:

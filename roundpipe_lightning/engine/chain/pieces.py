@@ -75,16 +75,10 @@ class CallForms:
     def __init__(self, *, trusts_rows: bool = False) -> None:
         self.trusts_rows = trusts_rows
         self.whole: dict[str, str] = {}  # blocks that run on the whole batch, and why
-        self._known: dict[Key, CallForm | None] = {}
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._known
-
-    def get(self, key: Key) -> CallForm | None:
-        return self._known[key]
+        self.known: dict[Key, CallForm | None] = {}
 
     def put(self, key: Key, form: CallForm | None, *, name: str, reason: str) -> None:
-        self._known[key] = form
+        self.known[key] = form
         if form is None and name not in self.whole:
             self.whole[name] = reason
             if len(self.whole) == 1:
@@ -103,6 +97,8 @@ class PieceForward(ForwardPass):
     Args:
         piece: Its number.
     """
+
+    writes_in_order = True
 
     def __init__(self, *args: Any, piece: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -140,9 +136,6 @@ class PieceForward(ForwardPass):
         assert self._posted is not None, "a call is replayed"
         return self._posted.left
 
-    def source_of(self, given: Tensor | Value) -> Source:
-        return given if isinstance(given, Value) else super().source_of(given)
-
     def _handed_out(self, call: BlockCall, outcome: Outcome) -> None:  # noqa: ARG002
         assert self._posted is not None, "a call is replayed"
         self._posted.calls[self._piece] = call
@@ -158,16 +151,9 @@ class PieceForward(ForwardPass):
             else:
                 turns.leave()
 
-    def finish(self) -> None:
-        """Go to the FUSED stage, without waiting for its turn."""
-        self._go_to_fused_stage()
-
     def range_of(self, start: int, stop: int) -> tuple[int, int]:
         """Return the own numbers of a range of the driver's calls."""
         return bisect_left(self._numbers, start), bisect_left(self._numbers, stop)
-
-    def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:  # noqa: ARG002
-        self.user.writes.were_any = True
 
 
 class DriverForward(ForwardPass):
@@ -177,6 +163,8 @@ class DriverForward(ForwardPass):
         board: Where to.
         forms: What is known of calls.
     """
+
+    writes_in_order = True
 
     def __init__(self, *args: Any, board: PieceBoard, forms: CallForms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -271,9 +259,7 @@ class DriverForward(ForwardPass):
 
     def source_of(self, given: Tensor | Value) -> Source:
         source = self._sources.get(id(given))
-        if source is not None:
-            return source
-        return given if isinstance(given, Value) else super().source_of(given)
+        return super().source_of(given) if source is None else source
 
     def _form_of(
         self,
@@ -290,14 +276,13 @@ class DriverForward(ForwardPass):
         key = (name, gradient, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
         reason = reason_against_pieces(block, self.user.writes.within(block))
         if reason:
-            if key not in forms or forms.get(key) is not None:  # the hook can be a later one
-                forms.put(key, None, name=name, reason=reason)
+            forms.put(key, None, name=name, reason=reason)
+        form = forms.known.get(key)
+        if form is None and key in forms.known:
             return None
-        if key in forms:
-            form = forms.get(key)
-            sizes = None if form is None else self._sizes(arguments, form.arguments)
-            if form is None or sizes is not None:
-                return None if form is None or sizes is None else (form, sizes)
+        sizes = None if form is None else self._sizes(arguments, form.arguments)
+        if form is not None and sizes is not None:
+            return form, sizes
         return self._tried(key, block, given, arguments, position)
 
     def _tried(
@@ -433,9 +418,6 @@ class DriverForward(ForwardPass):
     def call_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.user.write_parameters_back()
         return super().call_block(block, args, kwargs)
-
-    def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:  # noqa: ARG002
-        self.user.writes.were_any = True
 
     def _check(
         self,
