@@ -17,7 +17,7 @@ class MetricsFile(Logger):
     """Writes `metrics.csv`: one line per step, one column per metric.
 
     Lightning's `CSVLogger` deletes the file of a run that goes on in its folder, and writes the
-    metrics of a step into several lines. This one goes on after the lines that are there.
+    metrics of a step into several lines. This one goes on after the lines of earlier steps.
 
     Args:
         folder: Folder of the run.
@@ -70,7 +70,10 @@ class MetricsFile(Logger):
             if self.path.is_file():
                 with self.path.open(newline="", encoding="utf-8") as file:
                     reader = csv.DictReader(file)
-                    rows = [*reader, *rows]
+                    earlier = list(reader)
+                    if not self._columns:  # steps after the checkpoint of a run that was killed
+                        earlier = [row for row in earlier if int(row["step"]) < rows[0]["step"]]
+                    rows = [*earlier, *rows]
                     new = dict.fromkeys([*(reader.fieldnames or ()), *new])
             self._columns = list(new)
             text = io.StringIO(newline="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -29,12 +30,14 @@ SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseExcept
 
 
 def _is_about_settings(error: Exception) -> bool:
-    """Return whether a person mends an error by changing a setting: its message is all to show.
+    """Return whether a person mends an error by a setting, or a full disk: its message is enough.
 
     Lightning refuses some settings with a `ValueError` or a `RuntimeError` of its own.
     """
     if isinstance(error, (*SETTING_ERRORS, InstantiationException)):
         return True
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
     frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
     module = str(frame.f_globals.get("__name__"))
     return isinstance(error, (ValueError, RuntimeError)) and module.startswith("lightning.")
@@ -50,9 +53,15 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
     except Exception as error:
         if not _is_about_settings(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        log.error("%s", error)
+        text = str(error)
+        if isinstance(error, OSError) and error.errno is not None:
+            text = (
+                f"The run's folder cannot be written: {error}. Set hydra.run.dir or paths.log_dir."
+            )
+            logging.raiseExceptions = False  # the log is there, too
+        log.error("%s", text)
         notes = getattr(error, "__notes__", [])
-        sys.stderr.write("\n".join([f"\nError: {error}", *notes]) + "\n")
+        sys.stderr.write("\n".join([f"\nError: {text}", *notes]) + "\n")
         return EXIT_DOES_NOT_FIT if isinstance(error, FitError) else EXIT_BAD_INPUT
 
 

@@ -1,7 +1,9 @@
 """`python train.py` as a user runs it, in an empty folder; twice in a process of its own."""
 
 import csv
+import errno
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from roundpipe_lightning import Plan
+from roundpipe_lightning.cli import train
 from tests.kit.runs import (
     REPOSITORY,
     RUN_FILES,
@@ -80,6 +83,18 @@ def test_what_the_command_line_gets_wrong_is_one_line(
     assert named in done.stderr
     assert done.stderr.count("\n") == 1
     assert files(tmp_path) == set()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(train, "write_text", fail)
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # the command switches it off
+    done = run_here(tmp_path, "hydra.run.dir=run", status=2)
+    assert "The run's folder cannot be written: [Errno 28] No space left on device" in done.stderr
+    assert "config.yaml'. Set hydra.run.dir or paths.log_dir." in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ def test_metrics_share_the_line_of_their_step_also_after_a_resume(tmp_path: Path
     metrics.log_metrics({"val_loss": 9.0}, step=2)  # a column that comes later
     metrics.finalize("success")
     resumed = MetricsFile(str(tmp_path))
+    resumed.log_metrics({"val_loss": 9.5}, step=2)  # the step is done again
     resumed.log_metrics({"train_loss": 1.0}, step=3)
     resumed.save()
     assert read(tmp_path / "metrics.csv") == [
         {"step": "0", "lr": "0.5", "train_loss": "3.0", "val_loss": ""},
         {"step": "1", "lr": "", "train_loss": "2.0", "val_loss": ""},
-        {"step": "2", "lr": "", "train_loss": "", "val_loss": "9.0"},
+        {"step": "2", "lr": "", "train_loss": "", "val_loss": "9.5"},
         {"step": "3", "lr": "", "train_loss": "1.0", "val_loss": ""},
     ]
