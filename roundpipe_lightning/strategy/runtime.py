@@ -342,12 +342,11 @@ class PipelineRuntime:
         engine = self._open_engine()
         overlaps = trains and cut.first is None and self._may_overlap()
 
+        step_of = self._step_of("training_step", arguments, is_one=is_one)
+
         def call(view: Any, part: Any, index: int) -> Any:  # in the part's thread
             cut.begin(index)
-            with logged_from(self._module, part) if is_one else nullcontext():
-                output = view.training_step(part, *arguments)
-            if self._fusion is not None:
-                output = self._fusion.materialized(output)
+            output = step_of(view, part)
             check_output(output)
             cut.check(index, output)
             return output
@@ -498,11 +497,7 @@ class PipelineRuntime:
             return self._module.training_step(batch, *arguments)
         engine = self._open_engine()
         device = engine.workers[0].device
-
-        def call(view: Any, here: Any) -> Any:
-            with logged_from(self._module, here):
-                return view.training_step(here, *arguments)
-
+        call = self._step_of("training_step", arguments)
         blocks = [block for stack in engine.stacks for block in stack.blocks]
         with (
             self._metrics.lent() as stand_ins,
@@ -525,20 +520,26 @@ class PipelineRuntime:
         with self._newest():
             self._cast_again()
             engine = self._open_engine()
-
-            def call(view: Any, here: Any) -> Any:
-                with logged_from(self._module, here):
-                    output = getattr(view, step_name)(here, *arguments)
-                return output if self._fusion is None else self._fusion.materialized(output)
-
             with self._metrics.lent() as stand_ins:
                 return engine.evaluate(
-                    call,
+                    self._step_of(step_name, arguments),
                     batch,
                     overrides={"log": host_log(self._module)},
                     stand_ins=stand_ins,
                     outside=self._fusion,
                 )
+
+    def _step_of(
+        self, step_name: str, arguments: Sequence[Any], *, is_one: bool = True
+    ) -> Callable[[Any, Any], Any]:
+        """Return what calls a step of a view, with a batch or, if it is not one, a part of it."""
+
+        def call(view: Any, here: Any) -> Any:
+            with logged_from(self._module, here) if is_one else nullcontext():
+                output = getattr(view, step_name)(here, *arguments)
+            return output if self._fusion is None else self._fusion.materialized(output)
+
+        return call
 
     def _newest(self) -> AbstractContextManager[None]:
         return nullcontext() if self.updater is None else self.updater.latest()

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -124,7 +124,7 @@ class InFlightBatch:
     def without_gradients(self, loss: Tensor) -> Tensor:
         """Return the loss of a batch in flight: its backward pass asks for gradients to come."""
         self._loss = loss
-        return _attach(self, loss)
+        return _attach(self.take, loss)
 
     def take(self, arriving: Tensor) -> tuple[Tensor, ...]:
         """Note the gradient that arrives at the loss; no parameter gets one now."""
@@ -233,36 +233,26 @@ def loss_with_gradients(
     Returns:
         A scalar that requires a gradient.
     """
-    return _attach(_HeldGradients(gradients, backward_scale), loss, *gradients)
+    held = [tuple(gradients.values())]
 
-
-class _TakesGradient(Protocol):
-    def take(self, arriving: Tensor) -> tuple[Tensor, ...]:
-        """Return the parameters' gradients for the gradient that arrives at the loss, a scalar."""
-
-
-class _HeldGradients:
-    """Gradients between the step that made them and the backward that asks for them, once."""
-
-    def __init__(self, gradients: Mapping[nn.Parameter, Tensor], backward_scale: float) -> None:
-        self._gradients: tuple[Tensor, ...] | None = tuple(gradients.values())
-        self._backward_scale = backward_scale
-
-    def take(self, arriving: Tensor) -> tuple[Tensor, ...]:
+    def take(arriving: Tensor) -> tuple[Tensor, ...]:
         """Give the gradients away, rescaled where the loss was multiplied by something else."""
-        if self._gradients is None:
+        if not held:
             raise RuntimeError(_TWICE)
-        gradients, self._gradients = self._gradients, None
-        ratio = arriving / torch.full_like(arriving, self._backward_scale)
-        if ratio.item() == 1.0:
-            return gradients
-        return tuple(gradient * ratio.to(gradient.dtype) for gradient in gradients)
+        own = held.pop()
+        ratio = arriving / torch.full_like(arriving, backward_scale)
+        return own if ratio.item() == 1.0 else tuple(g * ratio.to(g.dtype) for g in own)
+
+    return _attach(take, loss, *gradients)
 
 
-def _attach(held: _TakesGradient, loss: Tensor, *parameters: nn.Parameter) -> Tensor:
+def _attach(
+    take: Callable[[Tensor], tuple[Tensor, ...]], loss: Tensor, *parameters: nn.Parameter
+) -> Tensor:
+    """Let `take` give the parameters' gradients for the gradient that arrives at the loss."""
     # The anchor gives the loss a graph even where no parameter got a gradient.
     anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    result: Tensor = _PrecomputedGradients.apply(held, loss, anchor, *parameters)  # type: ignore[no-untyped-call]
+    result: Tensor = _PrecomputedGradients.apply(take, loss, anchor, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -272,18 +262,18 @@ class _PrecomputedGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        held: _TakesGradient,
+        take: Callable[[Tensor], tuple[Tensor, ...]],
         loss: Tensor,
         anchor: Tensor,  # noqa: ARG004 - an input because it requires a gradient
         *parameters: Tensor,  # noqa: ARG004 - inputs because they are given gradients
     ) -> Tensor:
-        ctx.held = held
+        ctx.take = take
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> Any:
-        return (None, None, None, *ctx.held.take(arriving))
+        return (None, None, None, *ctx.take(arriving))
 
 
 # What goes in ------------------------------------------------------------------------------------
