@@ -48,35 +48,6 @@ def test_microbatches_that_come_together(data: st.DataObject) -> None:
     assert torch.equal(accumulator.sums[parameter], wanted)
 
 
-def test_parameters_that_some_microbatches_do_not_use() -> None:
-    one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    accumulator = GradientAccumulator(3)
-    accumulator.add([2], {two: torch.tensor([4.0])})
-    accumulator.add([0], {})
-    assert not accumulator.sums
-    accumulator.add([1], {one: torch.tensor([1.0]), two: torch.tensor([2.0])})
-    assert accumulator.sums == {one: torch.tensor([1.0]), two: torch.tensor([6.0])}
-
-
-def test_the_reducer_keeps_stages_apart_and_sums_shared_parameters_per_microbatch() -> None:
-    mine, shared = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
-    a, b, c, d = _gradients(4)
-    reducer = GradientReducer(num_microbatches=2, num_stages=2)
-    reducer.add_shared(1, {shared: c.clone()})
-    reducer.add_stage(1, [1], {mine: b.clone()})
-    reducer.add_shared(1, {shared: d.clone()})
-    reducer.close_microbatch(1)
-    reducer.add_shared(0, {shared: a.clone()})
-    reducer.add_stage(1, [0], {mine: a.clone()})
-    reducer.add_shared(0, {shared: b.clone()})
-    for microbatch in (0, 1):
-        reducer.add_stage(0, [microbatch], {})
-    reducer.close_microbatch(0)
-    sums = reducer.sums()
-    assert torch.equal(sums[mine], a + b)
-    assert torch.equal(sums[shared], (a + b) + (c + d))
-
-
 @given(st.data())
 def test_of_a_tied_embedding_only_rows_wait(data: st.DataObject) -> None:
     """The sums are those of `(h0 + e0) + (h1 + e1)`, whoever comes first."""

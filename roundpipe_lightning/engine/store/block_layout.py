@@ -202,7 +202,14 @@ class Layouts:
         """Return the layout of some blocks' gradients in a row; always the same object."""
         with self._lock:
             if blocks not in self._of_gradients:
-                self._of_gradients[blocks] = _flat_layout(blocks)
+                parameters: list[nn.Parameter] = []
+                places: list[Place] = []
+                end = 0
+                for block in blocks:
+                    parameters += [block.parameters[index] for index in block.form.trained]
+                    places += [place.moved(end) for place in block.form.gradients]
+                    end += block.form.gradient_bytes
+                self._of_gradients[blocks] = FlatLayout(tuple(parameters), tuple(places), end)
             return self._of_gradients[blocks]
 
     def of(self, block: nn.Module) -> BlockLayout:
@@ -282,17 +289,6 @@ class Layouts:
             pieces=tuple(pieces),
             has_copies=has_copies,
         )
-
-
-def _flat_layout(blocks: Sequence[BlockLayout]) -> FlatLayout:
-    parameters: list[nn.Parameter] = []
-    places: list[Place] = []
-    end = 0
-    for block in blocks:
-        parameters += [block.parameters[index] for index in block.form.trained]
-        places += [place.moved(end) for place in block.form.gradients]
-        end += block.form.gradient_bytes
-    return FlatLayout(tuple(parameters), tuple(places), end)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -57,10 +57,6 @@ class NarrowCopies:
         """Take places for copies, of the shapes and strides of their parameters."""
         self._places |= places
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(place.nbytes for place in self._places.values())
-
     def written_by(self, optimizers: Iterable[Optimizer]) -> None:
         """Let the optimizers that can do so write the copies in the pass that makes a step."""
         self._writers = [o for o in optimizers if isinstance(o, WritesCopies)]

@@ -105,19 +105,15 @@ class _Entry:
         self._chunks: Iterator[tuple[Tensor, Tensor]] | None = None
         self._next: tuple[Tensor, Tensor] | None = None
 
-    def take_chunk(self, chunk_bytes: int) -> tuple[Tensor, Tensor] | None:
-        """Return the next chunk to copy; None if none is left."""
+    def take_chunk(self, chunk_bytes: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:
+        """Return the next chunk to copy, None if none is left, and whether it is the last one."""
         if self._chunks is None:
             job = self.job
             pieces = job.pieces if job.opens is None else job.opens()
             self._chunks = (chunk for d, s in pieces for chunk in cut_up(d, s, chunk_bytes))
             self._next = next(self._chunks, None)
         chunk, self._next = self._next, next(self._chunks, None)
-        return chunk
-
-    @property
-    def has_more(self) -> bool:
-        return self._next is not None
+        return chunk, self._next is None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -277,7 +273,7 @@ class TransferQueue:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                self._changed.wait_for(lambda: self._ready or self._in_flight or self._is_closed)
                 self._is_busy = True
                 entry = heapq.heappop(self._ready)[2] if self._ready else None
             if entry is None and not self._in_flight:
@@ -294,13 +290,10 @@ class TransferQueue:
                 self._is_busy = bool(self._in_flight)
                 self._changed.notify_all()
 
-    def _has_work(self) -> bool:
-        return bool(self._ready or self._in_flight or self._is_closed)
-
     def _issue(self, entry: _Entry) -> None:
         job = entry.job
         self._present = job.name
-        chunk = entry.take_chunk(self._chunk_bytes)
+        chunk, is_last = entry.take_chunk(self._chunk_bytes)
         if chunk is None:  # there was nothing to copy
             self._end(entry)
             return
@@ -311,7 +304,6 @@ class TransferQueue:
             copy_on_host(staging, src)
             src = staging
         event = self._device.copy(dst, src, queue=self._queue, after=job.after)
-        is_last = not entry.has_more
         self._in_flight.append(_Chunk(entry=entry, event=event, dst=dst, is_last=is_last))
         if is_last:
             job.event.stand_for(event)
@@ -328,9 +320,7 @@ class TransferQueue:
             self.num_direct_bytes += chunk.dst.nbytes
         else:
             self.num_bytes += chunk.dst.nbytes
-        if entry.is_over:
-            return
-        if chunk.is_last:
+        if chunk.is_last and not entry.is_over:
             self._end(entry)
 
     def _end(self, entry: _Entry) -> None:

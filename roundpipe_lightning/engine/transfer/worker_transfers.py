@@ -12,7 +12,7 @@ compute in host memory move nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -256,9 +256,6 @@ class WorkerTransfers:
             for queue in (self.downloads, self.uploads)
         )
 
-    def busy_queues(self) -> Iterator[TransferQueue]:
-        yield from (queue for queue in (self.uploads, self.downloads) if queue.num_jobs)
-
     def abort(self) -> None:
         """Give up all copies that have not begun, and release who waits for them."""
         self.uploads.abort()
@@ -445,7 +442,8 @@ class Transfers:
         for is_over in (*(one.drain for one in self._moving if is_alone), landed):
             while not is_over(_POLL_SECONDS):
                 if monotonic() > deadline:
-                    left = ", ".join(q.name for t in self._moving for q in t.busy_queues())
+                    queues = [q for t in self._moving for q in (t.uploads, t.downloads)]
+                    left = ", ".join(queue.name for queue in queues if queue.num_jobs)
                     raise WatchdogError(
                         f"Copies have not ended within {timeout_seconds:g} s (timeout_seconds) "
                         f"after the last action: {left}. Raise "
