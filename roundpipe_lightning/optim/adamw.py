@@ -21,10 +21,9 @@ optimizer may be stepped in parts (`update/partial_step.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from torch.optim.optimizer import ParamsT
 from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.disk import StateFiles
-from roundpipe_lightning.optim.kernel import KernelChoice, StepKernel
+from roundpipe_lightning.optim.kernel import StepKernel
 from roundpipe_lightning.optim.pieces import (
     FlatParameter,
     Settings,
@@ -52,7 +51,6 @@ _HOW_TORCH_STEPS = {
     "fused": True,
     "decoupled_weight_decay": True,
 }  # the options of `torch.optim.AdamW` that are fixed here; in every group, for checkpoints
-_Choice = TypeVar("_Choice", bound=Enum)
 _STEPPED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -106,12 +104,14 @@ class HostAdamW(Optimizer):
     ) -> None:
         if num_threads is not None and num_threads < 1:
             raise ConfigurationError(f"num_threads={num_threads!r}: give 1 or more, or None.")
-        self._layout = StateLayout(form=_chosen(MomentFormat, moments=moments))
+        _check_choice("moments", moments, [form.value for form in MomentFormat])
+        _check_choice("kernel", kernel, ("auto", "torch", "native"))
+        self._layout = StateLayout(form=MomentFormat(moments))
         self._kernel = StepKernel(
             moments=self._layout.form,
             stochastic_rounding=stochastic_rounding,
             num_threads=num_threads,
-            choice=_chosen(KernelChoice, kernel=kernel),
+            choice=kernel,
             files=_files(offload, offload_dir),
         )
         self.rounds_stochastically = stochastic_rounding
@@ -327,14 +327,9 @@ class HostAdamW(Optimizer):
         return StatePlace(memory_bytes=0 if on_disk else size, disk_bytes=size if on_disk else 0)
 
 
-def _chosen(kind: type[_Choice], **option: str) -> _Choice:
-    """Return the member of an enumeration that an option names."""
-    ((name, value),) = option.items()
-    try:
-        return kind(value)
-    except ValueError:
-        choices = ", ".join(member.value for member in kind)
-        raise ConfigurationError(f"{name}={value!r}: choose one of {choices}.") from None
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(choices)}.")
 
 
 def _files(offload: str | None, folder: str | Path | None) -> StateFiles | None:

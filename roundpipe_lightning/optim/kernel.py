@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,19 +29,6 @@ would fit a core's own cache, but with torch's operations every task passes Pyth
 times: 64Ki take half as long again, 512Ki as long."""
 
 
-class KernelChoice(Enum):
-    """Choice of the kernel that steps the pieces."""
-
-    AUTO = "auto"
-    """Machine code where it can be made and has torch's bits, else torch's operations."""
-
-    TORCH = "torch"
-    """torch's operations."""
-
-    NATIVE = "native"
-    """Machine code; refused where it cannot be made."""
-
-
 class StepKernel:
     """Steps parameters with AdamW. Copies of this object are the object itself.
 
@@ -55,7 +41,7 @@ class StepKernel:
         moments: How the two moments are kept.
         stochastic_rounding: Whether masters of bfloat16 are rounded at random.
         num_threads: Number of threads; None: as `KernelThreads` decides.
-        choice: What steps the pieces.
+        choice: `"auto"`, `"torch"` or `"native"`, as of `HostAdamW(kernel=...)`.
         piece_elements: Elements of a task.
 
     Raises:
@@ -68,7 +54,7 @@ class StepKernel:
         moments: MomentFormat,
         stochastic_rounding: bool,
         num_threads: int | None,
-        choice: KernelChoice = KernelChoice.AUTO,
+        choice: str = "auto",
         piece_elements: int = PIECE_ELEMENTS,
         files: StateFiles | None = None,
     ) -> None:
@@ -78,14 +64,14 @@ class StepKernel:
         self._stochastic = stochastic_rounding
         self._piece_elements = piece_elements
         self._choice = choice
-        if choice is KernelChoice.NATIVE and (problem := _reason_not_native()) is not None:
+        if choice == "native" and (problem := _reason_not_native()) is not None:
             raise _not_possible(problem)
         self._num_threads = num_threads
 
     @property
     def is_native(self) -> bool:
         """Whether machine code steps what it can."""
-        return self._choice is not KernelChoice.TORCH and _reason_not_native() is None
+        return self._choice != "torch" and _reason_not_native() is None
 
     def step(self, parameters: Sequence[FlatParameter]) -> None:
         """Step all parameters and wait.
@@ -147,7 +133,7 @@ class StepKernel:
                 parameter, moments=self._moments, stochastic_rounding=self._stochastic
             )
         except native.UnusableCodeError as error:
-            if self._choice is KernelChoice.NATIVE:
+            if self._choice == "native":
                 raise _not_possible(str(error)) from error
             _warn(str(error))
             return None
