@@ -17,7 +17,7 @@ from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules import CausalLanguageModule
 from roundpipe_lightning.planning.model.work import WorkProfile
-from roundpipe_lightning.strategy.planning.inputs import SilentMetric
+from roundpipe_lightning.strategy.planning.dry_run import SilentMetric
 
 
 @dataclass(kw_only=True, eq=False)

@@ -38,7 +38,7 @@ from roundpipe_lightning.models.batch_sizes import targets_of_rows
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
-from roundpipe_lightning.strategy.planning.inputs import prove
+from roundpipe_lightning.strategy.planning.dry_run import prove
 
 _CONTAINERS = (list, dict, set, deque)
 _BASES = frozenset(LightningModule.__mro__)

@@ -21,8 +21,8 @@ from roundpipe_lightning.planning.model.work import (
     WorkProfile,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.search.evolve import QUICK, Effort
 from roundpipe_lightning.planning.search.fit import (
-    Search,
     TrainingJob,
     fit_training,
     fits_memory,
@@ -73,7 +73,7 @@ def job(*, num_blocks: int = 6, device_mib: int = 4000, **changes: Any) -> Train
 @settings(max_examples=10)
 @given(st.integers(1, 9), st.integers(500, 6000))
 def test_a_plan_fits_or_bytes_are_missing(num_blocks: int, device_mib: int) -> None:
-    asked = job(num_blocks=num_blocks, device_mib=device_mib, search=Search.QUICK)
+    asked = job(num_blocks=num_blocks, device_mib=device_mib, effort=QUICK)
     answer = fit_training(asked)
     assert answer.fits is fits_memory(asked)
     assert answer.fits is not bool(answer.memory.reason)
@@ -88,7 +88,7 @@ def test_a_plan_fits_or_bytes_are_missing(num_blocks: int, device_mib: int) -> N
 
 
 def test_a_quick_look_fits_too_and_is_not_faster() -> None:
-    full, quick = (fit_training(job(search=search)) for search in (Search.FULL, Search.QUICK))
+    full, quick = (fit_training(job(effort=effort)) for effort in (Effort(), QUICK))
     assert quick.fits
     assert full.tokens_per_second >= quick.tokens_per_second
 
@@ -164,7 +164,7 @@ def large_job(*, activations: float = 1.0, parameters: float = 0.1, count: int =
         storage=ParameterStorage(master_bytes=0, gradient_bytes=4, optimizer_bytes=8),
         shape=MicrobatchShape(sequences=1, seq_len=1),
         num_microbatches=count,
-        search=Search.QUICK,
+        effort=QUICK,
     )
 
 

@@ -1,4 +1,4 @@
-"""Drawings of timelines: text, traces, and pictures that any reader can open."""
+"""Drawings of timelines: traces and pictures that any reader can open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from roundpipe_lightning.planning.report.render import render_svg, render_text, render_trace
+from roundpipe_lightning.planning.report.render import render_svg, render_trace
 from roundpipe_lightning.planning.schedule.schedule import Action
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
@@ -23,12 +23,6 @@ TIMELINE = Timeline(
     num_workers=2,
     entries=(entry("F0.0@0", 0, 1), entry("X0.0@1", 1, 4), entry("B1.0@0", 1, 8, waiting=3)),
 )
-
-
-def test_text() -> None:
-    assert render_text(TIMELINE, width=8) == (
-        "worker 0 |FBBBBBBB|\nworker 1 |.XXX....|\n8 s, idle 50.0%\n"
-    )
 
 
 def test_trace_opens_as_trace_events() -> None:

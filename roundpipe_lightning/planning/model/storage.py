@@ -22,11 +22,6 @@ SCALE_BLOCK = 64
 """Quantised weights that share a float32 scale."""
 
 
-def quantized_bytes(num_parameters: int, *, bits: int) -> float:
-    """Return the bytes of quantised weights: their codes and scales."""
-    return num_parameters * (bits / 8 + 4 / SCALE_BLOCK)
-
-
 class WeightStorage(Enum):
     """Storage of the weights that are uploaded."""
 
@@ -139,7 +134,8 @@ class ParameterStorage:
         """Return the bytes by which parameters of so many bytes shrink where they are quantised."""
         if self.frozen_bits == _COMPUTE_BITS:
             return 0.0
-        return max(0.0, num_bytes - quantized_bytes(num_parameters, bits=self.frozen_bits))
+        codes_and_scales = num_parameters * (self.frozen_bits / 8 + 4 / SCALE_BLOCK)
+        return max(0.0, num_bytes - codes_and_scales)
 
     def stored(self, profile: ModelProfile) -> ModelProfile:
         """Return the model with frozen parameters of their size in storage."""

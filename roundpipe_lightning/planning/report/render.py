@@ -1,4 +1,4 @@
-"""Draws timelines: as text, as a trace for Perfetto, and as SVG on one scale of time."""
+"""Draws timelines: as a trace for Perfetto, and as SVG on one scale of time."""
 
 from __future__ import annotations
 
@@ -10,26 +10,6 @@ from typing import Any
 
 from roundpipe_lightning.planning.schedule.stages import StageKind
 from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
-
-
-def render_text(timeline: Timeline, *, width: int = 96) -> str:
-    """Draw a timeline with one row per worker and one column per slice of time.
-
-    A column shows the kind of the action that took most of it (`F`, `X`, `B`), or `.` for idle.
-    """
-    slot = timeline.makespan_seconds / width or 1.0
-    lines = []
-    for worker, row in enumerate(timeline.rows()):
-        best = [(slot / 2, ".")] * width
-        for entry in row:
-            begin = entry.start_seconds - timeline.start_seconds
-            end = entry.end_seconds - timeline.start_seconds
-            for column in range(int(begin / slot), min(width, int(end / slot) + 1)):
-                overlap = min(end, (column + 1) * slot) - max(begin, column * slot)
-                best[column] = max(best[column], (overlap, entry.action.kind.value))
-        lines.append(f"worker {worker} |{''.join(letter for _, letter in best)}|")
-    lines.append(f"{timeline.makespan_seconds:.6g} s, idle {timeline.bubble_fraction:.1%}")
-    return "\n".join(lines) + "\n"
 
 
 def render_trace(timelines: Mapping[str, Timeline]) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 
 from roundpipe_lightning.errors import FitError
@@ -36,17 +35,6 @@ _LEAST_SHORTAGE = 1e-9
 _SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
 
 
-class Search(Enum):
-    """Thoroughness of the search for stages."""
-
-    FULL = "full"
-    """As thoroughly as the planner does."""
-
-    QUICK = "quick"
-    """Some even stages alone, in teams of 1 or of all: to compare jobs with each other, or to show
-    that one fits."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
     """A model's training on a machine, and the constraints on its plan.
@@ -63,8 +51,8 @@ class TrainingJob:
             None: all have as many.
         hints: The user's constraints.
         timing: When the optimizer runs.
-        search: How thoroughly to look for stages.
-        effort: How long to search per team and round size, where the search is full.
+        effort: How long to search per team and round size. `QUICK`: some even stages alone, in
+            teams of 1 or of all, to compare jobs with each other or to show that one fits.
         joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`.
     """
 
@@ -78,7 +66,6 @@ class TrainingJob:
     batch_sequences: int | None = None
     hints: PartitionHints = field(default_factory=PartitionHints)
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
-    search: Search = Search.FULL
     effort: Effort = field(default_factory=Effort)
     joined: bool = False
 
@@ -278,7 +265,7 @@ def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
 
 def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
     hints, limits = job.hints, _hint_limits(job)
-    quick = job.search is Search.QUICK
+    quick = job.effort == QUICK
     teams = (1, job.hardware.num_devices) if quick else ()
     return PlanningRequest(
         num_microbatches=counts,
@@ -287,7 +274,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
         round_sizes=() if hints.round_size is None else (hints.round_size,),
         limits=limits,
         partitions=hints.partitions(job.work.block_names, limits=limits, cuts=job.work.cuts),
-        effort=QUICK if quick else job.effort,
+        effort=job.effort,
         recompute_start=job.recompute_start,
         recompute=hints.recompute or (_SIMPLE if quick else tuple(RecomputePolicy)),
         weight_slots=(2, 1) if hints.weight_slots is None else (hints.weight_slots,),

@@ -20,9 +20,9 @@ from roundpipe_lightning.planning.model.hardware import (
     load_hardware,
 )
 from roundpipe_lightning.planning.model.work import BlockWork
+from roundpipe_lightning.planning.search.evolve import QUICK
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
-    Search,
     TrainingJob,
     fit_training,
     fits_memory,
@@ -88,7 +88,7 @@ def verified(remedies: Iterable[Remedy[T]], *, count: int) -> list[tuple[Remedy[
 
 def _fitting(make_job: Callable[[], TrainingJob]) -> FitAnswer | None:
     try:
-        answer = fit_training(replace(make_job(), search=Search.QUICK))
+        answer = fit_training(replace(make_job(), effort=QUICK))
     except RoundPipeError:
         return None
     return answer if answer.fits else None
@@ -97,7 +97,7 @@ def _fitting(make_job: Callable[[], TrainingJob]) -> FitAnswer | None:
 def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
     """Yield this machine with more host memory, and a named one with larger devices that do."""
     machine = job.hardware
-    missing = fit_training(replace(job, search=Search.QUICK)).memory.host.missing_bytes
+    missing = fit_training(replace(job, effort=QUICK)).memory.host.missing_bytes
     if missing:
         size = math.ceil((machine.host_bytes + missing) / _MEMORY_STEP) * _MEMORY_STEP
         device = size if machine.shares_host_memory else machine.device_bytes

@@ -1,10 +1,4 @@
-"""Inputs of plans: the machine, what is stored and sent, and what a step computes.
-
-The user's `training_step` may log, ask its Trainer, count, and draw random numbers. A dry run runs
-it on a copy without values, whose `log` says nothing, whose metrics keep nothing and whose
-Trainer can be read only, as far as plain values go; random generators are put back afterwards. What
-cannot be run so is estimated from the parameters instead.
-"""
+"""Inputs of plans: the machine, and what is stored and sent."""
 
 from __future__ import annotations
 
@@ -13,17 +7,14 @@ import functools
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
@@ -35,21 +26,15 @@ from roundpipe_lightning.engine.device.accelerator import (
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
-from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
-from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError, RoundPipeError
-from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
-from roundpipe_lightning.models.work.meta_copy import MetaCopy
-from roundpipe_lightning.models.work.step_proof import LossKind, Unproven, prove_step
-from roundpipe_lightning.models.work.work_profile import StepProfile, alone, step_profile
+from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.rounding import rounds_itself
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 
 # The machine
 
@@ -335,198 +320,3 @@ def widest_dtype(module: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
     return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
-
-
-# What a step computes
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-class DryRunError(ConfigurationError):
-    """A step cannot be run without values; the message says why."""
-
-
-def dry_run(
-    module: LightningModule,
-    stack: BlockStack | None,
-    *,
-    microbatch: Any,
-    arguments: Sequence[Any],
-    compute_dtype: torch.dtype | None,
-    loss: LossMode,
-) -> StepProfile:
-    """Run `training_step` once without values and return what it does.
-
-    Args:
-        module: The user's module, attached to its trainer.
-        stack: Its blocks.
-        microbatch: What the step is called with.
-        arguments: The step's other arguments.
-        compute_dtype: What autocast computes in; None: what the parameters are.
-        loss: Which losses are computed without whole logits.
-
-    Raises:
-        DryRunError: It cannot be run so.
-    """
-
-    def run(dtype: torch.dtype | None) -> StepProfile:
-        return step_profile(
-            module,
-            stack,
-            microbatch=microbatch,
-            call=lambda root, batch: root.training_step(batch, *arguments),
-            compute_dtype=dtype,
-            fusion=None if loss == "eager" else LossFusion(loss),
-            settings=_settings(module),
-            replaced=list(_replaced(module)),
-        )
-
-    before = random_state()
-    try:
-        if compute_dtype is not None:
-            # Code that makes tensors of its own meets a cast model with the wrong dtype.
-            with contextlib.suppress(Exception):
-                return run(compute_dtype)
-        return run(None)
-    except Exception as error:
-        raise DryRunError(_reason(error)) from error
-    finally:
-        set_random_state(before)
-
-
-def _reason(error: Exception) -> str:
-    """Say in few words why a step could not be run: what its own code met, if it met something."""
-    source = error.__cause__ if isinstance(error, RoundPipeError) and error.__cause__ else error
-    text = str(source).rstrip(".")
-    return text if isinstance(source, RoundPipeError) else f"{type(source).__name__}: {text}"
-
-
-def prove(
-    module: LightningModule,
-    stacks: Sequence[BlockStack],
-    *,
-    batch: Any,
-    arguments: Sequence[Any],
-    num_microbatches: int,
-) -> LossKind:
-    """Return what a batch's loss is of those of its microbatches; see `prove_step`.
-
-    Raises:
-        Unproven: It is not proven to be either.
-    """
-
-    def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[tuple[Any, bool]]]:
-        logged: list[tuple[Any, bool]] = []
-        num_rows = len(next(tensors_in(given)))
-
-        def log(name: Any, value: Any = None, *_: Any, **how: Any) -> None:
-            if how.get("reduce_fx", "mean") not in ("mean", torch.mean):
-                raise Unproven("it logs what is no mean over batches")
-            size = how.get("batch_size")
-            if size not in (None, num_rows):
-                raise Unproven("it logs with a batch_size other than the batch's rows")
-            values = name.values() if isinstance(name, Mapping) else [value]
-            logged.extend((value, size is not None) for value in values)
-
-        settings = {**_settings(module), "log": log, "log_dict": log}
-        copy = MetaCopy(module, settings=settings, replaced=list(_replaced(module, _NoMetric)))
-        for stack in stacks:
-            for block in map(copy.module_copy, stack.blocks):
-                block.__dict__["forward"] = around(block.forward)
-        root: Any = copy.module
-        output = root.training_step(given, *arguments)
-        if isinstance(output, Mapping) and set(output) != {"loss"}:
-            raise Unproven("it returns more than the loss")
-        loss = loss_of(output)
-        if copy.wrote_buffers:
-            raise Unproven("it writes into buffers")
-        return loss, logged
-
-    before = random_state()
-    try:
-        with alone():
-            num_rows = len(next(tensors_in(batch), ()))
-            sizes = {num_rows, max(1, num_rows // num_microbatches)}
-            kind = prove_step(batch=batch, run=run, sizes=sorted(sizes))
-        states = [tree_leaves(state) for state in (before, random_state())]
-        if any(not _same(a, b) for a, b in zip(*states, strict=True)):
-            raise Unproven("it draws random numbers")
-        return kind
-    except Unproven:
-        raise
-    except Exception as error:
-        raise Unproven(f"it cannot be run without values ({_reason(error)})") from error
-    finally:
-        set_random_state(before)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
-
-
-def _settings(module: LightningModule) -> Mapping[str, Any]:
-    """Return the copy's replacements for attributes that reach out of the module."""
-
-    def say_nothing(*_: Any, **__: Any) -> None:
-        """Stand in for `log`, `log_dict` and `print`."""
-
-    return {
-        "_trainer": _ReadOnlyTrainer(module.trainer),
-        "_device": torch.device("meta"),
-        **dict.fromkeys(("log", "log_dict", "print"), say_nothing),
-    }
-
-
-def _replaced(
-    module: LightningModule, metric: Callable[[], nn.Module] | None = None
-) -> Iterator[tuple[object, object]]:
-    yield module.trainer, _ReadOnlyTrainer(module.trainer)
-    for child in module.modules():
-        if metric is not None and isinstance(child, Metric | MetricCollection):
-            yield child, metric()
-        elif isinstance(child, MetricCollection):
-            yield child, MetricCollection([])
-        elif isinstance(child, Metric):
-            yield child, SilentMetric()
-
-
-class _ReadOnlyTrainer:
-    """Gives the plain values of a Trainer (`current_epoch`, `global_step`) and nothing else."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        object.__setattr__(self, "_trainer", trainer)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._trainer, name)
-        if isinstance(value, _PLAIN):
-            return value
-        raise ConfigurationError(f"The step uses the Trainer's {name}.")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise ConfigurationError(f"The step sets the Trainer's {name}.")
-
-
-class SilentMetric(nn.Module):
-    """Takes whatever a metric takes, keeps nothing and gives a number."""
-
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return torch.zeros((), device="meta")
-
-    def compute(self) -> Tensor:
-        return torch.zeros((), device="meta")
-
-    def update(self, *_: Any, **__: Any) -> None:
-        """Keep nothing."""
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-
-class _NoMetric(nn.Module):
-    """Ends a proof: what a metric keeps of microbatches is not what it keeps of the batch."""
-
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        raise Unproven("it uses a metric")
-
-    compute = update = reset = forward

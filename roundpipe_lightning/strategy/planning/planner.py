@@ -34,10 +34,9 @@ from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.report.description import count_text
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.evolve import QUICK, Effort
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
-    Search,
     TrainingJob,
     fit_training,
     improved_plan,
@@ -48,11 +47,10 @@ from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.checks import takes_iterator
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
+from roundpipe_lightning.strategy.planning.dry_run import DryRunError, dry_run
 from roundpipe_lightning.strategy.planning.inputs import (
-    DryRunError,
     TransferSizes,
     accelerators_of,
-    dry_run,
     find_machine,
     first_chain,
     num_values,
@@ -174,11 +172,11 @@ class StepPlanner:
         """
         what = "parameters, gradients and optimizer state" if self._trains else "model"
         step, count = self._first_step(), self.num_microbatches
-        return self._plan_job(step, count, what=what, search=Search.QUICK).plan
+        return self._plan_job(step, count, what=what, effort=QUICK).plan
 
     def first_job(self) -> TrainingJob:
         """Return what is known without a batch: parameters, not activations."""
-        return self.job(self._first_step(), self.num_microbatches, search=Search.QUICK)
+        return self.job(self._first_step(), self.num_microbatches, effort=QUICK)
 
     def _first_step(self) -> StepWork:
         step = self._from_parameters()
@@ -412,7 +410,7 @@ class StepPlanner:
         step: StepWork,
         count: int,
         *,
-        search: Search = Search.FULL,
+        effort: Effort = _EFFORT,
         shape: MicrobatchShape = _SHAPE,
         num_batches: int = 1,
         batch_sequences: int | None = None,
@@ -423,7 +421,7 @@ class StepPlanner:
         Args:
             step: Work of a microbatch.
             count: Microbatches of a batch.
-            search: How thoroughly to look for stages.
+            effort: As in `TrainingJob`.
             shape: A microbatch, where the work is not that of one alone.
             num_batches: As in `TrainingJob`.
             batch_sequences: As in `TrainingJob`.
@@ -442,8 +440,7 @@ class StepPlanner:
             batch_sequences=batch_sequences,
             timing=self._timing,
             hints=self._constraints.completed(hints, step, count),
-            search=search,
-            effort=_EFFORT,
+            effort=effort,
             joined=step.is_joined and count > 1,
         )
 
@@ -453,7 +450,7 @@ class StepPlanner:
         count: int,
         *,
         what: str,
-        search: Search = Search.FULL,
+        effort: Effort = _EFFORT,
         alternatives: Callable[[], Alternatives] = Alternatives,
         longest: Callable[[Shortage], str] = lambda _: "",
     ) -> Planned:
@@ -462,7 +459,7 @@ class StepPlanner:
         Raises:
             FitError: It does not fit.
         """
-        job = self.job(step, count, search=search)
+        job = self.job(step, count, effort=effort)
         given = self._given_plan
         if given is not None and given.num_microbatches == count:
             layout = given.layout
