@@ -289,6 +289,7 @@ def test_finds_the_model_to_export() -> None:
         find_pretrained(module, "other")
 
 
+@pytest.mark.soak
 def test_exporting_takes_no_second_copy(tmp_path: Path) -> None:
     """The same at 2 GB, and that of save_pretrained: benchmarks/checkpoint_loading.py."""
     write_checkpoint(tmp_path, num_megabytes=150, shard_megabytes=15)

@@ -224,6 +224,7 @@ def test_auto_is_the_published_dtype(tmp_path: Path) -> None:
     assert source(tmp_path).build().dtype == torch.float32
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", ["to_float32", "mapped"])
 def test_peak_memory_is_the_store_and_a_shard(tmp_path: Path, case: str) -> None:
     """The same at 1 GB: benchmarks/checkpoint_loading.py; here with room for lazy imports."""

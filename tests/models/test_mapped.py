@@ -216,6 +216,7 @@ def test_refuses_what_cannot_be_mapped_at_all(
         found.build()
 
 
+@pytest.mark.soak
 def test_training_takes_no_memory_for_the_base(tmp_path: Path) -> None:
     """Anonymous memory is what cannot be read again; pages of the file are the kernel's to drop."""
     write_checkpoint(tmp_path, num_megabytes=200, shard_megabytes=40)
