@@ -52,7 +52,7 @@ def _several(parameter: Tensor) -> None:
 
 
 WRITES: list[Callable[[Any], None]] = [_in_place, _through_data, _by_other_data, _several]
-REFUSED = "A step writes into the parameter {!r}, in a block or for every microbatch"
+REFUSED = "A step writes into the parameter {!r}, in a block, for every microbatch or beside"
 
 
 class _Writing(Block):

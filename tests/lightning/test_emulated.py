@@ -100,6 +100,13 @@ class MomentumTeacher(Regressor):
         )
 
 
+def test_a_write_beside_the_optimizer_is_refused(tmp_path: Path) -> None:
+    strategy = EmulatedStrategy(num_microbatches=4, update="async")
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"'layers\.0\..*update='exact'"):
+        trainer.fit(MomentumTeacher(), regression_data())
+
+
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
 def test_a_momentum_teacher(options: dict[str, Any]) -> None:
     assert_trains_as_one_device(

@@ -146,9 +146,9 @@ def refuse_write(name: str) -> NoReturn:
         ConfigurationError: Always.
     """
     raise ConfigurationError(
-        f"A step writes into the parameter {name!r}, in a block or for every microbatch: into the "
-        "copy that a worker has of it, or several times. Write outside the blocks with "
-        "RoundPipeStrategy(microbatching='blocks'), which runs the step once; or when no step "
-        "runs, in a callback or on_train_batch_end (moving averages: "
+        f"A step writes into the parameter {name!r}, in a block, for every microbatch or beside "
+        "the optimizer: into a copy of it, or several times. Write outside the blocks with "
+        "RoundPipeStrategy(microbatching='blocks', update='exact'), which runs the step once; or "
+        "when no step runs, in a callback or on_train_batch_end (moving averages: "
         "lightning.pytorch.callbacks.WeightAveraging); or make what a step changes a buffer."
     )

@@ -209,11 +209,14 @@ class HostStore:
         Returns:
             Whether that was done; not where the step computes with other values than it has.
         """
-        if parameter in self._served:
+        served = self._served.get(parameter)
+        if served is not None and parameter.requires_grad:
             return False
         self._await_updates([parameter])
         with torch.no_grad():
             parameter.copy_(values)
+            if served is not None:  # the optimizer is at others of its buffer
+                served.copy_(values)
         if self.copies is not None:
             self.copies.cast({parameter: parameter})
         self.rewritten[parameter] = self.rewritten.get(parameter, 0) + 1
