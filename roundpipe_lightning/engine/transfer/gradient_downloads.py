@@ -84,11 +84,13 @@ class GradientHomes:
         self._on_failure = on_failure
         self._sums = ThreadPoolExecutor(1, "roundpipe-sums", initializer=_use_few_threads)
         self._homes: dict[int, list[GradientHome]] = {}  # by length
+        self._is_training = False  # since the last end of steps
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
         """Return the bytes of a home that nobody has."""
         with self._lock:
+            self._is_training = True
             homes = self._homes.setdefault(num_bytes, [])
             home = next((one for one in homes if not one.is_lent), None)
             if home is not None:
@@ -119,12 +121,13 @@ class GradientHomes:
         return sum(home.pages.nbytes for home in self._all)
 
     def end_steps(self) -> None:
-        """Drop what steps have not used for long. No step is in flight."""
-        for home in self._all:
+        """Drop what steps have not used for long, evaluations aside. No step is in flight."""
+        for home in self._all if self._is_training else ():
             home.num_steps = 0 if home.is_lent else home.num_steps + 1
             if home.num_steps > _MOST_UNUSED_STEPS:
                 self._homes[home.pages.nbytes].remove(home)
                 self._device.unpin(home.pages)
+        self._is_training = False
 
     def close(self) -> None:
         """Give the page locks back. Gradients stay where they are as long as somebody has them."""

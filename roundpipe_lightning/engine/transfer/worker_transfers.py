@@ -31,7 +31,6 @@ from roundpipe_lightning.engine.transfer.gradient_downloads import GradientDownl
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     FlatGradients,
     GradientReducer,
-    Gradients,
 )
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
@@ -231,10 +230,6 @@ class WorkerTransfers:
             if add_reserved is not None:
                 add_reserved({})
             reducer.add_stage(stage, microbatches, {})
-
-    def send_outside(self, gradients: Gradients, *, reducer: GradientReducer, last: int) -> None:
-        """Send sums of gradients of parameters outside the blocks, of a run that `last` ends."""
-        self.gradients.send_outside(gradients, landed=reducer.reserve_shared(last))
 
     @property
     def num_bytes(self) -> int:

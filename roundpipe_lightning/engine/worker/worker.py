@@ -215,8 +215,8 @@ class Worker:
 
     def send_outside(self, *, reducer: GradientReducer, last: int) -> None:
         """Send what `add_outside` has summed up, at the end of a run: with `last`."""
-        for transfers, gradients in self._outside_sums.items():
-            transfers.send_outside(gradients, reducer=reducer, last=last)
+        for transfers, sums in self._outside_sums.items():
+            transfers.gradients.send_outside(sums, landed=reducer.reserve_shared(last))
         self._outside_sums = {}
 
     def count_bytes(self, num_bytes: int) -> None:
