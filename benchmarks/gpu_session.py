@@ -83,7 +83,11 @@ LORA_8B = ("--model", "llama3_1_8b", "--train", "lora", "--precision", "bf16-tru
 TO_CAP = (*CARD, "--capped", "ours", "roundpipe")
 
 JOBS: tuple[Job, ...] = (
-    Job(name="tests", arguments=("-m", "pytest", "tests/gpu", "-q", "--no-header")),
+    Job(  # what is wrong shows here first; ten minutes leave time for two of the next ones
+        name="tests",
+        arguments=("-m", "pytest", "tests/gpu", "-q", "--no-header", "--maxfail", "5"),
+        limit_seconds=200.0,
+    ),
     _throughput(
         "full_1_7b_64k",
         *("--system", "ours", "checkpointed", *SMALL, "--microbatches", "32", *HALF),

@@ -344,6 +344,9 @@ def test_accelerators_are_measured_alone_and_at_once(
     assert not spec.devices_reach_each_other
     reached.update(itertools.permutations(range(4), 2))
     assert probe_hardware(folder=tmp_path) == replace(spec, devices_reach_each_other=True)
+    with monkeypatch.context() as context:
+        context.setenv("ROUNDPIPE_NO_PEER_COPIES", "1")
+        assert not probe_hardware(folder=tmp_path).devices_reach_each_other
     assert given_back == ["empty_cache", "empty_host_cache"]
     assert (spec.device_name, spec.num_devices) == ("Fast 1", 4)
     assert spec.device_bytes == 24 * 2**30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import RoundPipeError
-from tests.kit.accelerators import NUM, device, for_trainer, needs_cuda, needs_one
+from tests.kit.accelerators import NUM, device, for_trainer, needs_cuda, needs_one, needs_two
 from tests.kit.training import QUIET, make_trainer, parameter_error, same_bits
 
 pytestmark = [
@@ -134,6 +135,85 @@ def test_training_is_that_of_cpu_workers(
     )
     host = trained(tmp_path / "host", Model(dropout=dropout), accelerator="cpu", **settings)
     assert parameter_error(here, host) < (1e-4 if torch.cuda.is_available() else 1e-6)
+
+
+@needs_two
+def test_devices_that_are_not_given_are_not_touched(tmp_path: Path) -> None:
+    before = torch.accelerator.memory_allocated(device(0))
+    here = trained(tmp_path / "here", devices=[1], num_microbatches=4)
+    host = trained(tmp_path / "host", accelerator="cpu", num_microbatches=4)
+    assert parameter_error(here, host) < 1e-4
+    assert torch.accelerator.memory_allocated(device(0)) == before
+    if torch.cuda.is_available():
+        assert not torch._C._cuda_hasPrimaryContext(0) or before  # type: ignore[attr-defined]
+
+
+class _ReadsParameters(Dataset[Tensor]):
+    """Rows that a forked worker makes from the parameters of the module that is trained."""
+
+    def __init__(self, module: Model) -> None:
+        self.module = module
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        weights = [parameter.flatten()[0] for parameter in self.module.parameters()]
+        generator = torch.Generator().manual_seed(index)
+        finite = torch.stack(weights).isfinite().all()
+        return torch.randn(4, WIDTH, generator=generator) * finite
+
+
+def test_forked_workers_read_page_locked_parameters(tmp_path: Path) -> None:
+    module = Model()
+    context = multiprocessing.get_context("fork")
+    loader = DataLoader(
+        _ReadsParameters(module),
+        batch_size=8,
+        num_workers=2,
+        multiprocessing_context=context,
+        collate_fn=_as_list,
+    )
+    here = trained(tmp_path / "here", module, loader=loader, num_microbatches=4)
+    plain = DataLoader(_ReadsParameters(Model()), batch_size=8, collate_fn=_as_list)
+    host = trained(tmp_path / "host", loader=plain, accelerator="cpu", num_microbatches=4)
+    assert parameter_error(here, host) < 1e-4
+
+
+def _as_list(rows: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(rows)]
+
+
+@needs_cuda
+@pytest.mark.parametrize("settings", [{"compile": True}, {"hints": {"resident": 0}}], ids=str)
+@pytest.mark.parametrize("num_devices", range(1, min(NUM, 2) + 1))
+@pytest.mark.parametrize("peers", [True, False])
+def test_compiled_blocks_and_peer_copies(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    num_devices: int,
+    peers: bool,
+) -> None:
+    if not peers:
+        monkeypatch.setenv("ROUNDPIPE_NO_PEER_COPIES", "1")
+    settings = {**settings, "num_microbatches": 4}
+    here = trained(tmp_path / "here", devices=num_devices, workers_per_device=2, **settings)
+    host = trained(tmp_path / "host", accelerator="cpu", num_microbatches=4)
+    assert parameter_error(here, host) < 1e-4
+
+
+@needs_cuda
+def test_quantised_blocks_of_bitsandbytes(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    module = Model()
+    for layer in module.layers:
+        inner: Any = layer.inner
+        quantised = bitsandbytes.nn.Linear4bit(WIDTH, 4 * WIDTH, quant_type="nf4")
+        quantised.load_state_dict(inner.state_dict())
+        layer.inner = quantised.requires_grad_(False)
+    here = trained(tmp_path, module, num_microbatches=4)
+    assert all(torch.isfinite(p).all() for p in here.parameters() if p.is_floating_point())
 
 
 def _draws_its_own_numbers() -> bool:

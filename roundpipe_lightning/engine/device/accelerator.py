@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import queue
 import threading
 import warnings
@@ -121,9 +122,9 @@ class CudaRuntime(Runtime):
         torch.cuda.cudart().cudaHostUnregister(pointer)
 
     def reaches(self, other: torch.device) -> bool:
-        return self.device == other or (
-            other.type == "cuda" and torch.cuda.can_device_access_peer(self.device, other)
-        )
+        if self.device == other or "ROUNDPIPE_NO_PEER_COPIES" in os.environ:
+            return self.device == other
+        return other.type == "cuda" and torch.cuda.can_device_access_peer(self.device, other)
 
 
 def _can(ask: Callable[[], object]) -> bool:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -44,6 +43,8 @@ _COPY_BYTES = 2**27
 _LITTLE_BYTES = 2**30  # of a device: what the runtime takes for this process, and a screen
 _LEFT_TO_ALLOCATOR = 0.04  # of what there is
 _SHORTEST_SECONDS = 0.1
+_LONG_PRODUCT_SECONDS = 5e-3  # long enough to fill a device, and a larger one would take 64 times
+_LARGEST_PRODUCT = 8192
 _MOST_REPEATS = 64
 
 
@@ -245,18 +246,19 @@ def _give_back() -> None:
 
 def _matrix_rates(device: torch.device, *, share: float) -> MatrixRates:
     """Operations per second of square products, times a share of the device."""
-    size = 512 if device.type == "cpu" else 8192
     rates = {}
     for dtype in _DTYPES:
-        first = torch.ones((size, size), dtype=dtype, device=device)
-        second = torch.ones((size, size), dtype=dtype, device=device)
-        result = torch.empty_like(first)
-
-        def work(a: torch.Tensor = first, b: torch.Tensor = second, c: Any = result) -> object:
-            return torch.mm(a, b, out=c)
-
-        rates[str(dtype).removeprefix("torch.")] = share * 2 * size**3 / _seconds(work, [device])
+        seconds, size = 0.0, 128
+        while seconds < _LONG_PRODUCT_SECONDS and size < _LARGEST_PRODUCT:
+            size *= 4
+            seconds = _product_seconds(device, dtype, size)
+        rates[str(dtype).removeprefix("torch.")] = share * 2 * size**3 / seconds
     return MatrixRates(**rates)
+
+
+def _product_seconds(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    first, second, result = (torch.ones((size, size), dtype=dtype, device=device) for _ in range(3))
+    return _seconds(lambda: torch.mm(first, second, out=result), [device])
 
 
 def _copy_rate(device: torch.device) -> float:
