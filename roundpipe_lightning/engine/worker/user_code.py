@@ -266,7 +266,7 @@ class UserCode(TorchFunctionMode):
         self._streamed.clear()
         self.side_outputs.clear()
         self.stream = self.cut = self.check_gradient = None
-        del self._worker, self.before_write
+        del self._worker, self.before_write, self._parameter_writes
 
     # ----------------------------------------------------------------------------------- places
 
