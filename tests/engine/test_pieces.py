@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,27 @@ class WithBias(Block):
         return super().forward(x) * bias
 
 
+class Cached(Regressor):
+    """Blocks put entries into an object that later ones are given, and code runs between them."""
+
+    calls: Sequence[int] = (0, 1, 2, 3)
+
+    def __init__(self) -> None:
+        super().__init__(make_block=WithCache)
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        cache = SimpleNamespace()
+        for number in self.calls:
+            hidden = self.layers[number](hidden - hidden.mean(0), cache)
+        return hidden
+
+
+class WithCache(Block):
+    def forward(self, x: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        setattr(cache, f"entry_{len(vars(cache))}", 2 * x)
+        return super().forward(x)
+
+
 class TimeMajor(Regressor):
     """(time, rows, width): rows are the second dimension, and time steps depend on each other."""
 
@@ -136,7 +158,9 @@ class TimeMajor(Regressor):
 
 
 @pytest.mark.parametrize("make_devices", [cpu_workers, emulated_workers])
-@pytest.mark.parametrize("make", [Regressor, Contrastive, Between, Summed, Shared, TimeMajor])
+@pytest.mark.parametrize(
+    "make", [Regressor, Contrastive, Between, Summed, Shared, Cached, TimeMajor]
+)
 def test_step_equals_one_device(
     make: Callable[[], Any], make_devices: Callable[[int], list[Device]]
 ) -> None:
@@ -317,6 +341,13 @@ def test_calls_that_a_later_step_makes_first(
     plan: dict[str, Any] = {"num_workers": 2, "num_microbatches": 3, "partition": stages}
     with engine_for(module, devices=make_devices(2), **plan) as engine:
         for module.calls in steps:
+            compare(module, engine)
+
+
+def test_blocks_in_another_order_are_given_an_object_with_entries() -> None:
+    module, stages = Cached(), Partition(forward=(2, 2), backward=(0, 3, 1))
+    with engine_for(module, num_workers=2, num_microbatches=3, partition=stages) as engine:
+        for module.calls in ((0, 2, 1, 3), (0, 2, 1, 3), (0, 1, 2, 3)):
             compare(module, engine)
 
 

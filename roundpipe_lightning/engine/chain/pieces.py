@@ -196,8 +196,8 @@ class DriverForward(ForwardPass):
         if gradient or not hold_objects:  # a block writes into the object itself, a cache say
             found = self._form_of(block, given, arguments, position)
         if found is None:
-            for tensor, joined, in_object in arguments:
-                if joined is not None and not (in_object and joined.in_object):
+            for tensor, joined in arguments:
+                if joined is not None:
                     self._sources[id(tensor)] = joined.materialize()
             return self._in_turn(position)
         self._form, sizes = found
@@ -294,7 +294,7 @@ class DriverForward(ForwardPass):
         position: int | None,
     ) -> tuple[CallForm, Sequence[int]] | None:
         """Find the form of a call on a few rows."""
-        for tensor, joined, _ in arguments:  # what is looked at can end the turn
+        for tensor, joined in arguments:  # what is looked at can end the turn
             if joined is None or joined.shadow is None:
                 self._whole(tensor)
         if not self.turns.in_forward_stage:
@@ -326,7 +326,7 @@ class DriverForward(ForwardPass):
     ) -> Sequence[int] | None:
         """Return the rows of every piece; None where the arguments do not agree about them."""
         sizes: Sequence[int] | None = None
-        for (tensor, joined, _), dim in zip(arguments, dims, strict=True):
+        for (tensor, joined), dim in zip(arguments, dims, strict=True):
             if joined is not None and joined.dim is not None:
                 own: Sequence[int] = joined.sizes
             elif joined is None and dim is not None:
@@ -433,7 +433,7 @@ class DriverForward(ForwardPass):
             Shadow(*map(self._brought, joined.shadow))
             if joined is not None and joined.shadow is not None
             else self._shadow_of(tensor, joined.dim if joined else dim, sizes)
-            for (tensor, joined, _), dim in zip(arguments, dims, strict=True)
+            for (tensor, joined), dim in zip(arguments, dims, strict=True)
         ]
         trial = RowTrial(arguments, shadows, dims)
         writes, name = self.writes_within(block), self._names[block]

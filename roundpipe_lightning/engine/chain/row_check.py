@@ -51,25 +51,32 @@ class Argument(NamedTuple):
     Attributes:
         tensor: As the user's code gave it.
         joined: What it stands for, if pieces have made it.
-        in_object: Whether it is inside an object.
     """
 
     tensor: Tensor
     joined: JoinedValue | None
-    in_object: bool
 
 
 def arguments_of(given: Given) -> tuple[Sequence[Argument], bool]:
-    """Return the tensors among a call's arguments, and whether there are objects that hold some."""
+    """Return the tensors among a call's arguments, and whether there are objects that hold some.
+
+    Entries that blocks have made in an object, a cache say, are left out: others do not read them.
+    """
     found: list[Argument] = []
 
     def look(tensor: Any, in_object: bool) -> Any:  # noqa: FBT001 - a `Swap`
-        found.append(Argument(tensor, joined_in(tensor), in_object))
+        if not _is_entry(tensor, in_object):
+            found.append(Argument(tensor, joined_in(tensor)))
         return tensor
 
     copies = Copies(look)
     copies.copied(given)
     return found, copies.hold_objects
+
+
+def _is_entry(tensor: Any, in_object: bool) -> bool:  # noqa: FBT001
+    joined = joined_in(tensor)
+    return in_object and joined is not None and joined.in_object
 
 
 def joined_in(tensor: Any) -> JoinedValue | None:
@@ -156,8 +163,7 @@ class RowTrial:
         for part in range(4):
 
             def take(tensor: Any, in_object: bool, part: int = part) -> Any:  # noqa: FBT001
-                joined = joined_in(tensor)
-                if in_object and joined is not None and joined.in_object:
+                if _is_entry(tensor, in_object):
                     return tensor
                 shadow, dim = self._taken[id(tensor)]
                 if dim is None:
