@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
 from roundpipe_lightning import linear_cross_entropy
@@ -323,6 +324,26 @@ def test_runs_where_its_operands_are() -> None:
         gradients, torch.autograd.grad(want, (hidden, weight, bias)), strict=True
     ):
         torch.testing.assert_close(untag(gradient), other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_host_waits_for_the_device_once(reduction: Any) -> None:
+    waits: list[str] = []
+
+    class Waits(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            reads = {"item", "tolist", "nonzero", "cpu", "__int__", "__float__", "__bool__"}
+            if getattr(func, "__name__", "") in reads:
+                waits.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight, labels, bias = operands(6)
+    with Waits():
+        losses = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
+        losses.sum().backward()
+    assert waits == ["tolist"]
 
 
 # --- bad input ------------------------------------------------------------------------------------

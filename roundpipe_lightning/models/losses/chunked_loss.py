@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.errors import ConfigurationError
 
-__all__ = ["LossSpec", "LossSweep", "chunk_tokens", "kept_rows", "logit_bytes"]
+__all__ = ["LossSpec", "LossSweep", "chunk_tokens", "logit_bytes"]
 
 DEFAULT_CHUNK_BYTES = 128 * 2**20
 """Device memory for one chunk of logits."""
@@ -35,7 +35,6 @@ class LossSpec:
         summed: Whether the losses of the tokens are added up.
     """
 
-    ignore_index: int
     label_smoothing: float
     z_loss: float
     softcap: float | None
@@ -84,13 +83,6 @@ def chunk_tokens(
     return -(-num_tokens // num_chunks)
 
 
-def kept_rows(targets: Tensor, ignore_index: int) -> Tensor:
-    """Return the indices of the labels that count; on the meta device, which has no values, all."""
-    if targets.is_meta:
-        return torch.arange(targets.numel(), device=targets.device)
-    return (targets != ignore_index).nonzero().squeeze(1)
-
-
 def multiplies_narrow(hidden: Tensor) -> bool:
     """Return whether the weight's gradient is made of 16-bit products, added up in float32.
 
@@ -108,6 +100,7 @@ class LossSweep:
         weight: Shape (V, H).
         bias: Shape (V), or None.
         targets: Shape (N).
+        kept: Indices of the rows that count; the others have a loss of 0.
         token_weights: What each token's gradient is multiplied by, shape (N), or None.
     """
 
@@ -118,11 +111,13 @@ class LossSweep:
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        kept: Tensor,
         *,
         token_weights: Tensor | None = None,
     ) -> None:
         self._spec = spec
-        self._hidden, self._targets, self._token_weights = hidden, targets, token_weights
+        self._hidden, self._targets, self._kept = hidden, targets, kept
+        self._token_weights = token_weights
         self._wide = torch.promote_types(spec.dtype, torch.float32)
         self._weight = weight.to(spec.dtype)
         self._bias = None if bias is None else bias.to(spec.dtype)
@@ -138,10 +133,9 @@ class LossSweep:
         The gradients are those of hidden, weight and bias; wider than these where they are sums.
         """
         losses = self._hidden.new_zeros(self._targets.shape, dtype=self._wide)
-        kept = kept_rows(self._targets, self._spec.ignore_index)
-        if kept.numel():
+        if self._kept.numel():
             size = chunk_tokens(
-                num_tokens=kept.numel(),
+                num_tokens=self._kept.numel(),
                 vocabulary=self._weight.shape[0],
                 bytes_per_logit=logit_bytes(
                     compute_bytes=self._spec.dtype.itemsize,
@@ -150,7 +144,7 @@ class LossSweep:
                 chunk_bytes=self._spec.chunk_bytes,
             )
             with torch.autocast(self._hidden.device.type, enabled=False):
-                for tokens in kept.split(size):
+                for tokens in self._kept.split(size):
                     losses[tokens] = self._run_chunk(tokens)
         return losses, self._sums
 

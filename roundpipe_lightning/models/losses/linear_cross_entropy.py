@@ -39,7 +39,6 @@ from roundpipe_lightning.models.losses.chunked_loss import (
     DEFAULT_CHUNK_BYTES,
     LossSpec,
     LossSweep,
-    kept_rows,
 )
 
 __all__ = ["linear_cross_entropy"]
@@ -101,10 +100,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
         )
     _check_shapes(hidden, weight, labels, bias=bias)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-    kept = targets[kept_rows(targets, ignore_index)]
-    _check_labels(kept, vocabulary=weight.shape[0])
+    kept = _kept_rows(targets, ignore_index, vocabulary=weight.shape[0])
     spec = LossSpec(
-        ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
@@ -117,7 +114,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
         ),
         summed=reduction != "none",
     )
-    loss: Tensor = _Loss.apply(spec, rows, weight, bias, targets)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Loss.apply(spec, rows, weight, bias, targets, kept)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return loss.view(labels.shape)
     if reduction == "sum":
@@ -159,17 +156,25 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tenso
         )
 
 
-def _check_labels(targets: Tensor, *, vocabulary: int) -> None:
-    if targets.numel() == 0 or targets.is_meta:
-        return
-    lowest, highest = (int(x) for x in targets.aminmax())
-    for label in (lowest, highest):
+def _kept_rows(targets: Tensor, ignore_index: int, *, vocabulary: int) -> Tensor:
+    """Return the indices of the labels that count; on the meta device, which has no values, all.
+
+    The host waits for the device once: for how many there are and the range of their values.
+    """
+    if targets.is_meta or targets.numel() == 0:
+        return torch.arange(targets.numel(), device=targets.device)
+    counts = targets != ignore_index
+    inside = targets.where(counts, 0).aminmax()
+    num_kept, *ends = torch.stack([counts.sum(), *inside]).tolist()
+    rows = counts.logical_not().argsort(stable=True)[:num_kept]
+    for label in ends:
         if not 0 <= label < vocabulary:
-            place = int((targets == label).nonzero()[0])
+            place = targets[rows].tolist().index(label)
             raise DataError(
                 f"Label {label} (number {place + 1} of those that are not ignored) is outside the "
                 f"vocabulary of {vocabulary}. Labels are 0 to {vocabulary - 1}, or ignore_index."
             )
+    return rows
 
 
 def _autocasts(device_type: str) -> bool:
@@ -220,6 +225,7 @@ class _Loss(torch.autograd.Function):
                 None if sums is None else (sums.mul_(gradient) if spec.summed else sums).to(x.dtype)
                 for x, sums in zip(inputs, gradients, strict=False)
             ),
+            None,
             None,
         )
 
