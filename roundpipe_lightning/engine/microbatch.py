@@ -266,7 +266,7 @@ class Microbatch:
             stand_ins=context.stand_ins(self._index),
         )
         with user.suspended():
-            batch = map_tensors(turns.worker.device.upload, self._batch)
+            batch = map_tensors(turns.worker.upload, self._batch)
         with user.active():
             output = context.call(view, batch, self._index)
         turns.check_not_aborted()

@@ -227,9 +227,9 @@ class GoneDevice(EmulatedDevice):
         if is_gone:
             raise RuntimeError("CUDA error: the launch timed out and was terminated")
 
-    def upload(self, tensor: Any) -> Any:
+    def upload(self, tensor: Any, wait: Any = None) -> Any:
         self._use()
-        return super().upload(tensor)
+        return super().upload(tensor, wait)
 
     def download(self, tensor: Any) -> Any:
         self._use()

@@ -99,12 +99,12 @@ class SmallDevice(EmulatedDevice):
         self.num_bytes = num_bytes
         self.in_use = 0
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        if self.in_use + tensor.nbytes > self.num_bytes:
-            raise torch.OutOfMemoryError(f"Tried to allocate {tensor.nbytes} bytes.")
-        here = super().upload(tensor)
-        self.in_use += tensor.nbytes
-        weakref.finalize(here, self._free, tensor.nbytes)
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        here = super().empty(shape, dtype)
+        if self.in_use + here.nbytes > self.num_bytes:
+            raise torch.OutOfMemoryError(f"Tried to allocate {here.nbytes} bytes.")
+        self.in_use += here.nbytes
+        weakref.finalize(here.untyped_storage(), self._free, here.nbytes)
         return here
 
     def _free(self, num_bytes: int) -> None:

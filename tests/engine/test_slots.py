@@ -119,7 +119,7 @@ class MemoryDevice(CpuDevice):
 
     shares_host_memory = False
 
-    def upload(self, tensor: Tensor) -> Tensor:
+    def upload(self, tensor: Tensor, wait: Any = None) -> Tensor:
         return tensor.detach().clone()
 
 

@@ -44,7 +44,7 @@ class _LateDevice(EmulatedDevice):
         self.marks: list[HostEvent] = []
         self.error: Exception | None = None
 
-    def upload(self, tensor: Tensor) -> Tensor:
+    def upload(self, tensor: Tensor, wait: object = None) -> Tensor:
         if self.error is not None:
             raise self.error
         return super().upload(tensor)

@@ -158,9 +158,9 @@ class LockingDevice(EmulatedDevice):
         self.locked: dict[int, int] = {}
         self.num_uploads = 0
 
-    def upload(self, tensor: Tensor) -> Tensor:
+    def upload(self, tensor: Tensor, wait: Any = None) -> Tensor:
         self.num_uploads += 1
-        return super().upload(tensor)
+        return super().upload(tensor, wait)
 
     def pin(self, buffer: Tensor) -> None:
         if buffer.nbytes:

@@ -229,9 +229,10 @@ class AcceleratorDevice(Device):
         self._streams: dict[CopyQueue | torch.device, Any] = {}
         self._completions: CompletionThread | None = None
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        strided = tensor.layout is torch.strided
-        return self._copied(tensor) if strided else tensor.detach().to(self.torch_device)
+    def upload(self, tensor: Tensor, wait: Callable[[Event], None] | None = None) -> Tensor:
+        if tensor.layout is torch.strided:
+            return super().upload(tensor, wait)
+        return tensor.detach().to(self.torch_device)
 
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu")

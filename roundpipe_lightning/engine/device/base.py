@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from time import perf_counter
 from typing import Any
@@ -63,13 +63,13 @@ class Device(ABC):
     chunk_bytes: int = 2**24
     can_compile: bool = True
 
-    def upload(self, tensor: Tensor) -> Tensor:
+    def upload(self, tensor: Tensor, wait: Callable[[Event], None] | None = None) -> Tensor:
         """Return a host tensor's values here, without a graph.
 
-        The copy is made beside compute, which waits for it. A page-locked source must not change
-        before it has been made.
+        The copy is made beside compute, which waits for it by `wait`, if given. A page-locked
+        source must not change before it has been made.
         """
-        return self._copied(tensor)
+        return self._copied(tensor, wait=wait)
 
     @abstractmethod
     def download(self, tensor: Tensor) -> Tensor:
@@ -94,11 +94,17 @@ class Device(ABC):
             return self.upload(source.download(tensor))
         return self._copied(tensor, after=[source.mark_event("a tensor is made")])
 
-    def _copied(self, tensor: Tensor, *, after: Sequence[Event] = ()) -> Tensor:
+    def _copied(
+        self,
+        tensor: Tensor,
+        *,
+        after: Sequence[Event] = (),
+        wait: Callable[[Event], None] | None = None,
+    ) -> Tensor:
         flat = self.empty(torch.Size([tensor.numel()]), tensor.dtype)
         there = flat.as_strided(tensor.shape, strides_of_copy(tensor))
         done = self.copy(there, tensor.detach(), queue=CopyQueue.UPLOAD, after=after)
-        self.await_event(done)
+        (wait or self.await_event)(done)
         kept = [tensor]  # until the copy has been made
         done.when_done(kept.clear)
         return there
@@ -247,7 +253,7 @@ class CpuDevice(Device):
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
 
-    def upload(self, tensor: Tensor) -> Tensor:
+    def upload(self, tensor: Tensor, wait: object = None) -> Tensor:  # noqa: ARG002 - it is there
         return tensor.detach()
 
     def download(self, tensor: Tensor) -> Tensor:

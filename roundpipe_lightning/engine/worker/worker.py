@@ -121,6 +121,10 @@ class Worker:
         assert self.transfers is not None, "who uploads ahead has transfers"
         self.transfers.await_event(event, WaitedFor.WEIGHTS)
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return a host tensor's values here; compute waits behind the weights of its stage."""
+        return self.device.upload(tensor, None if self.transfers is None else self._await_weights)
+
     def end_forward(self, stage: Stage) -> bool:
         """Bring back what a stage wrote into buffers; return whether it was anything."""
         if self._resident is None or self._stage != stage:
