@@ -225,7 +225,7 @@ def load_file(
             raise CheckpointError(
                 f"The checkpoint {file} holds objects whose reading could run code: {error} If you "
                 "trust who wrote it, read it with weights_only=False (an argument of Trainer.fit), "
-                "or make a copy with roundpipe-merge --trust."
+                "or merge it with roundpipe-merge --trust."
             ) from error
         raise unreadable(file, f"{type(error).__name__}: {error}") from error
 

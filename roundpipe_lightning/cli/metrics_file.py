@@ -31,6 +31,7 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = Path(folder) / "metrics.csv"
         self.flush_every_n_steps = flush_every_n_steps
+        self._trains = True
         self._columns: list[str] = []
         self._rows: list[dict[str, Any]] = []
 
@@ -43,7 +44,9 @@ class MetricsFile(Logger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: `config.yaml` in the same folder has every setting."""
+        """Look whether the run trains: `config.yaml` in the same folder has every setting."""
+        values = vars(params) if isinstance(params, Namespace) else params
+        self._trains = values.get("train", self._trains)
 
     @override
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -71,7 +74,8 @@ class MetricsFile(Logger):
                 with self.path.open(newline="", encoding="utf-8") as file:
                     reader = csv.DictReader(file)
                     earlier = list(reader)
-                    if not self._columns:  # steps after the checkpoint of a run that was killed
+                    # a run that was killed may have done steps after its checkpoint
+                    if self._trains and not self._columns:
                         earlier = [row for row in earlier if int(row["step"]) < rows[0]["step"]]
                     rows = [*earlier, *rows]
                     new = dict.fromkeys([*(reader.fieldnames or ()), *new])

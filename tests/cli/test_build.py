@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 
-from roundpipe_lightning.cli.build import build_run
+from roundpipe_lightning.cli.build import build_run, check_batches
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.data import ClassificationDataModule
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules import CausalLanguageModule
+from roundpipe_lightning.modules import CausalLanguageModule, SequenceClassificationModule
 from tests.kit.runs import compose_small
 
 
@@ -54,6 +56,11 @@ def test_the_configuration_that_was_given_is_left_alone(tmp_path: Path) -> None:
 def test_a_strategy_can_be_named(tmp_path: Path) -> None:
     run = build_run(compose_small(tmp_path, "trainer.strategy=roundpipe"))
     assert type(run.trainer.strategy).__name__ == "RoundPipeStrategy"
+
+
+def test_parts_of_ones_own_are_not_refused() -> None:
+    check_batches(LightningModule(), object.__new__(ClassificationDataModule))
+    check_batches(object.__new__(SequenceClassificationModule), LightningDataModule())
 
 
 def test_a_mistake_in_the_code_keeps_its_place(tmp_path: Path) -> None:

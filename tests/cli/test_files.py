@@ -25,7 +25,13 @@ def test_metrics_share_the_line_of_their_step_also_after_a_resume(tmp_path: Path
     resumed.log_metrics({"val_loss": 9.5}, step=2)  # the step is done again
     resumed.log_metrics({"train_loss": 1.0}, step=3)
     resumed.save()
-    assert read(tmp_path / "metrics.csv") == [
+    evaluated = MetricsFile(str(tmp_path))
+    evaluated.log_hyperparams({"train": False})
+    evaluated.log_metrics({"val_loss": 9.0}, step=0)  # an evaluation's only step
+    evaluated.save()
+    rows = read(tmp_path / "metrics.csv")
+    assert rows.pop()["val_loss"] == "9.0"
+    assert rows == [
         {"step": "0", "lr": "0.5", "train_loss": "3.0", "val_loss": ""},
         {"step": "1", "lr": "", "train_loss": "2.0", "val_loss": ""},
         {"step": "2", "lr": "", "train_loss": "", "val_loss": "9.5"},

@@ -82,8 +82,10 @@ def test_evaluates_a_checkpoint_without_training(
 ) -> None:
     trained = train_small(tmp_path / "trained")
     last = tmp_path / "trained" / "checkpoints" / "last.ckpt"
-    again = train_small(tmp_path / "again", "train=false", "test=true", f"ckpt_path={last}")
+    again = train_small(tmp_path / "trained", "train=false", "test=true", f"ckpt_path={last}")
     assert set(again) == SUMMARY_KEYS
+    rows = (tmp_path / "trained" / "metrics.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["step", *"0123", *"00"]
     train_small(tmp_path / "done", "trainer.max_steps=2", f"ckpt_path={last}")
     assert f"nothing was trained: {last} is of step 3" in capsys.readouterr().err
     assert again["val_loss"] == trained["val_loss"]
