@@ -407,6 +407,8 @@ class StepsInFlight:
             self._dismiss(team)
         team = ThreadTeam(num_threads, name="roundpipe-microbatch", prepare=self._prepare_thread)
         self._teams.append(team)
+        for worker in self._workers:
+            worker.device.expect_threads(sum(len(team) for team in self._teams))
         return team
 
     def _dismiss(self, team: ThreadTeam, *, timeout_seconds: float | None = None) -> None:

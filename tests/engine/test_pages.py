@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPools
-from tests.kit.engine import Regressor
+from roundpipe_lightning.planning.model.hardware import WORKSPACE_BYTES
+from tests.kit.engine import Regressor, engine_for, mean_step, regression_batches
 
 
 def _pages(buffer: torch.Tensor) -> set[int]:
@@ -126,6 +128,42 @@ def test_everything_that_is_locked_can_be_and_is_given_back(
     assert not runtime.registered
     assert device.page_locked_bytes == 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "num_microbatches", "expected"),
+    [
+        (None, 2, 32 * 2**20),
+        (None, 16, WORKSPACE_BYTES // 18),
+        (":4096:8", 16, 32 * 2**20),
+        ("PyTorch 2.11", 16, 32 * 2**20),
+    ],
+)
+def test_workspaces_of_all_threads_fit_the_reserve(
+    monkeypatch: pytest.MonkeyPatch, config: str | None, num_microbatches: int, expected: int
+) -> None:
+    sizes = [32 * 2**20]
+
+    def workspace_size(size: int | None = None) -> int:
+        sizes.append(sizes[-1] if size is None else size)
+        return sizes[-1]
+
+    class Device(EmulatedDevice):
+        def expect_threads(self, num_threads: int) -> None:
+            AcceleratorDevice(torch.device("cuda", 0)).expect_threads(num_threads)
+
+    name = "cublas_workspace_size"
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
+    monkeypatch.setattr(torch.backends.cuda, name, workspace_size, raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if config == "PyTorch 2.11":
+        monkeypatch.delattr(torch.backends.cuda, name)
+    elif config is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    devices = [Device(index) for index in range(2)]
+    with engine_for(Regressor(2), devices=devices, num_microbatches=num_microbatches) as engine:
+        mean_step(engine, regression_batches(num_microbatches))
+    assert sizes[-1] == expected
 
 
 def test_memory_that_cannot_be_locked_is_said_once_per_device(

@@ -29,6 +29,7 @@ from torch import Tensor
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Callback, DoneEvent, Event
 from roundpipe_lightning.planning.cost.traffic import MOST_IN_USE
+from roundpipe_lightning.planning.model.hardware import WORKSPACE_BYTES
 
 
 class Runtime:
@@ -99,6 +100,9 @@ class Runtime:
     def unlock_pages(self, pointer: int) -> None:
         """Undo `lock_pages`."""
 
+    def bound_workspaces(self, num_threads: int) -> None:
+        """Let the matrix products of so many threads take no more than the plan reserves."""
+
     def reaches(self, other: torch.device) -> bool:
         """Return whether the device copies from another one's memory."""
         return self.device == other
@@ -120,6 +124,16 @@ class CudaRuntime(Runtime):
 
     def unlock_pages(self, pointer: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(pointer)
+
+    def bound_workspaces(self, num_threads: int) -> None:
+        # cuBLAS keeps 8 to 32 MiB for each thread. PyTorch 2.11 reads the environment alone, and
+        # what is set there (for deterministic products, say) stays.
+        size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+        if size is None or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+            return
+        with torch.accelerator.device_index(self.device.index):
+            if num_threads * size() > WORKSPACE_BYTES:
+                size(WORKSPACE_BYTES // num_threads)
 
     def reaches(self, other: torch.device) -> bool:
         if self.device == other or "ROUNDPIPE_NO_PEER_COPIES" in os.environ:
@@ -353,6 +367,10 @@ class AcceleratorDevice(Device):
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Make this device the calling thread's current one in the body."""
         return torch.accelerator.device_index(self.torch_device.index)
+
+    def expect_threads(self, num_threads: int) -> None:
+        # Autograd's thread and the Trainer's compute here, too.
+        self.runtime.bound_workspaces(num_threads + 2)
 
     def generators(self) -> tuple[torch.Generator, ...]:
         return (torch.default_generator, *self.runtime.generators())

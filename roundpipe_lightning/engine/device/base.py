@@ -177,6 +177,9 @@ class Device(ABC):
         """Prepare a thread for work on this device and others of its kind."""
         return contextlib.nullcontext()
 
+    def expect_threads(self, num_threads: int) -> None:
+        """Prepare for so many threads of microbatches that compute here."""
+
     def generators(self) -> tuple[torch.Generator, ...]:
         """Return the process-wide random generators that operations here draw from."""
         return (torch.default_generator,)

@@ -33,6 +33,9 @@ from roundpipe_lightning.errors import HardwareError
 RESERVED_BYTES = 384 * 2**20
 """Memory that a device's runtime takes for itself: the context, its libraries, their workspaces."""
 
+WORKSPACE_BYTES = 128 * 2**20
+"""Of these, for matrix products: a workspace for each thread that computes on the device."""
+
 _FRAGMENTED_SHARE = 0.03
 """Share of a named device's memory that is left to gaps between tensors."""
 
