@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from tests.kit.engine import Regressor, layers_of, plain_step, plan_of, regression_batches
@@ -214,6 +216,42 @@ def test_an_error_of_an_early_update_is_raised_once() -> None:
         (note,) = vars(caught.value)["__notes__"]
         assert "AdamW updated 'layers.1'" in note
         updater.join()
+
+
+def test_gradients_of_a_step_that_failed_are_not_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, add_stage = Regressor(3), GradientReducer.add_stage
+    expected = plainly_trained(copy.deepcopy(module), 1)
+    landed, begun_again = threading.Event(), threading.Event()
+
+    def late(self: GradientReducer, *given: Any) -> None:
+        if given[-1] and not landed.is_set():
+            landed.set()
+            begun_again.wait(0.3)  # it does not come: a step ends after the sums of its gradients
+        add_stage(self, *given)
+
+    def fail(_: Tensor) -> None:
+        assert landed.wait(20)
+        raise ValueError("a fault")
+
+    def call(view: Any, batch: Any, _: int) -> Tensor:
+        hidden = view.head(batch[0])
+        hidden.register_hook(fail)
+        return functional.mse_loss(view.tail(view.run_blocks(hidden)).squeeze(-1), batch[1])
+
+    monkeypatch.setattr(GradientReducer, "add_stage", late)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    with opened(module) as (engine, updater):
+        updater.begin(optimizer)
+        with pytest.raises(ValueError, match="a fault"):
+            engine.step(regression_batches(NUM_MICROBATCHES), call, loss_scales=[9.0, 9.0])
+        updater.abandon()
+        optimizer = optimizer_of(module)
+        updater.begin(optimizer)
+        begun_again.set()
+        finish(updater, optimizer, step(engine))
+    assert equal(module, expected)
 
 
 def test_nobody_reads_a_block_before_all_its_parts_are_updated() -> None:

@@ -122,6 +122,8 @@ class GradientHomes:
 
     def end_steps(self) -> None:
         """Drop what steps have not used for long, evaluations aside. No step is in flight."""
+        # Of a step that failed gradients may have landed: the next one's update would take them.
+        self._sums.submit(lambda: None).result()
         for home in self._all if self._is_training else ():
             home.num_steps = 0 if home.is_lent else home.num_steps + 1
             if home.num_steps > _MOST_UNUSED_STEPS:
