@@ -110,6 +110,7 @@ class Engine:
         self._module = module
         moves = any(not device.shares_host_memory for device in devices)
         self._upload_dtype = upload_dtype if moves else None
+        self._moves = moves
         self._compiler = compiler
         self._stacks = _as_stacks(stack)
         self._blocks = tuple(block for s in self._stacks for block in s.blocks)
@@ -146,7 +147,9 @@ class Engine:
 
     def __enter__(self) -> Engine:
         with ExitStack() as resources:  # gives back what there is if the rest fails
-            store = HostStore(self._module, self._blocks, upload_dtype=self._upload_dtype)
+            store = HostStore(
+                self._module, self._blocks, upload_dtype=self._upload_dtype, moves=self._moves
+            )
             resources.callback(store.close)
             for device in self._devices:
                 device.reset_peak_bytes()

@@ -86,6 +86,27 @@ def test_a_forked_process_copies_nothing_and_writes_for_itself() -> None:
     store.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_that_is_forked_beside_cpu_workers_keeps_the_parameters_of_that_moment() -> None:
+    module, context = Regressor(2), multiprocessing.get_context("fork")
+    weights = module.head.weight, next(module.layers.parameters())
+    changed, answers = context.Event(), context.SimpleQueue()
+
+    def read() -> None:
+        changed.wait(20)
+        answers.put([weight.sum().item() for weight in weights])
+
+    with engine_for(module, num_workers=2):
+        before = [weight.sum().item() for weight in weights]
+        process = context.Process(target=read)
+        process.start()
+        for weight in weights:
+            weight.data.add_(1.0)
+        changed.set()
+        assert answers.get() == before
+        process.join(60)
+
+
 class Runtime:
     """Registers memory as CUDA's driver does: a page can be registered once."""
 

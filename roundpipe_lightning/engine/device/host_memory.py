@@ -107,19 +107,24 @@ def _limit(folder: Path, limit: str, used: str, dropped: str) -> tuple[int, int]
 PAGE_BYTES = mmap.PAGESIZE
 
 
-def own_pages(num_elements: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+def own_pages(
+    num_elements: int, dtype: torch.dtype = torch.uint8, *, is_shared: bool = True
+) -> Tensor:
     """Return flat zeros in pages of their own; they go back to the system with their last view.
 
     A process that is forked (a DataLoader's worker) copies nothing of them, page-locked or not: it
-    reads what is there, and has a page of its own once it writes. On Linux, that is; elsewhere
-    it is memory like any other.
+    reads what this process has there now, and has a page of its own once it writes. That is on
+    Linux, and if they are `is_shared`; others are memory like any other: a forked process has them
+    as they were.
     """
     if num_elements == 0:
         return torch.empty(0, dtype=dtype)
     num_bytes = num_elements * dtype.itemsize
-    pages = _shared_file().map(num_bytes) if hasattr(os, "memfd_create") else None
+    is_shared = is_shared and hasattr(os, "memfd_create")
+    pages = _shared_file().map(num_bytes) if is_shared else None
     if pages is None:
-        pages = mmap.mmap(-1, num_bytes)
+        private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+        pages = mmap.mmap(-1, num_bytes, **private)
     return torch.frombuffer(pages, dtype=dtype, count=num_elements)
 
 

@@ -71,6 +71,7 @@ class ParameterGroup:
         aliased: Parameters that share memory with others and must stay where they are.
         narrow: Those that are uploaded from copies in 16 bits.
         copies: Takes these copies.
+        is_shared: As of `own_pages`.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class ParameterGroup:
         aliased: set[nn.Parameter],
         narrow: Collection[nn.Parameter] = (),
         copies: NarrowCopies | None = None,
+        is_shared: bool = True,
     ) -> None:
+        self._is_shared = is_shared
         self.parameters = tuple(parameters)
         self.buffers: list[FlatBuffer] = []
         kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
@@ -101,7 +104,7 @@ class ParameterGroup:
         for parameter in parameters:
             members[parameter] = end
             end += math.ceil(parameter.numel() / step) * step
-        flat, narrow = own_pages(end, dtype), None
+        flat, narrow = own_pages(end, dtype, is_shared=self._is_shared), None
         pages = flat.view(torch.uint8).numpy()
         twin = torch.from_numpy(pages).view(dtype) if end else torch.empty_like(flat)
         for parameter, offset in members.items():

@@ -43,6 +43,7 @@ class HostStore:
         blocks: The blocks of its stacks, each once.
         upload_dtype: That of the copies from which blocks' trained matrices of float32 are
             uploaded; None: there are none.
+        moves: Whether anything is uploaded: forked processes then share the parameters' memory.
 
     Raises:
         ConfigurationError: If a parameter has no values (meta device), or was mapped from a file
@@ -55,6 +56,7 @@ class HostStore:
         blocks: Sequence[nn.Module],
         *,
         upload_dtype: torch.dtype | None = None,
+        moves: bool = True,
     ) -> None:
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
@@ -83,7 +85,9 @@ class HostStore:
         def group(parameters: Iterable[nn.Parameter]) -> ParameterGroup:
             mine = [parameter for parameter in parameters if parameter not in taken]
             taken.update(mine)
-            return ParameterGroup(mine, aliased=aliased, narrow=narrow, copies=self.copies)
+            return ParameterGroup(
+                mine, aliased=aliased, narrow=narrow, copies=self.copies, is_shared=moves
+            )
 
         self._blocks = {block: group(block.parameters()) for block in blocks}
         self._outside = group(module.parameters())
