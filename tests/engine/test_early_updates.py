@@ -241,7 +241,7 @@ def test_gradients_of_a_step_that_failed_are_not_of_the_next_one(
         return functional.mse_loss(view.tail(view.run_blocks(hidden)).squeeze(-1), batch[1])
 
     monkeypatch.setattr(GradientReducer, "add_stage", late)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     with opened(module) as (engine, updater):
         updater.begin(optimizer)
         with pytest.raises(ValueError, match="a fault"):
