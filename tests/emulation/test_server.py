@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Protocol
 from roundpipe_lightning.emulation.server import EmulatedServer, ServedDevice
 from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
 from roundpipe_lightning.emulation.timing import ComputeQueue, EmulatedTiming, HostClock
-from roundpipe_lightning.engine.device.base import CopyQueue
+from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
 from roundpipe_lightning.engine.device.events import HostEvent
 from roundpipe_lightning.engine.device.threads import Countdown
 from roundpipe_lightning.errors import ConfigurationError
@@ -339,6 +340,23 @@ def test_a_tensor_between_devices_couples_their_compute_only_by_to(*, by_to: boo
             assert labels.grad is not None
             assert tag_of(labels.grad) == one.name
             assert labels.grad.tolist() == [2.0] * 4
+
+
+def test_what_is_brought_from_the_host_may_change_there_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weights of a manual step, whose code writes into them."""
+    with EmulatedServer(1, timing=EmulatedTiming(upload_bytes_per_second=1e3)) as server:
+        (device,) = server.devices
+        copies, copy = [], device.copy
+
+        def noted(*given: Any, **options: Any) -> Any:
+            copies.append(copy(*given, **options))
+            return copies[-1]
+
+        monkeypatch.setattr(device, "copy", noted)
+        device.bring(torch.ones(10), CpuDevice())
+        assert [event.is_done for event in copies] == [True]
 
 
 def test_a_timeline_knows_that_actions_wait_for_their_weights() -> None:
