@@ -138,4 +138,4 @@ def test_a_copy_that_fails(tmp_path: Path, way: str) -> None:
         WAYS[way](trainer, _FailsLater(devices))
     text = "".join(traceback.format_exception(error.value))
     assert "StepAborted" not in text
-    assert "upload queue of worker" in " ".join(getattr(error.value, "__notes__", []))
+    assert "worker 0 (emulated:0)" in " ".join(getattr(error.value, "__notes__", []))

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import roundpipe_lightning
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
-from roundpipe_lightning.strategy import checks
 from roundpipe_lightning.strategy.registry import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import (
@@ -74,11 +73,6 @@ def test_several_processes(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigurationError, match=r"4 processes were launched.*Trainer\(devices=N"):
         make_trainer(tmp_path, strategy="roundpipe", plugins=[Launched()])
-
-
-def test_other_accelerators() -> None:
-    with pytest.raises(ConfigurationError, match=r"accelerator=mps: .*accelerator='cpu'"):
-        checks.check_trainer_flags(RoundPipeStrategy(parallel_devices=[torch.device("mps")]))
 
 
 # The strategy's own settings ---------------------------------------------------------------------
