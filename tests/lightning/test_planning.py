@@ -301,6 +301,7 @@ def test_impossible_hints_are_refused_before_anything_is_allocated(
         ({"hints": 3}, "hints=3: give PartitionHints, or a mapping"),
         ({"hints": {"teams": 2}}, r"hints has teams, which is no hint: there are forward, "),
         ({"hints": {"limits": {"tail": 2}}}, r"hints\['limits'\] has tail"),
+        ({"hints": {"team_size": 0}}, "partition.team_size=0 must be 1 or more"),
         ({"hints": {"forward": [1.5]}}, r"partition.forward=\[1.5\]: give whole numbers"),
         ({"hints": {"team_size": "2"}}, r"partition.team_size='2': give a whole number"),
         ({"hints": {"limits": {"backward": 0}}}, r"partition.limits.backward=0 must be 1"),

@@ -125,9 +125,17 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         Plan.load(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_workers", "two"), ("schedule", 3)])
-def test_malformed_values_are_refused(plan: Plan, field: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_workers", "two", "malformed"),
+        ("schedule", 3, "malformed"),
+        ("schedule", ["worker 0: G2.5"], "'G2.5' is not an action"),
+        ("team_size", 0, "team_size=0 must be 1 or more"),
+    ],
+)
+def test_malformed_values_are_refused(plan: Plan, field: str, value: object, message: str) -> None:
     values = json.loads(plan.to_json())
     values[field] = value
-    with pytest.raises(PlanError, match="malformed"):
+    with pytest.raises(PlanError, match=message):
         Plan.from_json(json.dumps(values))
