@@ -325,6 +325,7 @@ def test_accelerators_are_measured_alone_and_at_once(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, 24 * 2**30))
     monkeypatch.setattr(probe, "_name", lambda device: "Fast 1")
+    monkeypatch.setattr(probe, "runtime_of", lambda device: SimpleNamespace(counts_memory=True))
     monkeypatch.setattr(probe, "_matrix_rates", lambda device, share: rates)
     monkeypatch.setattr(probe, "_copy_rate", lambda device: 1e12 if device.type == "cuda" else 1e11)
     both = {(1, True): 25e9, (1, False): 24e9, (4, True): 60e9, (4, False): 50e9}
@@ -374,6 +375,7 @@ def test_each_kind_of_unequal_accelerators_is_measured(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: devices[0])
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setattr(probe, "_give_back", lambda: None)
+    monkeypatch.setattr(probe, "runtime_of", lambda device: SimpleNamespace(counts_memory=True))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
     monkeypatch.setattr(probe, "_name", lambda device: kinds[device])
     monkeypatch.setattr(

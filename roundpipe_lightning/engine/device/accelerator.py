@@ -53,8 +53,15 @@ class Runtime:
 
     @functools.cached_property
     def has_streams(self) -> bool:
-        """Whether copies can run beside compute."""
-        return _can(lambda: self.new_stream(self.device))
+        """Whether copies can run beside compute, and the host wait for their events."""
+
+        def wait() -> None:
+            with torch.accelerator.device_index(self.device.index):
+                stream, event = self.new_stream(self.device), self.new_event(self.device)
+                event.record(stream)
+                event.synchronize()
+
+        return _can(wait)
 
     @functools.cached_property
     def records_streams(self) -> bool:
@@ -65,6 +72,11 @@ class Runtime:
             torch.empty(1, device=self.device).record_stream(stream)
 
         return _can(record)
+
+    @functools.cached_property
+    def synchronizes(self) -> bool:
+        """Whether all streams of the device can be waited for at once."""
+        return _can(lambda: torch.accelerator.synchronize(self.device))
 
     @functools.cached_property
     def has_timed_events(self) -> bool:
@@ -421,8 +433,14 @@ class AcceleratorDevice(Device):
         return peak < MOST_IN_USE * total * self.runtime.fraction()
 
     def synchronize(self) -> None:
-        with self._current():
-            torch.accelerator.synchronize(self.torch_device)
+        if self.runtime.synchronizes:
+            with self._current():
+                torch.accelerator.synchronize(self.torch_device)
+        elif self.runtime.has_streams:
+            with self._lock:
+                streams = [self._compute, *self._streams.values()]
+            for stream in streams:
+                stream.synchronize()
 
     def start_clock(self) -> None:
         self.synchronize()

@@ -68,6 +68,8 @@ def probe_hardware(
     path = (folder or cache_folder()) / machine.file_name
     if not fresh and (known := _read(path)) is not None:
         return replace(known, devices_reach_each_other=machine.reaches_itself)
+    if not machine.is_cpu and not all(runtime_of(one).counts_memory for one in machine.devices):
+        raise HardwareError(f"{machine.name} does not say how much memory it has: name the machine")
     try:
         spec = machine.measured()
     finally:
