@@ -21,6 +21,13 @@ def test_finds_one_anywhere(dtype: torch.dtype, value: float) -> None:
     assert not all_finite(tensor.t())
 
 
+def test_takes_no_memory() -> None:
+    tensor = torch.ones(10_000, dtype=torch.bfloat16)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        assert all_finite(tensor)
+    assert max(event.cpu_memory_usage for event in profiled.events()) < 1000
+
+
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [

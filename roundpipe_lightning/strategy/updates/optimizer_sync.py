@@ -440,8 +440,9 @@ def check_gradients(
 def all_finite(tensor: Tensor) -> bool:
     """Return whether a floating point tensor has neither NaN nor infinities.
 
-    A sum is finite only if all its terms are, and takes no memory. Only where it is not, because of
-    a term or because finite terms add up to too much, numbers are looked at.
+    A sum is finite only if all its terms are, and takes no memory (in another dtype it would). Only
+    where it is not, because of a term or because finite terms add up to too much, numbers are
+    looked at.
 
     Args:
         tensor: On any device, of any strides, without a graph being made; may be sparse (COO).
@@ -449,5 +450,4 @@ def all_finite(tensor: Tensor) -> bool:
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
