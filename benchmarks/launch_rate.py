@@ -7,21 +7,28 @@ second in the engine over those of a plain loop in one thread, from the processo
 the clock's: other programs on the machine delay only the latter.
 
     python benchmarks/launch_rate.py [--workers 1 4 8] [--pairs 7] [--output json]
+    python benchmarks/launch_rate.py --toy-step  # a step of `Trainer.fit` on four small blocks
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.engine import cpu_workers, engine_of, mean_step, plan_of, stack_of
+from tests.kit.training import make_trainer
 
 NUM_BLOCKS = 8
 
@@ -90,6 +97,45 @@ def rates(num_workers: int, *, pairs: int, repeats: int) -> dict[str, float]:
     return dict(zip(("processor", "clock"), ratios, strict=True))
 
 
+class Toy(LightningModule):
+    """Four linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        """Return a loss."""
+        (x,) = batch
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain gradient descent."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class _Clock(Callback):
+    """Notes the seconds of the processor when each batch ends."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.process_time())
+
+
+def toy_step(strategy: Any, *, steps: int, warm_up: int = 50) -> float:
+    """Return the processor's seconds of a step of `Trainer.fit`: one microbatch on one worker."""
+    clock, rows = _Clock(), torch.ones(4 * (warm_up + steps), 16)
+    data = DataLoader(TensorDataset(rows), batch_size=4)
+    with tempfile.TemporaryDirectory() as folder:
+        flags: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "callbacks": clock}
+        make_trainer(Path(folder), **flags).fit(Toy(), data)
+    return (clock.seconds[-1] - clock.seconds[warm_up - 1]) / steps
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -99,8 +145,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="counted pairs of steps (default 7)")
     parser.add_argument("--repeats", type=int, default=600, help="of 4 operations (default 600)")
     parser.add_argument("--output", choices=("text", "json"), default="text")
+    parser.add_argument("--toy-step", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.toy_step:
+        ours = toy_step(RoundPipeStrategy(num_microbatches=1), steps=300)
+        plain = toy_step("auto", steps=300)
+        print(f"processor's time of a step: {1e3 * ours:.2f} ms, plain Lightning {1e3 * plain:.2f}")
+        return
     found = {n: rates(n, pairs=options.pairs, repeats=options.repeats) for n in options.workers}
     if options.output == "json":
         print(json.dumps(found))

@@ -135,6 +135,7 @@ def test_launches_are_counted_at_several_workers() -> None:
         found = launch_rate.rates(num_workers, pairs=1, repeats=2)
         assert found.keys() == {"processor", "clock"}
         assert min(found.values()) > 0
+    assert launch_rate.toy_step("auto", steps=2, warm_up=1) > 0
 
 
 # --- throughput ----------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Engine:
         self._upload_dtype = upload_dtype if moves else None
         self._moves = moves
         self._compiler = compiler
-        self._stacks = _as_stacks(stack)
+        self._stacks = (stack,) if isinstance(stack, BlockStack) else tuple(stack or ())
         self._blocks = tuple(block for s in self._stacks for block in s.blocks)
         self._chain = Chain.from_stacks(self._stacks) if chain is None else chain
         self._devices = tuple(devices)
@@ -301,6 +301,8 @@ class Engine:
             self._check_plan(plan)
         self._open.store.check_blocks()
         prepared = self._wait_for_capacity(plan, backward=backward)
+        if step_seed is None:
+            step_seed = int(torch.randint(0, 2**62, (), device="cpu"))
         context = self._context(
             prepared,
             call=call,
@@ -310,7 +312,7 @@ class Engine:
             stand_ins=stand_ins,
             outside=outside,
             joined=joined,
-            step_seed=_draw_seed() if step_seed is None else step_seed,
+            step_seed=step_seed,
         )
         given = list(zip(microbatches, loss_scales, strict=True))
         if joined:
@@ -442,16 +444,6 @@ class Engine:
                 category=UnusedStackWarning,
                 stacklevel=3,
             )
-
-
-def _as_stacks(stack: BlockStack | Sequence[BlockStack] | None) -> tuple[BlockStack, ...]:
-    if stack is None:
-        return ()
-    return (stack,) if isinstance(stack, BlockStack) else tuple(stack)
-
-
-def _draw_seed() -> int:
-    return int(torch.randint(0, 2**62, (), device="cpu"))
 
 
 def _pieces_of(context: StepContext, batch: Any, loss_scale: float) -> list[Microbatch]:

@@ -85,6 +85,22 @@ def test_every_policy_trains_as_full_does(tmp_path: Path, policy: str) -> None:
     assert same_bits(full, module)
 
 
+@pytest.mark.parametrize(("rows", "policy"), [(1, "none"), (80, "full")])
+def test_one_cpu_worker_recomputes_what_is_larger_than_the_weights(
+    tmp_path: Path, rows: int, policy: str
+) -> None:
+    modules = []
+    data = DataLoader(TensorDataset(torch.randn(2 * rows, 1, WIDTH)), batch_size=rows)
+    strategy = RoundPipeStrategy(num_microbatches=1, replan=False)
+    for one in ("auto", strategy):
+        module = Attending(0.0)
+        make_trainer(tmp_path, strategy=one, max_epochs=1).fit(module, data)
+        modules.append(module)
+    assert strategy.last_plan is not None
+    assert strategy.last_plan.recompute is RecomputePolicy(policy)
+    assert same_bits(*modules)
+
+
 class Sloped(Attending):
     """A penalty on the gradient of the output by the input."""
 

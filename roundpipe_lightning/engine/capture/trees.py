@@ -16,6 +16,8 @@ def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
     Containers are mappings (a transformers `BatchEncoding`, too), lists, tuples, named tuples and
     dataclass instances.
     """
+    if isinstance(node, Tensor):
+        return  # without a look at abstract classes, which is expensive
     if isinstance(node, Mapping):
         yield from ((key, node[key]) for key in node)
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -50,7 +52,7 @@ def map_tensors(function: Callable[[Tensor], Any], node: Any) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     """Replace all that is no container in nested containers; what stays the same is kept."""
-    before = {} if isinstance(node, Tensor) else dict(children_of(node))
+    before = dict(children_of(node))
     if not before:
         return function(node)
     after = {key: map_leaves(function, child) for key, child in before.items()}
@@ -70,6 +72,5 @@ def containers_in(node: Any) -> Iterator[list[Any] | dict[Any, Any]]:
     """Return all lists and dicts in nested containers, itself included."""
     if isinstance(node, list | dict):
         yield node
-    if not isinstance(node, Tensor):
-        for _, child in children_of(node):
-            yield from containers_in(child)
+    for _, child in children_of(node):
+        yield from containers_in(child)

@@ -296,9 +296,13 @@ class UserCode(TorchFunctionMode):
         finally:
             self._active = before
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Let operations be until the end of the context: the engine runs, without any mode."""
+        is_watched = self._active or torch._C._len_torch_function_stack()  # noqa: SLF001
+        return self._suspended() if is_watched else nullcontext()
+
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
         with self._modes.without(), self.active(is_active=False):
             yield
 

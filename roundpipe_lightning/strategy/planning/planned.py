@@ -9,6 +9,7 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.measured import MeasuredProfile
 from roundpipe_lightning.planning.model.work import (
+    MicrobatchShape,
     Operations,
     WorkProfile,
     microbatch_operations,
@@ -139,20 +140,25 @@ class PlanConstraints:
         size = None if hints.round_size is None else min(hints.round_size, count)
         return replace(hints, team_size=team, round_size=size)
 
-    def completed(self, hints: PartitionHints, step: StepWork, count: int) -> PartitionHints:
+    def completed(
+        self, hints: PartitionHints, step: StepWork, count: int, shape: MicrobatchShape
+    ) -> PartitionHints:
         """Return hints with what else has to be kept.
 
         Running statistics are written in the order of the microbatches, so in one round without
         teams. Accelerators sum gradients up per round and team: those stay as they are, so that
         results do not depend on which shapes came first. A stage has no more than a part of the
-        blocks on CPU workers, and wherever nothing is known about activations; no block stays
-        there, because what room they leave is not known.
+        blocks on CPU workers, unless one runs one microbatch whose activations are smaller than
+        the weights, and wherever nothing is known about activations; no block stays there,
+        because what room they leave is not known.
 
         Raises:
             PlanError: A hint contradicts that.
         """
-        if step.is_joined and count > 1:
-            hints = _joined(hints, count)
+        if step.is_joined and count > 1:  # all pieces go forward before the loss is computed
+            wanted = hints.recompute or RecomputePolicy
+            policies = tuple(p for p in wanted if p is not RecomputePolicy.NONE)
+            hints = replace(hints, recompute=policies, most_fused=0, round_size=count)
         shares_memory = self._machine.shares_host_memory
         if self._options.compile and hints.recompute is None:  # it has no operations to keep
             hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
@@ -174,19 +180,17 @@ class PlanConstraints:
         elif count in self.rounds and not shares_memory:
             team_size, round_size = self.rounds[count]
             hints = replace(hints, team_size=team_size, round_size=round_size)
-        if step.knows_activations and not shares_memory:
+        blocks = step.work.blocks
+        needs_no_stages = count == self._machine.num_devices == 1 and (
+            sum(one.kept_bytes.of(shape) - one.parameter_bytes for one in blocks) < 0
+        )
+        if step.knows_activations and (needs_no_stages or not shares_memory):
             return hints
         if hints.recompute == (RecomputePolicy.NONE,) or hints.backward is not None:
             return hints
-        most = max(1, -(-len(step.work.blocks) // max(self._machine.num_devices, 4)))
+        most = max(1, -(-len(blocks) // max(self._machine.num_devices, 4)))
         return replace(
             hints,
             most_backward=hints.most_backward or most,
             most_fused=most if hints.most_fused is None else hints.most_fused,
         )
-
-
-def _joined(hints: PartitionHints, count: int) -> PartitionHints:
-    """Return hints for a step whose pieces all go forward before the loss is computed."""
-    policies = tuple(p for p in hints.recompute or RecomputePolicy if p is not RecomputePolicy.NONE)
-    return replace(hints, recompute=policies, most_fused=0, round_size=count)

@@ -439,7 +439,7 @@ class StepPlanner:
             num_batches=num_batches,
             batch_sequences=batch_sequences,
             timing=self._timing,
-            hints=self._constraints.completed(hints, step, count),
+            hints=self._constraints.completed(hints, step, count, shape),
             effort=effort,
             joined=step.is_joined and count > 1,
         )
@@ -473,7 +473,7 @@ class StepPlanner:
             return Planned.unmeasured(given, job, knows_activations=step.knows_activations)
         answer = fit_training(job)
         if answer.planned is None or not answer.fits:
-            free = self._constraints.completed(PartitionHints(), step, count)
+            free = self._constraints.completed(PartitionHints(), step, count, _SHAPE)
             found = remedies(job, alternatives(), free_hints=free)
             shorter = longest(memory_shortage) if step.knows_activations else ""
             raise self._fit_error(answer, found, what=what, shorter=shorter)
