@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.randomness import StepDraws
@@ -262,6 +262,7 @@ class Engine:
         thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
         stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]] = lambda index: {},
+        sent_along: Callable[[int, Callable[[Tensor], Tensor]], None] = lambda index, send: None,
         outside: Outside | None = None,
     ) -> Step:
         """Begin forward and backward of all microbatches.
@@ -282,6 +283,8 @@ class Engine:
             thread_context: Entered in every thread, for thread-local state such as autocast.
             overrides: Attributes of a microbatch's root view, by its index.
             stand_ins: Modules that are something else in a microbatch's view, by its index.
+            sent_along: Called with a microbatch's index and a function that sends a tensor to the
+                host as `call`'s output: beside its backward pass.
             outside: Asked, in every microbatch's thread, before each torch function of the user's
                 code outside the blocks; it may answer in the function's place.
 
@@ -310,6 +313,7 @@ class Engine:
             thread_context=thread_context,
             overrides=overrides,
             stand_ins=stand_ins,
+            sent_along=sent_along,
             outside=outside,
             joined=joined,
             step_seed=step_seed,

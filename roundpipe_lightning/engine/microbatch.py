@@ -98,6 +98,7 @@ class StepContext:
     thread_context: Callable[[], AbstractContextManager[Any]]
     overrides: Callable[[int], Mapping[str, Any]]
     stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
+    sent_along: Callable[[int, Callable[[Tensor], Tensor]], None]
     returned: Countdown
     is_first: bool
     may_write: bool | None = None
@@ -319,6 +320,7 @@ class Microbatch:
         with self._user.suspended():
             self.output = map_tensors(send, output)
             self.loss = None if loss is None else send(loss)
+            self._context.sent_along(self._index, send)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
         """Return a host tensor that has a tensor's values when `await_output` returns."""

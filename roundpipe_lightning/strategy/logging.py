@@ -74,7 +74,7 @@ class LogRecorder:
     """Stands in for `self.log` on the view of one of several microbatches.
 
     Attributes:
-        calls: Name, value and other arguments of each call.
+        calls: Name, value (on the host once it was sent) and other arguments of each call.
     """
 
     def __init__(self) -> None:
@@ -92,6 +92,13 @@ class LogRecorder:
         if arguments.get("reduce_fx", "mean") not in _MEANS:
             raise StepModeError(f"{name!r} is logged with reduce_fx={arguments['reduce_fx']!r}")
         self.calls.append((name, value, arguments))
+
+    def send(self, send: Callable[[Tensor], Tensor]) -> None:
+        """Send the values to the host: `cpu()` would wait for all that their device computes."""
+        self.calls = [
+            (name, send(value) if isinstance(value, Tensor) else value, arguments)
+            for name, value, arguments in self.calls
+        ]
 
 
 @contextmanager
@@ -125,7 +132,7 @@ def log_means(
     """Make the calls that one device would have made.
 
     Args:
-        recorders: One per microbatch.
+        recorders: One per microbatch, their values on the host.
         shares: The microbatches' shares of the loss.
         losses: Their losses, on the host.
         log: The original `LightningModule.log`; called in the order of the first calls.
@@ -137,9 +144,7 @@ def log_means(
             time = times[name] = times.get(name, -1) + 1
             merged.setdefault((name, time), {})[microbatch] = value, arguments
     for (name, _), calls in merged.items():
-        values = [
-            value.cpu() if isinstance(value, Tensor) else value for value, _ in calls.values()
-        ]
+        values = [value for value, _ in calls.values()]
         arguments = dict(next(iter(calls.values()))[1])
         sizes = [each.get("batch_size") for _, each in calls.values()]
         arguments["batch_size"] = None if None in sizes else sum(sizes)

@@ -370,6 +370,7 @@ class PipelineRuntime:
                 thread_context=self._precision.thread_context,
                 overrides=lambda index: {"log": logs[index]},
                 stand_ins=lambda index: stand_ins,
+                sent_along=lambda index, send: recorders[index].send(send) if recorders else None,
                 outside=cut.outside,
             )
             try:

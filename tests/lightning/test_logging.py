@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from torchmetrics import (
 )
 from torchmetrics.aggregation import CatMetric
 
+from roundpipe_lightning.emulation.tagged_tensor import tag_of
+from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.logging import LogRecorder, log_means, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -150,6 +152,28 @@ def test_what_was_logged_is_known_inside_the_step(tmp_path: Path) -> None:
     trainer.fit(Regressor(on_step=log), regression_data())
     assert seen[:1] == [3.0]
     assert seen[-1] == 4.0
+
+
+def test_logged_values_come_by_copies_beside_the_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cpu()` would wait for all that the device computes, the backward pass too."""
+    seen: list[bool] = []
+
+    def note(recorders: Sequence[LogRecorder], **arguments: Any) -> None:
+        seen.extend(tag_of(value) is None for each in recorders for _, value, _ in each.calls)
+        log_means(recorders, **arguments)
+
+    monkeypatch.setattr(runtime, "log_means", note)
+    trainer = make_trainer(
+        tmp_path,
+        devices=2,
+        max_epochs=1,
+        limit_train_batches=2,
+        strategy=EmulatedStrategy(num_microbatches=2, microbatching="step"),
+    )
+    trainer.fit(Regressor(), regression_data())
+    assert seen == [True] * 4
 
 
 def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) -> None:
