@@ -22,6 +22,7 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
 from roundpipe_lightning.engine.device import host_memory as host
 from roundpipe_lightning.engine.device import probe
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.probe import cache_folder, probe_hardware
@@ -407,6 +408,18 @@ def test_each_kind_of_unequal_accelerators_is_measured(
         assert [one.matrix_rates.float32 / 1e12 for one in spec.workers] == [2, 1, 1]
         assert [one.device_bytes / 2**30 for one in spec.workers] == [20, 15, 9]
         assert spec.device_bytes == 9 * 2**30
+
+
+def test_an_accelerator_without_a_wait_for_all_waits_for_its_streams() -> None:
+    waited: list[str] = []
+    device = AcceleratorDevice(torch.device("xpu", 0))
+    compute, upload = (
+        SimpleNamespace(synchronize=partial(waited.append, name)) for name in ("compute", "upload")
+    )
+    vars(device)["_compute"], device._streams[CopyQueue.UPLOAD] = compute, upload
+    vars(device)["runtime"] = SimpleNamespace(synchronizes=False, has_streams=True)
+    device.synchronize()
+    assert waited == ["compute", "upload"]
 
 
 def test_transfers_are_timed() -> None:
