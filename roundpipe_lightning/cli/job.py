@@ -23,9 +23,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
-from roundpipe_lightning.cli.machine import choice, read_hardware, size_of
-from roundpipe_lightning.cli.meta_model import MetaModel
-from roundpipe_lightning.cli.objects import build, read_adapters
+from roundpipe_lightning.cli.objects import (
+    build,
+    choice,
+    read_adapters,
+    read_hardware,
+    size_of,
+)
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.errors import (
     BatchError,
@@ -34,6 +38,7 @@ from roundpipe_lightning.errors import (
 )
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules.meta_model import MetaModel
 from roundpipe_lightning.planning.model.hardware import (
     HardwareSpec,
 )

@@ -10,9 +10,9 @@ import pytest
 import roundpipe_commands
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli.job import Job
-from roundpipe_lightning.cli.meta_model import MetaModel
 from roundpipe_lightning.cli.plan_answer import cheapest_changes
 from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules.meta_model import MetaModel
 from tests.kit.architectures import TINY
 from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, compose_small, run_here

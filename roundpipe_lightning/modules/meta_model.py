@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
-from roundpipe_lightning.modules import CausalLanguageModule
+from roundpipe_lightning.modules.causal_lm import CausalLanguageModule
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.strategy.planning.dry_run import SilentMetric
 
