@@ -9,6 +9,7 @@ by itself when it runs again.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -91,6 +92,7 @@ def measure_run(
     hooks = [child.register_forward_hook(recorder.after_module) for child in outside]
     try:
         with FusedAttention(), _autocast_on_meta(), meter, contextlib.ExitStack() as patches:
+            patches.enter_context(_nothing_collected())
             for index, block in enumerate(blocks):
                 forward = recorder.measured_forward(index, kinds[index], block.forward)
                 patches.enter_context(_replaced_forward(block, forward))
@@ -113,6 +115,18 @@ def measure_run(
     return MeasuredRun(
         costs=[recorder.head, *of_blocks, recorder.tail], head_modules=recorder.head_modules
     )
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep circles of references: one that ends later would be missed in what a block keeps."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Recorder:
