@@ -109,9 +109,11 @@ def test_round_robin_schedule(shape: tuple[int, int, int, int]) -> None:
 
 
 def test_teams_that_do_not_divide_the_workers_are_refused() -> None:
-    sizes = {"num_workers": 3, "num_microbatches": 2, "round_size": 2, "team_size": 2}
+    partition = Partition.parse("forward 1 | backward 1 1")
     with pytest.raises(PlanError, match="team_size=2 does not divide num_workers=3"):
-        round_robin_schedule(Partition.parse("forward 1 | backward 1 1"), **sizes)
+        round_robin_schedule(
+            partition, num_workers=3, num_microbatches=2, round_size=2, team_size=2
+        )
 
 
 def test_a_row_out_of_order_is_refused() -> None:
