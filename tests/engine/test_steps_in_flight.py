@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight
+from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
@@ -216,6 +219,24 @@ def test_a_batch_whose_blocks_write_is_waited_for(*, buffer: bool) -> None:
         step = begin(engine, 1)
         step.outputs()
         assert step.is_over
+
+
+def test_a_buffer_may_be_written_while_its_upload_is_under_way() -> None:
+    """Another microbatch writes the buffers of its forward pass to the host at any time."""
+    with EmulatedServer(1, checker=ProtocolChecker()) as server:
+        device, buffer = server.devices[0], torch.zeros(())
+        upload = device.upload
+
+        def write_meanwhile(tensor: Tensor, wait: Any = None) -> Tensor:
+            def write_and_wait(event: Event) -> None:
+                buffer.add_(1)  # raises a ProtocolError where the upload reads this memory
+                device.await_event(event)
+
+            return upload(tensor, write_and_wait)
+
+        with device.thread_context(), patch.object(device, "upload", write_meanwhile):
+            placed = PlacedBuffers(device, keep_writes=False).place(buffer)
+            assert (placed.item(), buffer.item()) == (0, 1)
 
 
 def test_numbers_drawn_while_a_batch_is_in_flight_are_those_of_the_main_thread() -> None:

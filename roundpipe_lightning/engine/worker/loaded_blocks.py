@@ -63,7 +63,8 @@ class PlacedBuffers:
         if buffer not in self._placed:
             if not self._device.shares_host_memory:
                 with torch.inference_mode(buffer.is_inference()):  # else nobody counts its writes
-                    placed = self._device.upload(buffer)
+                    # a copy: another microbatch may write the buffer before the upload reads it
+                    placed = self._device.upload(buffer.clone())
             else:
                 placed = buffer if self._keep_writes else buffer.clone()
             self._placed[buffer] = (placed, placed._version)
