@@ -155,7 +155,7 @@ def test_what_blocks_leave_beside_their_output_is_not_known() -> None:
         return x
 
     def run(given: dict[str, Tensor], around: Callable[..., Any]) -> Any:
-        return around(block)(given["x"]).mean() + left[-1], []
+        return around(block, 0)(given["x"]).mean() + left[-1], []
 
     with pytest.raises(Unproven, match="beside its output"):
         prove_step(batch={"x": torch.zeros(6, 8)}, run=run)
@@ -166,9 +166,31 @@ def test_blocks_may_multiply_by_groups_in_any_dtype() -> None:
     ends = torch.zeros(2, dtype=torch.int32, device="meta")
 
     def run(given: dict[str, Tensor], around: Callable[..., Any]) -> Any:
-        return around(lambda x: functional.grouped_mm(x, weights, offs=ends))(given["x"]).mean(), []
+        product = around(lambda x: functional.grouped_mm(x, weights, offs=ends), 0)
+        return product(given["x"]).mean(), []
 
     assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
+
+
+@pytest.mark.parametrize(("given", "times"), [((), 1), ((object(),), 5)])
+def test_one_block_of_a_kind_runs_where_it_is_given_no_object(
+    given: tuple[Any, ...], times: int
+) -> None:
+    ran: list[Tensor] = []
+
+    def block(x: Tensor, *_: Any) -> Tensor:
+        ran.append(x)
+        result: Tensor = LINEAR(x) @ LINEAR.weight
+        return result
+
+    def run(batch: dict[str, Tensor], around: Callable[..., Any]) -> Any:
+        x = batch["x"]
+        for _ in range(5):
+            x = around(block, 0)(x, *given)
+        return x.square().mean(), []
+
+    assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
+    assert len(ran) == 2 * times
 
 
 def test_logs() -> None:

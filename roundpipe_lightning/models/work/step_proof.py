@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from roundpipe_lightning.engine.capture.torch_functions import is_called_from
 from roundpipe_lightning.engine.capture.trees import map_leaves, map_tensors, tensors_in
@@ -137,6 +137,7 @@ class _Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._ops, self._hidden = run.ops, run.hidden
         self._is_paused = False
+        self._given: dict[Any, Any] = {}  # what a call of a block has given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,24 +166,45 @@ class _Tracer(TorchDispatchMode):
             )
         return result
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a block's `forward` that counts as one operation."""
+    def around(self, forward: Callable[..., Any], kind: int) -> Callable[..., Any]:
+        """Return a block's `forward` that counts as one operation.
+
+        Of blocks of one kind, on arguments of the same shapes, one runs: the others give the like.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._is_paused = self._is_paused, True
-            taken = _tensors((args, kwargs))
+            leaves, structure = tree_flatten((args, kwargs))
+            taken = _tensors(leaves)
+            key = (kind, str(structure), *map(_described, leaves))
             versions = [tensor._version for tensor in taken]
+            before, self._is_paused = self._is_paused, True
             try:
-                result = forward(*args, **kwargs)
+                if key in self._given:
+                    result = tree_map_only(Tensor, _like, self._given[key])
+                else:
+                    result = forward(*args, **kwargs)
             finally:
                 self._is_paused = before
+            made = _tensors(result)
+            written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
+            if not written and None not in map(_described, (*leaves, *tree_leaves(result))):
+                self._given[key] = result
             if not before:
-                written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
-                made = _tensors(result)
                 self._ops.append(_Op(name="block", taken=taken, made=made, written=written))
             return result
 
         return call
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+
+
+def _described(leaf: Any) -> Any:
+    """Return what tells arguments of a block apart; None for an object that it may write into."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return repr(leaf) if leaf is None or isinstance(leaf, bool | int | float | str) else None
 
 
 def _tensors(node: Any) -> list[Tensor]:

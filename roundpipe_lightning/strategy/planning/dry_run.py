@@ -24,6 +24,7 @@ from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
 from roundpipe_lightning.models.work.meta_copy import MetaCopy
+from roundpipe_lightning.models.work.meta_run import kinds_of
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven, prove_step
 from roundpipe_lightning.models.work.work_profile import StepProfile, alone, step_profile
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
@@ -103,6 +104,10 @@ def prove(
     Raises:
         Unproven: It is not proven to be either.
     """
+    blocks = [block for stack in stacks for block in stack.blocks]
+    kinds = kinds_of(blocks)
+    copy: Any = None
+    forwards: list[Callable[..., Any]] = []
 
     def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[tuple[Any, bool]]]:
         logged: list[tuple[Any, bool]] = []
@@ -117,13 +122,10 @@ def prove(
             values = name.values() if isinstance(name, Mapping) else [value]
             logged.extend((value, size is not None) for value in values)
 
-        settings = {**_settings(module), "log": log, "log_dict": log}
-        copy = MetaCopy(module, settings=settings, replaced=list(_replaced(module, _NoMetric)))
-        for stack in stacks:
-            for block in map(copy.module_copy, stack.blocks):
-                block.__dict__["forward"] = around(block.forward)
-        root: Any = copy.module
-        output = root.training_step(given, *arguments)
+        for block, forward, kind in zip(blocks, forwards, kinds, strict=True):
+            copy.module_copy(block).__dict__["forward"] = around(forward, kind)
+        copy.module.__dict__.update(log=log, log_dict=log)
+        output = copy.module.training_step(given, *arguments)
         if isinstance(output, Mapping) and set(output) != {"loss"}:
             raise Unproven("it returns more than the loss")
         loss = loss_of(output)
@@ -134,6 +136,9 @@ def prove(
     before = random_state()
     try:
         with alone():
+            replaced = list(_replaced(module, _NoMetric))
+            copy = MetaCopy(module, settings=_settings(module), replaced=replaced)
+            forwards += [copy.module_copy(block).forward for block in blocks]
             num_rows = len(next(tensors_in(batch), ()))
             sizes = {num_rows, max(1, num_rows // num_microbatches)}
             kind = prove_step(batch=batch, run=run, sizes=sorted(sizes))
