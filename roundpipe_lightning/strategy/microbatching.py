@@ -6,16 +6,16 @@ next ones run it once per microbatch if that is proven to be the same:
 - without values, every operation outside the blocks keeps rows apart until a mean over rows or
   targets, or a sum (`models/work/step_proof.py`);
 - the first batch has written nothing into modules, their buffers, lists and dicts;
-- all blocks ran on pieces of the batch;
-- where the mean is over targets, those that `cross_entropy` got are as many for every microbatch as
-  its weight says.
+- all blocks ran on pieces of the batch.
 
-They are counted in every later step, too, and in all of `microbatching="step"`. A later batch for
-which they differ is run again as a whole, before anything is updated; with `"step"` it is an error.
+Where the mean is over targets, those that `cross_entropy` gets have to be as many for every
+microbatch as its weight says. They are counted in every step. A batch for which they differ is run
+again as a whole, before anything is updated; with `microbatching="step"` it is an error.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,8 @@ from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
 from roundpipe_lightning.strategy.planning.dry_run import prove
 
-_CONTAINERS = (list, dict, set, deque)
+_LOSSES = (functional.cross_entropy, functional.nll_loss)
+_CONTAINERS = (list, tuple, dict, set, deque)
 _BASES = frozenset(LightningModule.__mro__)
 _DEPTH, _MANY = 4, 1000
 _TOLERANCE = 1e-9
@@ -71,44 +72,20 @@ class StepModeError(ConfigurationError):
         self.reason = reason
 
 
-class SeenTargets:
-    """Asked before every torch function outside the blocks: notes what `cross_entropy` counts.
-
-    Args:
-        inner: Asked next; None: nobody is.
-
-    Attributes:
-        counts: Per call, and per row of what it got: how much of it counts, of a mean over targets.
-    """
-
-    def __init__(self, inner: Outside | None) -> None:
-        self._inner = inner
-        self.counts: list[Tensor] = []
-
-    def __call__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if func in (functional.cross_entropy, functional.nll_loss) and torch.is_grad_enabled():
-            self._note(*args, **kwargs)
-        return NotImplemented if self._inner is None else self._inner(func, args, kwargs)
-
-    def _note(
-        self,
-        input: Tensor,  # noqa: A002, ARG002
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,  # noqa: ARG002, FBT001
-        ignore_index: int = -100,
-        reduce: bool | None = None,  # noqa: ARG002, FBT001
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,  # noqa: ARG002
-    ) -> None:
-        if reduction != "mean" or target.is_floating_point():
-            return
-        counts = target != ignore_index
-        if weight is not None:
-            counts = torch.where(counts, weight[target.clamp(min=0)], 0)
-        self.counts.append(counts.detach().double())
+def _num_targets(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """Return how much of its target a function averages over; None if it is no such mean."""
+    if func not in _LOSSES or not torch.is_grad_enabled():
+        return None
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    target, weight = given["target"], given.get("weight")
+    if given.get("reduction", "mean") != "mean" or target.is_floating_point():
+        return None
+    counts = target != given.get("ignore_index", -100)
+    if weight is not None:
+        counts = torch.where(counts, weight[target.clamp(min=0)], 0)
+    return float(counts.detach().double().sum())
 
 
 class ModeChoice:
@@ -170,7 +147,7 @@ class ModeChoice:
             num_microbatches=1 if is_whole or self._fuses_loss else count,
             joined=True,
             fusion=fusion,
-            first=FirstBatch(self._module, SeenTargets(fusion)) if looks else None,
+            contents=contents_of(self._module) if looks else None,
         )
 
     def _split(
@@ -180,13 +157,16 @@ class ModeChoice:
         if self._shrinks and count > 1:
             count = min(count, max(1, batch_size_of(batch)))
         parts = split_batch(batch, count)
+        by_targets = chosen != LossKind.ROWS.value and count > 1
+        sizes = [batch_size_of(part) for part in parts] if count > 1 else [1]
+        targets = targets_of_rows(batch) if by_targets else None
         return MicrobatchedBatch(
             parts=parts,
-            counts=_counts_of(batch, parts, by_targets=chosen != LossKind.ROWS.value),
+            counts=sizes if targets is None else [int(t.sum()) for t in targets.split(sizes)],
             num_microbatches=count,
             joined=False,
             fusion=fusion,
-            checks=count > 1 and chosen != LossKind.ROWS.value,
+            checks=by_targets,
         )
 
     def tell(self, batch: MicrobatchedBatch) -> None:
@@ -219,7 +199,7 @@ class ModeChoice:
         self,
         batch: Any,
         arguments: Sequence[Any],
-        first: FirstBatch,
+        before: list[Any],
         *,
         num_microbatches: int,
         reason: str,
@@ -229,13 +209,15 @@ class ModeChoice:
         Args:
             batch: The batch.
             arguments: The other arguments of `training_step`.
-            first: What was seen.
+            before: `contents_of` the module before it.
             num_microbatches: Of a batch in the other mode.
             reason: What speaks against it already; empty: nothing.
         """
         try:
             if reason:
                 raise Unproven(reason)
+            if contents_of(self._module) != before:
+                raise Unproven("it writes into a list, a dict, an object or a counter")
             kind = prove(
                 self._module,
                 self._stacks,
@@ -243,7 +225,6 @@ class ModeChoice:
                 arguments=arguments,
                 num_microbatches=num_microbatches,
             )
-            first.check(batch, kind, num_microbatches)
         except Unproven as error:
             self._chosen[str(form_of(batch))] = "blocks"
             rank_zero_info(
@@ -268,65 +249,35 @@ class ModeChoice:
             self._chosen.update(state)
 
 
-def _counts_of(batch: Any, parts: Sequence[Any], *, by_targets: bool) -> Sequence[int]:
-    """Return what the loss of each part is taken to average over: its targets, or its rows."""
-    if len(parts) == 1:
-        return [1]
-    sizes = [batch_size_of(part) for part in parts]
-    targets = targets_of_rows(batch) if by_targets else None
-    return sizes if targets is None else [int(some.sum()) for some in targets.split(sizes)]
+def contents_of(module: LightningModule) -> list[Any]:
+    """Return what modules and the classes of the user's hold beside tensors."""
+    modules = list(module.modules())
+    classes = [kind for kind in type(module).__mro__ if kind not in _BASES]
+    own, seen = vars(LightningModule()).keys(), frozenset(map(id, modules))
+    return [
+        (name, _content(value, seen))
+        for holder in (*modules, *classes)
+        for name, value in sorted(vars(holder).items())
+        if name not in own
+    ]
 
 
-class FirstBatch:
-    """What is seen in the first batch of a form.
-
-    Args:
-        module: The user's module.
-        targets: What the loss counts.
-    """
-
-    def __init__(self, module: LightningModule, targets: SeenTargets) -> None:
-        self._module = module
-        self.targets = targets
-        self._before = self._contents()
-
-    def _contents(self) -> list[Any]:
-        """Return what modules and the classes of the user's hold beside tensors."""
-        modules = list(self._module.modules())
-        classes = [kind for kind in type(self._module).__mro__ if kind not in _BASES]
-        held = [vars(holder) for holder in (*modules, *classes)]
-        seen = set(map(id, modules))
-        own = vars(LightningModule()).keys()
-        return [
-            [
-                (name, _content(value, seen))
-                for name, value in sorted(some.items())
-                if name not in own
-            ]
-            for some in held
-        ]
-
-    def check(self, batch: Any, kind: LossKind, num_microbatches: int) -> None:
-        """Compare what was seen with what microbatches would do.
-
-        Raises:
-            Unproven: They would do something else.
-        """
-        if self._contents() != self._before:
-            raise Unproven("it writes into a list, a dict, an object or a counter")
-        try:
-            parts = split_batch(batch, num_microbatches)
-        except BatchError as error:
-            raise Unproven(str(error)) from error
-        if kind is LossKind.ROWS:
-            return
-        if not self.targets.counts:
-            raise Unproven("its targets are not seen")
-        sizes = [batch_size_of(part) for part in parts]
-        seen = self.targets.counts[-1].reshape(sum(sizes), -1).sum(-1).split(sizes)
-        counts = _counts_of(batch, parts, by_targets=True)
-        if not _are_proportional([float(some.sum()) for some in seen], counts):
-            raise Unproven("its targets are others than the batch's labels")
+def _content(value: Any, seen: frozenset[int], depth: int = 0) -> Any:
+    """Return what tells whether something was written into; of large things only their size."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    is_code = callable(value) and not isinstance(value, nn.Module)
+    if id(value) in seen or is_code or depth > _DEPTH:
+        return None
+    held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+    if held is None or isinstance(value, ModuleType | Trainer):
+        return id(value)
+    if len(held) > _MANY:
+        return len(held)
+    items = held.items() if isinstance(held, dict) else held
+    return [_content(item, seen | {id(value)}, depth + 1) for item in items]
 
 
 @dataclass(kw_only=True)
@@ -339,7 +290,7 @@ class MicrobatchedBatch:
         num_microbatches: Microbatches of all parts.
         joined: Whether these are pieces of the one part, inside the calls of blocks.
         fusion: Asked before every torch function outside the blocks.
-        first: What is seen of the first batch of a form.
+        contents: `contents_of` the module, before the first batch of a form; None for others.
         checks: Whether what the losses do average over is compared with `counts`.
     """
 
@@ -348,12 +299,12 @@ class MicrobatchedBatch:
     num_microbatches: int
     joined: bool
     fusion: Outside | None
-    first: FirstBatch | None = None
+    contents: list[Any] | None = None
     checks: bool = False
 
     def __post_init__(self) -> None:
-        self._seen = [SeenTargets(self.fusion) for _ in self.parts]
-        self._totals: dict[int, list[float]] = {}
+        self._seen: list[list[float]] = [[] for _ in self.parts]
+        self._returned: list[tuple[int, list[float]]] = []
         self._thread = threading.local()
 
     @property
@@ -365,17 +316,18 @@ class MicrobatchedBatch:
     @property
     def sees_targets(self) -> bool:
         """Whether the losses have counted targets."""
-        return any(self._totals.values())
+        return any(self._seen)
 
     @property
     def outside(self) -> Outside | None:
         """Asked before every torch function outside the blocks."""
-        if self.first is not None:
-            return self.first.targets
         return self._note if self.checks else self.fusion
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._seen[self._thread.index](func, args, kwargs)
+        count = _num_targets(func, args, kwargs)
+        if count is not None:
+            self._seen[self._thread.index].append(count)
+        return NotImplemented if self.fusion is None else self.fusion(func, args, kwargs)
 
     def begin(self, index: int) -> None:
         """Called in the thread of a part, before its step."""
@@ -393,15 +345,16 @@ class MicrobatchedBatch:
             raise StepModeError("training_step returns more than the loss")
         if not self.checks:
             return
-        self._totals[index] = [float(counts.sum()) for counts in self._seen[index].counts]
-        totals = dict(self._totals)  # others may come meanwhile
-        if any(len(some) != len(totals[index]) for some in totals.values()):
+        own = self._seen[index]
+        self._returned.append((index, own))
+        returned = list(self._returned)  # others may come meanwhile
+        if any(len(totals) != len(own) for _, totals in returned):
             raise StepModeError("the loss has other terms in other microbatches")
-        for seen in zip(*totals.values(), strict=True):
-            if not _are_proportional(seen, [self.counts[one] for one in totals]):
+        for seen in zip(*(totals for _, totals in returned), strict=True):
+            if not _are_proportional(seen, [self.counts[one] for one, _ in returned]):
                 raise StepModeError("the loss counts other targets than the batch's labels")
         sizes = [batch_size_of(part) for part in self.parts]
-        if not totals[index] and not _are_proportional(self.counts, sizes):
+        if not own and not _are_proportional(self.counts, sizes):
             raise StepModeError("it is not seen which targets the loss counts")
 
 
@@ -410,29 +363,3 @@ def _are_proportional(some: Sequence[float], others: Sequence[float]) -> bool:
     if not (total and other):
         return not (any(some) or any(others))
     return all(abs(a / total - b / other) <= _TOLERANCE for a, b in zip(some, others, strict=True))
-
-
-def _content(value: Any, seen: set[int], depth: int = 0) -> Any:
-    """Return what tells whether something was written into; of large things only their size."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
-    if (
-        id(value) in seen
-        or (callable(value) and not isinstance(value, nn.Module))
-        or depth > _DEPTH
-    ):
-        return None
-    seen = seen | {id(value)}
-    if isinstance(value, _CONTAINERS):
-        if len(value) > _MANY:
-            return len(value)
-        items = value.items() if isinstance(value, dict) else value
-        return [_content(item, seen, depth + 1) for item in items]
-    if isinstance(value, tuple):
-        return [_content(item, seen, depth + 1) for item in value]
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, dict) and not isinstance(value, ModuleType | Trainer):
-        return id(value), _content(held, seen, depth)
-    return id(value)

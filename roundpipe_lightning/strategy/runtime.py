@@ -37,7 +37,6 @@ from roundpipe_lightning.strategy.logging import (
 )
 from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import (
-    FirstBatch,
     MicrobatchedBatch,
     ModeChoice,
     StepModeError,
@@ -321,8 +320,8 @@ class PipelineRuntime:
         ended = present.is_over or loss is None
         if ended:
             result: StepResult = present.end()
-            if cut.first is not None and loss is not None:
-                self._choose(cut.first, batch, arguments, result)
+            if cut.contents is not None and loss is not None:
+                self._choose(cut.contents, batch, arguments, result)
             if loss is not None and trains:
                 loss = present.precomputed(loss, result)
         elif loss is not None:
@@ -340,7 +339,7 @@ class PipelineRuntime:
         scale = self._precision.loss_scale / self._module.trainer.accumulate_grad_batches
         planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
-        overlaps = trains and cut.first is None and self._may_overlap()
+        overlaps = trains and cut.contents is None and self._may_overlap()
 
         step_of = self._step_of("training_step", arguments, is_one=is_one)
 
@@ -389,7 +388,7 @@ class PipelineRuntime:
         return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     def _choose(
-        self, first: FirstBatch, batch: Any, arguments: Sequence[Any], result: StepResult
+        self, before: list[Any], batch: Any, arguments: Sequence[Any], result: StepResult
     ) -> None:
         """Choose where microbatches begin in the batches to come."""
         assert self._engine is not None
@@ -400,7 +399,7 @@ class PipelineRuntime:
         self._choice.decide(
             batch,
             arguments,
-            first,
+            before,
             num_microbatches=self._planner.num_microbatches,
             reason=reason,
         )
