@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.randomness import StepDraws
@@ -261,8 +261,7 @@ class Engine:
         step_seed: int | None = None,
         thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
-        stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]] = lambda index: {},
-        sent_along: Callable[[int, Callable[[Tensor], Tensor]], None] = lambda index, send: None,
+        stand_ins: Mapping[nn.Module, nn.Module] | None = None,
         outside: Outside | None = None,
     ) -> Step:
         """Begin forward and backward of all microbatches.
@@ -282,9 +281,7 @@ class Engine:
             step_seed: The step's random number; None draws one.
             thread_context: Entered in every thread, for thread-local state such as autocast.
             overrides: Attributes of a microbatch's root view, by its index.
-            stand_ins: Modules that are something else in a microbatch's view, by its index.
-            sent_along: Called with a microbatch's index and a function that sends a tensor to the
-                host as `call`'s output: beside its backward pass.
+            stand_ins: Modules that are something else in every view.
             outside: Asked, in every microbatch's thread, before each torch function of the user's
                 code outside the blocks; it may answer in the function's place.
 
@@ -312,8 +309,7 @@ class Engine:
             backward=backward,
             thread_context=thread_context,
             overrides=overrides,
-            stand_ins=stand_ins,
-            sent_along=sent_along,
+            stand_ins=stand_ins or {},
             outside=outside,
             joined=joined,
             step_seed=step_seed,

@@ -97,8 +97,7 @@ class StepContext:
     backward: bool
     thread_context: Callable[[], AbstractContextManager[Any]]
     overrides: Callable[[int], Mapping[str, Any]]
-    stand_ins: Callable[[int], Mapping[nn.Module, nn.Module]]
-    sent_along: Callable[[int, Callable[[Tensor], Tensor]], None]
+    stand_ins: Mapping[nn.Module, nn.Module]
     returned: Countdown
     is_first: bool
     may_write: bool | None = None
@@ -264,7 +263,7 @@ class Microbatch:
             [block for stack in context.stacks for block in stack.blocks],
             called=forward.call_block,
             overrides=context.overrides(self._index),
-            stand_ins=context.stand_ins(self._index),
+            stand_ins=context.stand_ins,
         )
         with user.suspended():
             batch = map_tensors(turns.worker.upload, self._batch)
@@ -320,7 +319,6 @@ class Microbatch:
         with self._user.suspended():
             self.output = map_tensors(send, output)
             self.loss = None if loss is None else send(loss)
-            self._context.sent_along(self._index, send)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
         """Return a host tensor that has a tensor's values when `await_output` returns."""
@@ -424,8 +422,8 @@ def loss_of(output: Any) -> Tensor | None:
     """
     if output is None or isinstance(output, Tensor):
         return output
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    if not isinstance(loss, Tensor):
+    loss = output.get("loss", output) if isinstance(output, Mapping) else output
+    if not (loss is None or isinstance(loss, Tensor)):
         raise ConfigurationError(
             f"training_step returned a {type(output).__name__} without a tensor 'loss': return the "
             "loss, a dict with the key 'loss', or None to skip the batch."

@@ -1,7 +1,7 @@
 """`self.log` inside steps.
 
 A step on the whole batch logs as on one device: at once, but with values on the host. Where a step
-runs once per microbatch, at the same time, each writes its calls into a `LogRecorder`. When all are
+runs once per microbatch, at the same time, each notes its calls (`log_into`). When all are
 done, `log_means` makes the calls that one device would have made: with means, weighted by
 `batch_size=` where the user gave one, else by the shares of the loss. What *is* the loss is
 weighted as the loss.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -38,6 +38,9 @@ _POSITIONAL = (
     "rank_zero_only",
 )
 """Parameters of `LightningModule.log` after the value, in their order."""
+
+LogCall: TypeAlias = tuple[str, Any, dict[str, Any]]
+"""Name, value and other arguments of a call of `self.log`."""
 
 
 @contextmanager
@@ -70,35 +73,18 @@ def host_log(module: LightningModule) -> Callable[..., None]:
     return log
 
 
-class LogRecorder:
-    """Stands in for `self.log` on the view of one of several microbatches.
+def log_into(calls: list[LogCall]) -> Callable[..., None]:
+    """Return what stands in for `self.log` in one of several microbatches: it notes the calls."""
 
-    Attributes:
-        calls: Name, value (on the host once it was sent) and other arguments of each call.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
-
-    def __call__(self, name: str, value: Any, *args: Any, **arguments: Any) -> None:
-        """Remember a call; the parameters are those of `LightningModule.log`.
-
-        Raises:
-            StepModeError: The values of microbatches would not be put together as a mean.
-        """
+    def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
         if isinstance(value, Tensor):
             value = value.detach().clone()
         arguments.update(zip(_POSITIONAL, args, strict=False))
         if arguments.get("reduce_fx", "mean") not in _MEANS:
             raise StepModeError(f"{name!r} is logged with reduce_fx={arguments['reduce_fx']!r}")
-        self.calls.append((name, value, arguments))
+        calls.append((name, value, arguments))
 
-    def send(self, send: Callable[[Tensor], Tensor]) -> None:
-        """Send the values to the host: `cpu()` would wait for all that their device computes."""
-        self.calls = [
-            (name, send(value) if isinstance(value, Tensor) else value, arguments)
-            for name, value, arguments in self.calls
-        ]
+    return log
 
 
 @contextmanager
@@ -123,7 +109,7 @@ def own_log_refused(module: LightningModule) -> Iterator[None]:
 
 
 def log_means(
-    recorders: Sequence[LogRecorder],
+    logged: Sequence[Sequence[LogCall]],
     *,
     shares: Sequence[float],
     losses: Sequence[Tensor | None],
@@ -132,15 +118,15 @@ def log_means(
     """Make the calls that one device would have made.
 
     Args:
-        recorders: One per microbatch, their values on the host.
+        logged: Every microbatch's calls, their values on the host.
         shares: The microbatches' shares of the loss.
         losses: Their losses, on the host.
         log: The original `LightningModule.log`; called in the order of the first calls.
     """
     merged: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
-    for microbatch, recorder in enumerate(recorders):
+    for microbatch, noted in enumerate(logged):
         times: dict[str, int] = {}
-        for name, value, arguments in recorder.calls:
+        for name, value, arguments in noted:
             time = times[name] = times.get(name, -1) + 1
             merged.setdefault((name, time), {})[microbatch] = value, arguments
     for (name, _), calls in merged.items():

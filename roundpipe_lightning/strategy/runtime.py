@@ -19,6 +19,7 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.manual import ManualStep
+from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.steps import StepOutputs, StepResult
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.engine.update.updater import Updater, update_units
@@ -29,8 +30,9 @@ from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.logging import (
-    LogRecorder,
+    LogCall,
     host_log,
+    log_into,
     log_means,
     logged_from,
     own_log_refused,
@@ -51,7 +53,6 @@ from roundpipe_lightning.strategy.step import (
     device_generators_seeded,
     host_generator_seeded,
     loss_of_batch,
-    output_of_batch,
 )
 from roundpipe_lightning.strategy.updates import sync_hooks
 from roundpipe_lightning.strategy.updates.parameter_watch import ParameterWatch
@@ -308,15 +309,18 @@ class PipelineRuntime:
                 trains=trains,
             )
             try:
-                present, known, recorders = self._run(cut, arguments, trains=trains)
+                present, known = self._run(cut, arguments, trains=trains)
             except StepModeError as error:
                 if not self._choice.falls_back(batch, error):
                     raise
                 continue
             break
         self._choice.tell(cut)
-        log_means(recorders, shares=cut.shares, losses=known.losses, log=self._module.log)
-        loss = loss_of_batch(known.losses, cut.shares)
+        loss, output = loss_of_batch(known.losses, cut.shares), known.outputs[0]
+        if len(cut.parts) > 1:
+            logged: Sequence[Sequence[LogCall]] = [part["logged"] for part in known.outputs]
+            log_means(logged, shares=cut.shares, losses=known.losses, log=self._module.log)
+            output = loss
         ended = present.is_over or loss is None
         if ended:
             result: StepResult = present.end()
@@ -327,15 +331,16 @@ class PipelineRuntime:
         elif loss is not None:
             self.in_flight = present
             loss = present.without_gradients(loss)
-        output = output_of_batch(loss, known.outputs)
-        return output, present if ended else None
+        if isinstance(output, Mapping) and loss is not None:
+            return {**output, "loss": loss}, present if ended else None
+        return loss, present if ended else None
 
     def _run(
         self, cut: MicrobatchedBatch, arguments: Sequence[Any], *, trains: bool
-    ) -> tuple[InFlightBatch, StepOutputs, Sequence[LogRecorder]]:
+    ) -> tuple[InFlightBatch, StepOutputs]:
         """Run the parts of a batch until the user's steps have returned, or to the end."""
         is_one = len(cut.parts) == 1
-        recorders = [] if is_one else [LogRecorder() for _ in cut.parts]
+        calls: list[list[LogCall]] = [[] for _ in cut.parts]
         scale = self._precision.loss_scale / self._module.trainer.accumulate_grad_batches
         planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
@@ -348,7 +353,7 @@ class PipelineRuntime:
             output = step_of(view, part)
             check_output(output)
             cut.check(index, output)
-            return output
+            return output if is_one else {"loss": loss_of(output), "logged": calls[index]}
 
         with host_generator_seeded(self._batch_number):
             seed = int(torch.randint(0, 2**62, (), device="cpu"))
@@ -357,7 +362,7 @@ class PipelineRuntime:
             nullcontext() if cut.joined else host_generator_seeded(self._batch_number),
             nullcontext() if is_one else own_log_refused(self._module),
         ):
-            logs: Sequence[Callable[..., None]] = recorders or [host_log(self._module)]
+            logs = [host_log(self._module)] if is_one else list(map(log_into, calls))
             step = engine.begin_step(
                 cut.parts,
                 call,
@@ -368,8 +373,7 @@ class PipelineRuntime:
                 step_seed=seed,
                 thread_context=self._precision.thread_context,
                 overrides=lambda index: {"log": logs[index]},
-                stand_ins=lambda index: stand_ins,
-                sent_along=lambda index, send: recorders[index].send(send) if recorders else None,
+                stand_ins=stand_ins,
                 outside=cut.outside,
             )
             try:
@@ -381,7 +385,7 @@ class PipelineRuntime:
             known = step.outputs() if overlaps else step.result()
         size = sum(map(num_values, cut.parts))
         present = InFlightBatch(step, planned=planned, num_values=size, backward_scale=scale)
-        return present, known, recorders
+        return present, known
 
     @property
     def _batch_number(self) -> int:

@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
@@ -351,9 +350,3 @@ def loss_of_batch(losses: Sequence[Tensor | None], shares: Sequence[float]) -> T
     mean: Tensor = weighted_mean([loss for loss, _ in present], weights=weights)
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     return mean if len(present) == len(losses) else mean * sum(weights)
-
-
-def output_of_batch(loss: Tensor | None, outputs: Sequence[Any]) -> STEP_OUTPUT:
-    """Return what one step on the full batch would have returned."""
-    mappings = [output for output in outputs if isinstance(output, Mapping)]
-    return {**mappings[0], "loss": loss} if mappings and loss is not None else loss

@@ -24,7 +24,7 @@ from torchmetrics.aggregation import CatMetric
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.strategy import runtime
-from roundpipe_lightning.strategy.logging import LogRecorder, log_means, weighted_mean
+from roundpipe_lightning.strategy.logging import LogCall, log_into, log_means, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
@@ -160,9 +160,9 @@ def test_logged_values_come_by_copies_beside_the_backward_pass(
     """`cpu()` would wait for all that the device computes, the backward pass too."""
     seen: list[bool] = []
 
-    def note(recorders: Sequence[LogRecorder], **arguments: Any) -> None:
-        seen.extend(tag_of(value) is None for each in recorders for _, value, _ in each.calls)
-        log_means(recorders, **arguments)
+    def note(logged: Sequence[Sequence[LogCall]], **arguments: Any) -> None:
+        seen.extend(tag_of(value) is None for calls in logged for _, value, _ in calls)
+        log_means(logged, **arguments)
 
     monkeypatch.setattr(runtime, "log_means", note)
     trainer = make_trainer(
@@ -275,16 +275,16 @@ def test_weighted_means(values: list[Any], weights: list[float], expected: Any) 
 
 def test_value_that_is_the_loss_follows_the_loss_whatever_its_batch_size() -> None:
     losses = [torch.tensor(1.0), torch.tensor(3.0)]
-    recorders = [LogRecorder(), LogRecorder()]
-    for recorder, loss in zip(recorders, losses, strict=True):
-        recorder("loss", loss, batch_size=5)
-        recorder("other", loss + 1, True, batch_size=5)
+    logged: list[list[LogCall]] = [[], []]
+    for noted, loss in zip(logged, losses, strict=True):
+        log_into(noted)("loss", loss, batch_size=5)
+        log_into(noted)("other", loss + 1, True, batch_size=5)
     calls: dict[str, Any] = {}
 
     def log(name: str, value: Any, **arguments: Any) -> None:
         calls[name] = (float(value), arguments)
 
-    log_means(recorders, shares=[0.25, 0.75], losses=losses, log=log)
+    log_means(logged, shares=[0.25, 0.75], losses=losses, log=log)
     assert calls["loss"] == (2.5, {"batch_size": 10})
     assert calls["other"] == (3.0, {"prog_bar": True, "batch_size": 10})
 
