@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -17,8 +18,11 @@ from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
+from roundpipe_lightning.engine.worker.turns import Turns
+from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import CaptureError
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.stages import Partition, Stage
 from tests.kit.engine import (
     WIDTH,
     Block,
@@ -181,6 +185,24 @@ def test_any_number_of_rows_pieces_and_workers(
         num_workers=num_workers,
         team_size=team_size,
     )
+
+
+def test_who_has_not_the_turn_leaves_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece without rows passes by turns that others have."""
+    owners: dict[int, int] = {}
+    begin, end_forward = Turns.begin, Worker.end_forward
+
+    def begin_and_note(turns: Turns, action: Action) -> None:
+        begin(turns, action)
+        owners[action.worker] = threading.get_ident()
+
+    def end_by_owner(worker: Worker, stage: Stage) -> bool:
+        assert owners[worker.index] == threading.get_ident()
+        return end_forward(worker, stage)
+
+    monkeypatch.setattr(Turns, "begin", begin_and_note)
+    monkeypatch.setattr(Worker, "end_forward", end_by_owner)
+    check(Between(), num_rows=2, num_microbatches=4)
 
 
 def test_stages_that_user_code_interrupts() -> None:

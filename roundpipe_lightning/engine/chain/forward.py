@@ -270,6 +270,8 @@ class ForwardPass:
             self._refuse_unordered_writes()
 
     def _end_forward(self) -> None:
+        if not self.turns.is_active:  # another microbatch has the worker: it may run blocks there
+            return
         worker = self.turns.worker
         worker.count_bytes(self.boundary_bytes())
         if worker.end_forward(self.turns.stage):
