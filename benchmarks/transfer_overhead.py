@@ -55,7 +55,7 @@ class MemoryDevice(CpuDevice):
 
     shares_host_memory = False
 
-    def upload(self, tensor: Tensor) -> Tensor:
+    def upload(self, tensor: Tensor, wait: object = None) -> Tensor:
         """Copy."""
         return tensor.detach().clone()
 

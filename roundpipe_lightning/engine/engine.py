@@ -340,8 +340,7 @@ class Engine:
         steps, plans = self._open.steps, self._plans
         if not steps.is_empty:
             following = plans.following(plan)
-            stage_runs = following.stage_runs(backward=backward)
-            steps.wait_for_capacity(stage_runs, pools=following.graph.pools)
+            steps.wait_for_capacity(following.stage_runs(backward=backward))
         return plans.begin(plan, overlaps=not steps.is_empty)
 
     def _context(self, prepared: PreparedPlan, *, joined: bool, **given: Any) -> StepContext:
@@ -364,7 +363,6 @@ class Engine:
                 shared=(*opened.store.shared, *repeated),
             ),
             draws=StepDraws(self._random_lock, is_watched=not joined),
-            pools=opened.transfers.pools(graph.pools),
             compiler=self._compiler,
             returned=Countdown(1 if joined else plan.num_microbatches),
             forms=self.forms if joined else None,

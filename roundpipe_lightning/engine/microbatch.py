@@ -50,7 +50,6 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import (
     Rows,
     fold,
 )
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained
 from roundpipe_lightning.engine.worker.turns import Turns
@@ -72,8 +71,6 @@ class StepContext:
         outside_blocks: Parameters that no block has.
         turns: The gates of the plan's actions.
         reducer: Where gradients are summed.
-        pools: Memory on the host for what goes from turn to turn, by microbatch; None where no
-            worker needs any.
         step_seed: The step's random number.
         returned: Counts down the microbatches whose user code has not returned.
         forms: What is known of calls, where the user's code runs once on the whole batch and the
@@ -91,7 +88,6 @@ class StepContext:
     classes: ViewClasses
     reducer: GradientReducer
     draws: StepDraws
-    pools: Sequence[PinnedPool] | None
     step_seed: int
     call: UserStep
     backward: bool
@@ -166,7 +162,6 @@ class Microbatch:
             turns=context.turns,
             workers=context.workers,
             reducer=context.reducer,
-            pool=None if context.pools is None else context.pools[index],
             used_outside=lambda: whole.used_parameters | context.repeated,
             classes=context.classes,
         )

@@ -149,7 +149,6 @@ class Step:
             WatchdogError: If it makes no progress.
             Exception: What the user's code or a copy has raised, with a note that says where.
         """
-        self._steps.reserve_second_set()
         if self._waits_for_end:
             self._steps.finish(self)
         else:
@@ -356,19 +355,14 @@ class StepsInFlight:
 
     # ------------------------------------------------------------------------------- the beginning
 
-    def wait_for_capacity(self, stage_runs: Sequence[WorkerRuns], *, pools: Sequence[int]) -> None:
-        """End steps until another one, with these stage_runs and pools, can begin."""
+    def wait_for_capacity(self, stage_runs: Sequence[WorkerRuns]) -> None:
+        """End steps until another one, with these stage_runs, can begin."""
         if len(self._steps) == _MOST_IN_FLIGHT:
             self.finish(self._steps[0])
         if not self._steps:
             return
-        transfers = self._transfers
-        if not (transfers.can_overlap(stage_runs, pools)):
+        if not self._transfers.can_overlap(stage_runs):
             self.finish(self._steps[-1])
-
-    def reserve_second_set(self) -> None:
-        """Reserve memory for two steps in flight as soon as no step is in flight."""
-        self._transfers.reserve_second_set()
 
     def begin(self, step: Step, stage_runs: Sequence[WorkerRuns]) -> None:
         """Begin a step, for which there is capacity.

@@ -15,7 +15,6 @@ from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
 from roundpipe_lightning.engine.transfer.copy_queue import Job
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.worker_transfers import Transfers, WorkerTransfers
 from tests.kit.engine import LockingDevice
 
@@ -26,11 +25,6 @@ class Place:
 
     device: Device
     transfers: WorkerTransfers | None
-
-
-def pool() -> PinnedPool:
-    """A pool of ordinary memory."""
-    return PinnedPool(torch.empty(0, dtype=torch.uint8))
 
 
 @pytest.fixture
@@ -65,7 +59,7 @@ FORMS = {
 def test_values_and_strides_arrive(places: list[Place], form: str, *, keeps: bool) -> None:
     tensor, (first, second) = FORMS[form], places
     here = tag(tensor, first.device.name)
-    boundary = BoundaryTensor(here, first, pool=pool(), keeps=keeps)
+    boundary = BoundaryTensor(here, first, keeps=keeps)
     for worker in (second, first, second):
         there = boundary.on(worker)
         assert tag_of(there) == worker.device.name
@@ -76,9 +70,7 @@ def test_values_and_strides_arrive(places: list[Place], form: str, *, keeps: boo
 
 def test_what_its_maker_takes_again_does_not_move(places: list[Place]) -> None:
     first, second = places
-    boundary = BoundaryTensor(
-        tag(torch.ones(1000), first.device.name), first, pool=pool(), keeps=True
-    )
+    boundary = BoundaryTensor(tag(torch.ones(1000), first.device.name), first, keeps=True)
     boundary.send_to(first)
     boundary.on(first)
     for place in places:
@@ -97,7 +89,7 @@ def test_a_boundary_that_could_not_be_offloaded_is_offloaded_when_it_is_asked_fo
     """And nothing is uploaded from memory that was never written."""
     first, second = places
     assert first.transfers is not None
-    boundary = BoundaryTensor(tag(torch.ones(8), first.device.name), first, pool=pool(), keeps=True)
+    boundary = BoundaryTensor(tag(torch.ones(8), first.device.name), first, keeps=True)
 
     def refuse(job: Job) -> Event:
         raise RuntimeError("can't start new thread")

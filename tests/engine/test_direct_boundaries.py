@@ -8,7 +8,8 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool
+from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute
 from roundpipe_lightning.planning.cost.traffic import worker_stage_runs
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
@@ -27,15 +28,16 @@ NUM_MICROBATCHES = 3
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the boundaries that were given a place on the host."""
+    """Sizes of the boundaries that went to the host."""
     sizes: list[int] = []
-    allocate = PinnedPool.allocate
+    submit = TransferQueue.submit
 
-    def noted(pool: PinnedPool, num_bytes: int) -> PinnedBlock:
-        sizes.append(num_bytes)
-        return allocate(pool, num_bytes)
+    def noted(queue: TransferQueue, job: Job) -> Event:
+        if job.priority is Priority.BOUNDARY and "download" in queue.name:
+            sizes.extend(source.nbytes for _, source in job.pieces)
+        return submit(queue, job)
 
-    monkeypatch.setattr(PinnedPool, "allocate", noted)
+    monkeypatch.setattr(TransferQueue, "submit", noted)
     return sizes
 
 

@@ -17,6 +17,7 @@ from roundpipe_lightning.emulation.tagged_tensor import raw_of
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
@@ -261,20 +262,19 @@ def test_gradients_land_in_memory_that_is_used_again() -> None:
     ):
         kept = mean_step(engine, batches).gradients
         values = {parameter: gradient.clone() for parameter, gradient in kept.items()}
-        places = set()
-        for _ in range(3):
+        places = []
+        for _ in range(9):
             found = mean_step(engine, batches).gradients
-            places.add(frozenset(gradient.data_ptr() for gradient in found.values()))
+            places.append({gradient.data_ptr() // PAGE_BYTES for gradient in found.values()})
             del found
         held = engine.staging_bytes
         for _ in range(20):  # an evaluation has no gradients
             with torch.no_grad():
                 engine.evaluate(lambda view, batch: view.training_step(batch, 0), batches[0])
         assert engine.staging_bytes == held
-        mean_step(engine, batches)
-        assert engine.staging_bytes == held
-    assert len(places) == 1
-    assert places.pop().isdisjoint(gradient.data_ptr() for gradient in kept.values())
+    used = set().union(*places)
+    assert len(used) <= held / PAGE_BYTES
+    assert used.isdisjoint(gradient.data_ptr() // PAGE_BYTES for gradient in kept.values())
     assert all(torch.equal(kept[parameter], gradient) for parameter, gradient in values.items())
 
 

@@ -15,7 +15,7 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPools
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.planning.model.hardware import WORKSPACE_BYTES
 from tests.kit.engine import Regressor, engine_for, mean_step, regression_batches
 
@@ -135,17 +135,16 @@ def test_everything_that_is_locked_can_be_and_is_given_back(
     monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
     device = AcceleratorDevice(torch.device("cuda", 0))
     module = Regressor(6)
-    store, pools = HostStore(module, list(module.layers)), PinnedPools(device)
+    store, pool = HostStore(module, list(module.layers)), PinnedPool(device)
     store.pin(device)
-    [pool] = pools.begin_step([0])
-    pool.allocate(5000)
-    pools.end()
-    assert len(runtime.registered) == 6 + 1 + 1  # a flat buffer per block, the rest, boundaries
+    kept = pool.take(5000)
+    assert len(runtime.registered) == 6 + 1 + 1  # a flat buffer per block, the rest, what travels
     size = sum(parameter.nbytes for parameter in module.parameters())
-    assert size <= device.page_locked_bytes - pools.num_bytes <= 1.03 * size + 7 * 64 * 8
+    assert size <= device.page_locked_bytes - pool.num_bytes <= 1.03 * size + 7 * 64 * 8
     before = {name: value.clone() for name, value in module.state_dict().items()}
     store.close()
-    pools.close()
+    pool.close()
+    assert kept.fill_(1).all()
     assert not runtime.registered
     assert device.page_locked_bytes == 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

@@ -206,7 +206,7 @@ class ForwardPass:
         call.left = self.left_attributes()
         if call.is_recomputed:
             if self._kept_operations:
-                call.kept = KeptOutputs(self._kept_operations, pool=self.turns.pool)
+                call.kept = KeptOutputs(self._kept_operations)
             call.begins_group = self._begins_group(call)
         if call.begins_group:
             self._keep_values()

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 
 _NUM_SAMPLED = 64
@@ -44,12 +43,10 @@ class KeptOutputs:
 
     Args:
         names: Names of the operations, such as `aten::_scaled_dot_product_flash_attention`.
-        pool: Memory on the host, of the microbatch; None where no worker needs any.
     """
 
-    def __init__(self, names: Collection[str], *, pool: PinnedPool | None = None) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
-        self._lane = pool
         self._entries: list[_Entry] = []
 
     @property
@@ -75,7 +72,7 @@ class KeptOutputs:
             if [t._version for t in _tensors(entry.outputs)] != entry.versions:
                 entry.outputs = []  # the block has written into one since
             entry.outputs = [  # what an operation returns on the host (seeds, offsets) stays there
-                BoundaryTensor(output, worker, pool=self._lane, keeps=stays)
+                BoundaryTensor(output, worker, keeps=stays)
                 if isinstance(output, Tensor) and output.device == here
                 else output
                 for output in entry.outputs

@@ -387,9 +387,7 @@ class Sources:
             # User code keeps it, too: it need not leave before somebody else asks for it.
             maker = self._user.worker_of(source)
             made = None if maker is worker or maker is None else self._turns.last_end(maker)
-            self._boundaries[source] = BoundaryTensor(
-                source, maker, pool=self._turns.pool, keeps=True, made=made
-            )
+            self._boundaries[source] = BoundaryTensor(source, maker, keeps=True, made=made)
         boundary = self._boundaries[source]
         if repeats:
             self._taken[boundary] = None
@@ -404,7 +402,7 @@ class Sources:
         keeps = self._turns.stays_here
         if for_next and maker is not None and follower is not None:
             keeps = keeps or follower.device.reaches(maker.device)
-        return BoundaryTensor(tensor, maker, pool=self._turns.pool, keeps=keeps)
+        return BoundaryTensor(tensor, maker, keeps=keeps)
 
     def send_ahead(self, boundaries: Iterable[BoundaryTensor | JoinedBoundary]) -> None:
         """End the turn: send what the next one is likely to take to its worker."""
@@ -426,8 +424,7 @@ class Sources:
         """Add a gradient of a source, which a worker has made."""
         known = self.gradients.get(source)
         whole = gradient if known is None else gradient + known.take(worker)
-        pool = self._turns.pool
-        self.gradients[source] = BoundaryTensor(whole, worker, pool=pool, keeps=pool is None)
+        self.gradients[source] = BoundaryTensor(whole, worker)
 
     def fetch_gradients(self, leaves: dict[Source, Tensor]) -> None:
         """Take the gradients of leaves and forget the leaves."""

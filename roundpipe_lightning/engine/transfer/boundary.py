@@ -32,7 +32,6 @@ from torch import Tensor
 from roundpipe_lightning.engine.device.base import Device, strides_of_copy
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedBlock, PinnedPool
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 
 
@@ -54,7 +53,6 @@ class BoundaryTensor:
     Args:
         tensor: The tensor.
         maker: The worker whose compute has made it; None if it is on the host.
-        pool: Memory on the host, of the microbatch; None where no worker needs any.
         keeps: Whether it stays where it is until somebody else asks for it.
         made: When its maker had made it; None: when all compute launched so far is done.
     """
@@ -64,17 +62,14 @@ class BoundaryTensor:
         tensor: Tensor,
         maker: TransferEndpoint | None,
         *,
-        pool: PinnedPool | None = None,
         keeps: bool = False,
         made: Event | None = None,
     ) -> None:
         self.num_bytes = tensor.nbytes
         self._maker = maker
-        self._pool = pool
         self._made = made
         self._here: Tensor | None = tensor.detach()
         self._host: Tensor | None = None
-        self._block: PinnedBlock | None = None
         self._landed: Event | None = None
         self._arriving: tuple[TransferEndpoint, Tensor, Event] | None = None
         if maker is None or maker.device.shares_host_memory:
@@ -88,31 +83,22 @@ class BoundaryTensor:
         assert tensor is not None, "it is still there"
         assert maker is not None, "a worker has made it"
         assert maker.transfers is not None, "the worker moves it"
-        assert self._pool is not None, "a worker moves something"
-        block = self._pool.allocate(tensor.nbytes)
-        host = block.tensor.view(tensor.dtype).as_strided(tensor.shape, strides_of_copy(tensor))
-        try:
-            made = self._made or maker.device.mark_event("a boundary is made")
-            landed = maker.transfers.downloads.submit(
-                Job(
-                    name="a boundary",
-                    priority=Priority.BOUNDARY,
-                    pieces=[(host, tensor)],
-                    after=[made, *block.after],
-                )
+        flat = maker.transfers.pool.take(tensor.nbytes).view(tensor.dtype)
+        host = flat.as_strided(tensor.shape, strides_of_copy(tensor))
+        made = self._made or maker.device.mark_event("a boundary is made")
+        self._landed = maker.transfers.downloads.submit(
+            Job(
+                name="a boundary",
+                priority=Priority.BOUNDARY,
+                pieces=[(host, tensor)],
+                after=[made],
             )
-        except BaseException:  # nothing was written: nobody may take what is there
-            self._pool.release(block)
-            raise
-        block.used_until(landed)
-        self._block, self._host, self._landed = block, host, landed
+        )
+        self._host = host  # now that it will be written
 
     def release(self) -> None:
         """Release the boundary's memory: nothing uses the boundary any more."""
-        block, self._block = self._block, None
         self._here = self._host = self._arriving = None
-        if block is not None and self._pool is not None:
-            self._pool.release(block)
 
     def take(self, worker: TransferEndpoint | None) -> Tensor:
         """Return the tensor on a worker for the last time; see `on`."""
@@ -147,8 +133,6 @@ class BoundaryTensor:
                 is_direct=source is self._here,
             )
         )
-        if self._block is not None:
-            self._block.used_until(arrived)
         self._arriving = (worker, there, arrived)
 
     def _is_here(self, worker: TransferEndpoint) -> bool:
@@ -187,7 +171,9 @@ class BoundaryTensor:
         if self._landed is None:
             return self._host.detach()
         self._landed.wait()
-        return self._host.clone()  # others may be given the memory it lies in
+        return (
+            self._host.clone()
+        )  # others take it from there, and a block may write into what it is given
 
 
 def send_to_host(

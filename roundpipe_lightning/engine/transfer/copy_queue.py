@@ -124,12 +124,14 @@ class _Chunk:
         entry: The job that it is part of.
         event: Its end.
         dst: Where it is to arrive.
+        src: Where it comes from: memory that nobody holds is used again.
         is_last: Whether it ends the job.
     """
 
     entry: _Entry
     event: Event
     dst: Tensor
+    src: Tensor
     is_last: bool
 
 
@@ -304,7 +306,7 @@ class TransferQueue:
             copy_on_host(staging, src)
             src = staging
         event = self._device.copy(dst, src, queue=self._queue, after=job.after)
-        self._in_flight.append(_Chunk(entry=entry, event=event, dst=dst, is_last=is_last))
+        self._in_flight.append(_Chunk(entry=entry, event=event, dst=dst, src=src, is_last=is_last))
         if is_last:
             job.event.stand_for(event)
         else:
@@ -341,7 +343,8 @@ class TransferQueue:
         self.abort()
         while self._in_flight:
             with contextlib.suppress(Exception):  # the device's further errors say no more
-                self._in_flight.popleft().event.wait()
+                self._in_flight[0].event.wait()
+            self._in_flight.popleft()
 
 
 def cut_up(dst: Tensor, src: Tensor, chunk_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:

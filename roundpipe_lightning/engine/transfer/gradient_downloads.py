@@ -5,29 +5,24 @@ Steps M9 and W6 of docs/design.md.
 ```
 compute    [ stage run ] gather           [ next stage run ] gather
 download                 [ blocks ][ outside ]
-host                     into homes, page-locked             sums, in a thread of their own
+host                     into page-locked memory             sums, in a thread of their own
 ```
 
-A *home* is page-locked memory that gradients land in and stay in: they are summed there, become
-`.grad` there, and are what the optimizer reads. When nobody has them any more, the home is used
-again. The first step makes them; a later one does, if it needs more at once.
+Gradients stay where they land (`pinned_pool.py`): they are summed there, become `.grad` there, and
+are what the optimizer reads.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import DoneEvent, Event
-from roundpipe_lightning.engine.device.host_memory import own_pages
 from roundpipe_lightning.engine.store.block_layout import (
     BlockLayout,
     Form,
@@ -38,105 +33,42 @@ from roundpipe_lightning.engine.store.block_layout import (
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, Gradients
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
-_MOST_UNUSED_STEPS = 16
 _MOST_SUM_THREADS = 4  # they use all of the memory's bandwidth; other cores are the optimizer's
 
 
-class GradientHome:
-    """Host memory for gradients, one after the other.
+class HostSums:
+    """The thread that sums what lands: the queue that has brought it goes on copying.
 
     Args:
-        num_bytes: Its length.
-
-    Attributes:
-        num_steps: Ends of steps since somebody had it.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        with torch.inference_mode(mode=False):
-            self.pages = own_pages(num_bytes)
-        self.num_steps = 0
-        self._lent: Callable[[], Any] = lambda: None
-
-    @property
-    def is_lent(self) -> bool:
-        return self._lent() is not None
-
-    def lend(self) -> Tensor:
-        """Return its bytes; it is lent as long as this tensor or a view of it lives."""
-        array = self.pages.numpy()
-        self._lent, self.num_steps = weakref.ref(array), 0
-        return torch.from_numpy(array)
-
-
-class GradientHomes:
-    """The homes of all workers, and the thread that sums what lands there.
-
-    Args:
-        device: Page-locks for all devices of its kind.
+        pool: What lands lies there.
         on_failure: Called, in that thread, with an error in a sum and what it is of.
     """
 
-    def __init__(self, device: Device, *, on_failure: Callable[[BaseException, str], None]) -> None:
-        self._device = device
+    def __init__(
+        self, pool: PinnedPool, *, on_failure: Callable[[BaseException, str], None]
+    ) -> None:
+        self.pool = pool
         self._on_failure = on_failure
-        self._sums = ThreadPoolExecutor(1, "roundpipe-sums", initializer=_use_few_threads)
-        self._homes: dict[int, list[GradientHome]] = {}  # by length
-        self._is_training = False  # since the last end of steps
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "roundpipe-sums", initializer=_use_few_threads)
 
-    def take(self, num_bytes: int) -> Tensor:
-        """Return the bytes of a home that nobody has."""
-        with self._lock:
-            self._is_training = True
-            homes = self._homes.setdefault(num_bytes, [])
-            home = next((one for one in homes if not one.is_lent), None)
-            if home is not None:
-                return home.lend()
-            homes.append(home := GradientHome(num_bytes))
-            lent = home.lend()
-        self._device.pin(home.pages)
-        return lent
-
-    def sum_later(self, add: Callable[[], None]) -> None:
-        """Let the thread sum something: the queue that has brought it goes on copying."""
-
+    def add_later(self, add: Callable[[], None]) -> None:
         def execute() -> None:
             try:
                 add()
             except BaseException as error:  # noqa: BLE001 - raised from the Trainer's thread
                 self._on_failure(error, "sums of gradients on the host")
 
-        self._sums.submit(execute)
+        self._thread.submit(execute)
 
-    @property
-    def _all(self) -> list[GradientHome]:
-        return [home for homes in self._homes.values() for home in homes]
-
-    @property
-    def num_bytes(self) -> int:
-        """Page-locked bytes."""
-        return sum(home.pages.nbytes for home in self._all)
-
-    def end_steps(self) -> None:
-        """Drop what steps have not used for long, evaluations aside. No step is in flight."""
-        # Of a step that failed gradients may have landed: the next one's update would take them.
-        self._sums.submit(lambda: None).result()
-        for home in self._all if self._is_training else ():
-            home.num_steps = 0 if home.is_lent else home.num_steps + 1
-            if home.num_steps > _MOST_UNUSED_STEPS:
-                self._homes[home.pages.nbytes].remove(home)
-                self._device.unpin(home.pages)
-        self._is_training = False
+    def drain(self) -> None:
+        """Wait for all that was given so far."""
+        self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Give the page locks back. Gradients stay where they are as long as somebody has them."""
-        self._sums.shutdown()
-        for home in self._all:
-            self._device.unpin(home.pages)
-        self._homes.clear()
+        self._thread.shutdown()
 
 
 def _use_few_threads() -> None:
@@ -153,7 +85,7 @@ class GradientDownloads:
         device: The worker's.
         layouts: Those of all blocks.
         downloads: The queue.
-        homes: Where gradients go.
+        sums: Where gradients go.
         worker: For messages.
     """
 
@@ -163,13 +95,13 @@ class GradientDownloads:
         *,
         layouts: Layouts,
         downloads: TransferQueue,
-        homes: GradientHomes,
+        sums: HostSums,
         worker: str,
     ) -> None:
         self._device = device
         self._layouts = layouts
         self._downloads = downloads
-        self._homes = homes
+        self._sums = sums
         self._memory = Memory(device, name=f"gradient staging of {worker}")
         self._views: dict[tuple[Form, ...], tuple[Tensor, ...]] = {}
         self._landed: Event = DoneEvent()
@@ -218,7 +150,7 @@ class GradientDownloads:
             )
         for leaf in leaves:
             leaf.grad = None
-        flat = self._homes.take(layout.num_bytes)
+        flat = self._sums.pool.take(layout.num_bytes)
         gradients = FlatGradients(flat, layout=layout, present=present)
         gathered = self._memory.bytes_at(0, layout.num_bytes)
         self._landed = self._submit(
@@ -245,7 +177,7 @@ class GradientDownloads:
                 on_host[parameter] = self._device.download(gradient)
                 continue
             whole = gradient if fills_its_memory(gradient) else gradient.contiguous()
-            flat = self._homes.take(whole.nbytes)
+            flat = self._sums.pool.take(whole.nbytes)
             copies.append((flat, bytes_of(whole)))
             on_host[parameter] = flat.view(whole.dtype).as_strided(whole.shape, whole.stride())
         self._outside_landed = self._submit(
@@ -261,7 +193,7 @@ class GradientDownloads:
                 priority=Priority.GRADIENTS,
                 pieces=copies,
                 after=[self._device.mark_event(made)],
-                done=lambda: self._homes.sum_later(landed),
+                done=lambda: self._sums.add_later(landed),
             )
         )
 

@@ -27,12 +27,12 @@ from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.block_layout import BlockLayout, Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
-from roundpipe_lightning.engine.transfer.gradient_downloads import GradientDownloads, GradientHomes
+from roundpipe_lightning.engine.transfer.gradient_downloads import GradientDownloads, HostSums
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     FlatGradients,
     GradientReducer,
 )
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool, PinnedPools
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
     StageRun,
@@ -108,10 +108,11 @@ class WorkerTransfers:
         layouts: Layouts,
         store: HostStore,
         uses: OutsideUses,
-        homes: GradientHomes,
+        sums: HostSums,
         names: Mapping[nn.Module, str],
         on_failure: Callable[[BaseException, str], None],
     ) -> None:
+        self.pool = sums.pool
         self._device = device
         self._layouts = layouts
         self.uploads, self.downloads = (
@@ -133,7 +134,7 @@ class WorkerTransfers:
             device,
             layouts=layouts,
             downloads=self.downloads,
-            homes=homes,
+            sums=sums,
             worker=worker,
         )
         self._prepared: tuple[WorkerRuns, int] | None = None
@@ -309,22 +310,22 @@ class Transfers:
         self._store = store
         self._layouts = Layouts(store)
         moving = [device for device in devices if not device.shares_host_memory]
-        self._pools = PinnedPools(moving[0]) if moving else None
-        self._homes = GradientHomes(moving[0], on_failure=self._failed) if moving else None
+        self._pool = PinnedPool(moving[0] if moving else devices[0])
+        self._sums = HostSums(self._pool, on_failure=self._failed)
         self._uses = OutsideUses()
         self._error: tuple[BaseException, str] | None = None
         self._versions = store.versions  # that of the last step
         self._on_failure: Callable[[], None] = _do_nothing
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
             None
-            if device.shares_host_memory or self._homes is None
+            if device.shares_host_memory
             else WorkerTransfers(
                 device,
                 worker=f"worker {index} ({device.name})",
                 layouts=self._layouts,
                 store=store,
                 uses=self._uses,
-                homes=self._homes,
+                sums=self._sums,
                 names=names,
                 on_failure=self._failed,
             )
@@ -366,17 +367,16 @@ class Transfers:
             for transfers in self._moving:
                 transfers.weights.begin_ahead()
 
-    def can_overlap(self, steps: Sequence[WorkerRuns], pools: Sequence[int]) -> bool:
+    def can_overlap(self, steps: Sequence[WorkerRuns]) -> bool:
         """Return whether a step can begin while one runs: memory and layouts stay as they are."""
         pairs, copies = zip(steps, self.transfers, strict=True), self._store.copies
         changes = self._versions is not self._store.versions
         if changes and not all(one.weights.can_change for one in self._moving):
             return False
-        return self._pools is None or (
+        return not self._moving or (
             (copies is None or copies.are_cast)
             and all(map(self._layouts.is_renewed, self._blocks))
             and all(one is None or one.can_overlap(step) for step, one in pairs)
-            and self._pools.can_overlap(pools)
         )
 
     def begin_overlapped(self, steps: Sequence[WorkerRuns]) -> None:
@@ -386,18 +386,8 @@ class Transfers:
             if transfers is not None:
                 transfers.weights.begin_overlapped(step.runs)
 
-    def pools(self, numbers: Sequence[int]) -> tuple[PinnedPool, ...] | None:
-        """Return the pools of a step that begins, by microbatch; None if no worker needs any."""
-        return None if self._pools is None else self._pools.begin_step(numbers)
-
-    def reserve_second_set(self) -> None:
-        if self._pools is not None:
-            self._pools.reserve_second_set()
-
     def end_first(self) -> None:
         """End the step that has begun first; another one goes on."""
-        if self._pools is not None:
-            self._pools.end_first()
         for transfers in self._moving:
             transfers.weights.end_first()
 
@@ -458,9 +448,10 @@ class Transfers:
                 transfers.abort()
                 transfers.drain(timeout_seconds=grace_seconds)
             transfers.end_step(failed=failed)
-        if self._pools is not None and self._homes is not None:
-            self._pools.end(failed=failed)
-            self._homes.end_steps()
+        # Of a step that failed gradients may have landed: the next one's update would take them.
+        if self._moving:
+            self._sums.drain()
+            self._pool.end_step()
 
     def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
         """Return each worker's traffic of a step, once the step is over on the devices."""
@@ -471,15 +462,13 @@ class Transfers:
     @property
     def host_bytes(self) -> int:
         """Page-locked bytes beside those of the parameters."""
-        beside = sum(one.num_bytes for one in (self._pools, self._homes) if one is not None)
-        return beside + sum(transfers.host_bytes for transfers in self._moving)
+        return self._pool.num_bytes + sum(transfers.host_bytes for transfers in self._moving)
 
     def close(self) -> None:
         for transfers in self._moving:
             transfers.close()
-        if self._pools is not None and self._homes is not None:
-            self._pools.close()
-            self._homes.close()
+        self._sums.close()
+        self._pool.close()
 
 
 def _do_nothing() -> None:

@@ -20,7 +20,6 @@ from torch import nn
 from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.device.events import Event, StepAborted
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import ConfigurationError
@@ -35,7 +34,6 @@ class MicrobatchTurns:
         turns: The gates of the step.
         workers: All workers.
         reducer: Where gradients are summed.
-        pool: Host memory for what goes from turn to turn; None where no worker needs any.
         used_outside: Returns the parameters that are used outside the stages.
         classes: The classes of views; a thread that waits for its turn holds none of their locks.
 
@@ -54,13 +52,11 @@ class MicrobatchTurns:
         turns: Turns,
         workers: Sequence[Worker],
         reducer: GradientReducer,
-        pool: PinnedPool | None,
         used_outside: Callable[[], Set[nn.Parameter]],
         classes: ViewClasses,
     ) -> None:
         self.index = index
         self.plan = turns.graph.plan
-        self.pool = pool
         self._turns = turns
         self._workers = workers
         self._reducer = reducer
@@ -186,8 +182,6 @@ class MicrobatchTurns:
         """Pass the turns that are left, in which nothing is computed."""
         if not self.is_over:
             self.go_to_last()
-        if self.pool is not None:  # another microbatch may have it when this turn has ended
-            self.pool.reset()
         if not self.is_over:
             self.end()  # brings the last stage's gradients of shared parameters
         self.deactivate()

@@ -20,10 +20,9 @@ end of its last action there, too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from graphlib import TopologicalSorter
 from time import monotonic
 from typing import Any
 
@@ -46,7 +45,6 @@ class TurnGraph:
         ends_run: Actions after which the worker goes on with another stage, or is done.
         first: Every worker's first action, by its number.
         last: Every worker's last action.
-        pools: A number per microbatch: those of the same number are never in flight together.
     """
 
     plan: Plan
@@ -57,7 +55,6 @@ class TurnGraph:
     ends_run: frozenset[ActionKey]
     first: dict[int, ActionKey]
     last: dict[int, ActionKey]
-    pools: tuple[int, ...]
 
     @classmethod
     def from_plan(cls, plan: Plan) -> TurnGraph:
@@ -92,36 +89,7 @@ class TurnGraph:
             ends_run=frozenset(ends_run),
             first={actions[0].worker: actions[0].key for actions in busy},
             last={actions[0].worker: actions[-1].key for actions in busy},
-            pools=pool_numbers(paths, waits),
         )
-
-
-def pool_numbers(
-    paths: Sequence[Sequence[Action]], waits: Mapping[ActionKey, Collection[ActionKey]]
-) -> tuple[int, ...]:
-    """Number microbatches, from 0 on, so that those of one number are never in flight together.
-
-    Of two with the same number the first action of one comes after the last action of the other,
-    whoever is faster: in two rounds of two microbatches, where the second round begins on a worker
-    that has ended the first one, say.
-    """
-    lasts = {path[-1].key: 1 << microbatch for microbatch, path in enumerate(paths)}
-    over: dict[ActionKey, int] = {}  # microbatches that have ended when an action begins, as bits
-    numbers = [0] * len(paths)
-    occupants: list[int] = []  # the last microbatch of each number
-    firsts = {path[0].key: microbatch for microbatch, path in enumerate(paths)}
-    order = {key: index for index, key in enumerate(waits)}  # a set has none
-    graph = {key: sorted(needed, key=order.__getitem__) for key, needed in waits.items()}
-    for key in TopologicalSorter(graph).static_order():
-        over[key] = 0
-        for before in waits[key]:
-            over[key] |= over[before] | lasts.get(before, 0)
-        if key in firsts:
-            free = (n for n, other in enumerate(occupants) if over[key] >> other & 1)
-            number = next(free, len(occupants))
-            occupants[number : number + 1] = [firsts[key]]
-            numbers[firsts[key]] = number
-    return tuple(numbers)
 
 
 class Turns:
