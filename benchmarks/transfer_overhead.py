@@ -55,7 +55,7 @@ class MemoryDevice(CpuDevice):
 
     shares_host_memory = False
 
-    def upload(self, tensor: Tensor, wait: object = None) -> Tensor:
+    def upload(self, tensor: Tensor, wait: object = None) -> Tensor:  # noqa: ARG002 - as the face
         """Copy."""
         return tensor.detach().clone()
 
