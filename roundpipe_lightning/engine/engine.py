@@ -362,7 +362,7 @@ class Engine:
                 take=opened.store.take_gradients,
                 shared=(*opened.store.shared, *repeated),
             ),
-            draws=StepDraws(self._random_lock, is_watched=not joined),
+            draws=StepDraws(self._random_lock),
             compiler=self._compiler,
             returned=Countdown(1 if joined else plan.num_microbatches),
             forms=self.forms if joined else None,

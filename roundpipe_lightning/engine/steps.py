@@ -18,8 +18,7 @@ see a difference, a step is waited for to its end, as if it were alone, when
 - it has called blocks that it had no plan for, whose weights are not uploaded ahead;
 - it has written attributes or buffers of modules: its recompute must see what was there before the
   user's code wrote, and what its own blocks wrote last;
-- no step of this engine has ended yet: draws that the engine cannot repeat are found in a step that
-  is watched to its end.
+- no step of this engine has ended yet: its recomputes are compared, which devices wait for.
 """
 
 from __future__ import annotations
@@ -135,9 +134,6 @@ class Step:
         self._overlaps = not steps.is_empty
         self._tasks: TeamTasks | None = None
         self._result: StepResult | None = None
-        devices = [worker.device for worker in context.workers if context.forms is None]
-        generators = {g for device in devices for g in device.generators()}
-        self._generator_states = [(generator, generator.get_state()) for generator in generators]
 
     def outputs(self) -> StepOutputs:
         """Wait until the user's step has returned for all microbatches, and earlier steps ended.
@@ -149,15 +145,11 @@ class Step:
             WatchdogError: If it makes no progress.
             Exception: What the user's code or a copy has raised, with a note that says where.
         """
-        if self._waits_for_end:
-            self._steps.finish(self)
-        else:
+        if not self._waits_for_end:
             self._steps.await_outputs(self)
-            draws = self.context.draws
-            if draws.num_draws or any(one.must_be_waited_for for one in self.microbatches):
-                self._steps.finish(self)
-            draws.stop_watching()
-            self._restore_generators()
+        must_wait = any(one.must_be_waited_for for one in self.microbatches)
+        if self._waits_for_end or must_wait or self.context.draws.num_draws:
+            self._steps.finish(self)
         return StepOutputs(outputs=self._outputs, losses=self._losses)
 
     @property
@@ -245,12 +237,6 @@ class Step:
         plan = self.context.turns.graph.plan
         return Shortage(worker, workers=workers, place=place, plan=plan)
 
-    def _restore_generators(self) -> None:
-        """Put the devices' generators back, as if the step had not drawn."""
-        for generator, state in self._generator_states:
-            generator.set_state(state)
-        self._generator_states.clear()
-
     def forget_tasks(self) -> None:
         """Break the circle of references, so that memory is free at once."""
         self._tasks = None
@@ -263,7 +249,6 @@ class Step:
         """
         for one in self.microbatches:
             one.write_attributes()
-        self._restore_generators()
         self.was_given_up = traffic is None
         if traffic is None:
             return

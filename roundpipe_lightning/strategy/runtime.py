@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
+from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
@@ -51,7 +52,6 @@ from roundpipe_lightning.strategy.step import (
     InFlightBatch,
     check_output,
     device_generators_seeded,
-    host_generator_seeded,
     loss_of_batch,
 )
 from roundpipe_lightning.strategy.updates import sync_hooks
@@ -355,11 +355,8 @@ class PipelineRuntime:
             cut.check(index, output)
             return output if is_one else {"loss": loss_of(output), "logged": calls[index]}
 
-        with host_generator_seeded(self._batch_number):
-            seed = int(torch.randint(0, 2**62, (), device="cpu"))
         with (
             self._metrics.lent() if is_one else nullcontext(self._metrics.refused()) as stand_ins,
-            nullcontext() if cut.joined else host_generator_seeded(self._batch_number),
             nullcontext() if is_one else own_log_refused(self._module),
         ):
             logs = [host_log(self._module)] if is_one else list(map(log_into, calls))
@@ -370,7 +367,7 @@ class PipelineRuntime:
                 loss_scales=[share * scale for share in cut.shares],
                 backward=trains,
                 joined=cut.joined,
-                step_seed=seed,
+                step_seed=mix(torch.initial_seed(), self._batch_number),
                 thread_context=self._precision.thread_context,
                 overrides=lambda index: {"log": logs[index]},
                 stand_ins=stand_ins,

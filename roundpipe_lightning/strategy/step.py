@@ -279,23 +279,6 @@ class _PrecomputedGradients(torch.autograd.Function):
 
 
 @contextmanager
-def host_generator_seeded(batch_number: int) -> Iterator[None]:
-    """Seed torch's host generator for one step, and put it back as it was.
-
-    The step draws its seed from that generator. Seeded by the run's seed and the number of the
-    batch, the draw is the same after a resume; put back, the generator shuffles the data as on one
-    device.
-    """
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(mix(generator.initial_seed(), batch_number))
-    try:
-        yield
-    finally:
-        generator.set_state(before)
-
-
-@contextmanager
 def device_generators_seeded(device: Device, batch_number: int) -> Iterator[None]:
     """Seed a device's own generators for one step: from the run's seed and the batch's number.
 

@@ -180,24 +180,14 @@ class StepDraws:
     Args:
         lock: Guards the generators: one draw at a time, their states put back after it. Shared by
             all steps of an engine.
-        is_watched: Whether nobody else draws from the generators meanwhile.
 
     Attributes:
         num_draws: How often the step has drawn from generators that others may draw from.
     """
 
-    def __init__(self, lock: threading.Lock, *, is_watched: bool = True) -> None:
+    def __init__(self, lock: threading.Lock) -> None:
         self.num_draws = 0
         self._lock = lock
-        self._is_watched = is_watched
-
-    def stop_watching(self) -> None:
-        """Look at the generators no more: when this returns, other code than the step's may draw.
-
-        A thread that is looking is waited for.
-        """
-        with self._lock:
-            self._is_watched = False
 
     def undisturbed(self, call: Callable[[], Any]) -> Any:
         """Run `call`, which draws from the default generators as they are."""
@@ -218,11 +208,6 @@ class StepDraws:
             finally:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
-
-    def states(self, generators: Sequence[torch.Generator]) -> list[Tensor]:
-        """Return the generators' states between draws; nothing if they are not looked at."""
-        with self._lock:
-            return [generator.get_state() for generator in generators] if self._is_watched else []
 
 
 class RandomStream:
@@ -312,43 +297,11 @@ class RandomStream:
             )
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Refuse draws until the end of the context.
-
-        Raises:
-            RandomnessError: If the backward pass drew from a default generator.
-        """
-        with self._no_draws(
-            "A backward pass drew random numbers (a custom autograd.Function, probably), which "
-            "would depend on the number of workers. Draw in the forward pass and save the numbers."
-        ):
-            yield
-
-    @contextmanager
     def block(self, index: int) -> Iterator[None]:
-        """Draw as block `index` until the end of the context, always the same numbers.
-
-        Raises:
-            RandomnessError: If the block drew from a default generator behind this mode's back.
-        """
+        """Draw as block `index` until the end of the context, always the same numbers."""
         outer = self._place, self._draws, self._block
         self._place, self._draws, self._block = mix(self._seed, 1, index), 0, index
         try:
-            with self._no_draws(
-                "An operation drew random numbers from torch's default generator where they "
-                "cannot be repeated by the recompute. Call torch's own random functions from "
-                "Python, not from a scripted function or an extension."
-            ):
-                yield
+            yield
         finally:
             self._place, self._draws, self._block = outer
-
-    @contextmanager
-    def _no_draws(self, message: str) -> Iterator[None]:
-        """Raise with this text if something but `call` moves a default generator on."""
-        generators = self._generators()
-        before = self._step_draws.states(generators)
-        yield
-        after = self._step_draws.states(generators)
-        if after and not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
-            raise RandomnessError(message)

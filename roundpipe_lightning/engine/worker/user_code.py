@@ -337,12 +337,8 @@ class UserCode(TorchFunctionMode):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Run a backward pass until the end of the context, without autocast.
-
-        Nothing may draw random numbers.
-        """
-        refused = nullcontext() if self.stream is None else self.stream.backward()
-        with refused, self.resumed(), without_autocast():
+        """Run a backward pass until the end of the context, without autocast."""
+        with self.resumed(), without_autocast():
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
