@@ -301,12 +301,10 @@ def train_with_lightning(module: LanguageModel, strategy: RoundPipeStrategy | No
 
 
 def _plan(module: nn.Module, chain: Chain) -> Plan:
-    keeps_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())  # noqa: SLF001
     return default_plan(
         profile_module(module, chain),
         num_workers=NUM_WORKERS,
         num_microbatches=NUM_MICROBATCHES,
-        round_sizes=[NUM_MICROBATCHES] if keeps_statistics else (),
     )
 
 

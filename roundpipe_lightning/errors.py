@@ -15,6 +15,21 @@ class ConfigurationError(RoundPipeError, ValueError):
     """A setting or a combination of settings cannot work. The message names it and the way out."""
 
 
+class StepModeError(ConfigurationError):
+    """A step does what cannot be done once per microbatch, in the mode that does so.
+
+    Args:
+        reason: What it does.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}, but microbatching='step' runs training_step once per microbatch. Set "
+            "microbatching='blocks', or leave it out."
+        )
+        self.reason = reason
+
+
 class PlanError(ConfigurationError):
     """A plan, schedule or partition is malformed, would deadlock, or belongs to another model."""
 

@@ -370,12 +370,7 @@ class Job:
             num_microbatches: Parts of a batch.
             seq_len: Tokens of a sequence; None: as configured.
         """
-        step = StepWork(
-            work=self.model.work,
-            knows_activations=True,
-            writes_buffers=False,
-            may_write_buffers=False,
-        )
+        step = StepWork(work=self.model.work, knows_activations=True)
         sequences = -(-self.batch_size // num_microbatches)
         if self.options.microbatching == "blocks":
             step, sequences = step.pieces(num_microbatches), self.batch_size

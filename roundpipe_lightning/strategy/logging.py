@@ -19,8 +19,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from roundpipe_lightning.errors import StepModeError
 from roundpipe_lightning.strategy import compat
-from roundpipe_lightning.strategy.microbatching import StepModeError
 
 _MEANS = (torch.mean, "mean", "avg")
 _POSITIONAL = (

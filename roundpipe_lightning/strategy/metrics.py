@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy.microbatching import StepModeError
+from roundpipe_lightning.errors import ConfigurationError, StepModeError
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 

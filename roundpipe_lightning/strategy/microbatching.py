@@ -33,7 +33,7 @@ from torch.nn import functional
 from roundpipe_lightning.engine.capture.trees import children_of
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
-from roundpipe_lightning.errors import BatchError, ConfigurationError
+from roundpipe_lightning.errors import BatchError, StepModeError
 from roundpipe_lightning.models.batch_sizes import targets_of_rows
 from roundpipe_lightning.models.batches import batch_size_of, split_batch
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
@@ -55,21 +55,6 @@ def form_of(batch: Any) -> BatchForm:
         return (str(batch.dtype), batch.dim())
     children = tuple((str(key), form_of(child)) for key, child in children_of(batch))
     return (type(batch).__name__, *children)
-
-
-class StepModeError(ConfigurationError):
-    """A step does what cannot be done once per microbatch, in the mode that does so.
-
-    Args:
-        reason: What it does.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"{reason}, but microbatching='step' runs training_step once per microbatch. Set "
-            "microbatching='blocks', or leave it out."
-        )
-        self.reason = reason
 
 
 def _num_targets(

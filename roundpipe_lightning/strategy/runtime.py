@@ -24,6 +24,7 @@ from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.steps import StepOutputs, StepResult
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.engine.update.updater import Updater, update_units
+from roundpipe_lightning.errors import StepModeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -42,7 +43,6 @@ from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import (
     MicrobatchedBatch,
     ModeChoice,
-    StepModeError,
 )
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.inputs import num_values

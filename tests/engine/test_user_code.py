@@ -127,18 +127,13 @@ def test_a_parameter_of_somebody_else_is_refused_by_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
-@pytest.mark.parametrize(("round_size", "team_size"), [(2, 1), (4, 2)])
-def test_statistics_need_one_round_without_teams(
-    kind: str, round_size: int, team_size: int
-) -> None:
+def test_microbatches_that_write_into_buffers_are_refused(kind: str) -> None:
     module = Regressor(make_block=NormedBlock)
     stack = layers_of(module)
-    plan = plan_of(stack, num_microbatches=4, round_size=round_size, team_size=team_size)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"would write in no order.*hints=PartitionHints\(team_size=1, round_size=\d",
-    ):
-        engine_step(module, stack, plan, regression_batches(4), devices=devices_of(kind, 2))
+    with pytest.raises(ConfigurationError, match=r"into buffers.*Set microbatching='blocks'"):
+        engine_step(
+            module, stack, plan_of(stack), regression_batches(3), devices=devices_of(kind, 2)
+        )
 
 
 def test_a_stack_that_is_not_run_is_mentioned_once() -> None:

@@ -206,20 +206,6 @@ def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging(
         assert torch.equal(buffer, expected), name
 
 
-def test_running_statistics_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
-    modules = []
-    for devices in (1, 3):
-        torch.manual_seed(3)
-        module = _Normalised()
-        strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step")
-        fit(tmp_path, strategy, module, regression_data(), devices=devices)
-        modules.append(module)
-    for (name, buffer), (_, expected) in zip(
-        modules[1].named_buffers(), modules[0].named_buffers(), strict=True
-    ):
-        assert torch.equal(buffer, expected), name
-
-
 class _Unfreeze(BaseFinetuning):
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.layers)

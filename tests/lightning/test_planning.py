@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torchmetrics.aggregation import MeanMetric
 
@@ -31,7 +31,6 @@ from roundpipe_lightning.strategy.resume.randomness import random_state
 from tests.kit.training import (
     QUIET,
     WIDTH,
-    Block,
     LanguageModel,
     PaddedSequences,
     Regressor,
@@ -195,41 +194,6 @@ def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not() -> None:
     loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     fit(Path(), module, loader, steps=5, callbacks=[Watch()])
     assert planned == [1, 1, 2, 2, 3]
-
-
-class _Statistics(Regressor):
-    """A block that counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        class Counter(Block):
-            calls: Tensor
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("calls", torch.zeros(()))
-
-            def forward(self, x: Tensor) -> Tensor:
-                self.calls += 1
-                return super().forward(x)
-
-        self.layers = nn.ModuleList(Counter() for _ in range(4))
-
-
-@pytest.mark.usefixtures("steps_of_microbatches")
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_buffers_that_are_written_need_one_round(tmp_path: Path, dry_run: bool) -> None:
-    module = _Statistics()
-    plan = fit(tmp_path, module, num_microbatches=4, dry_run=dry_run).plan
-    assert plan is not None
-    assert (plan.team_size, plan.round_size) == (1, 4)
-
-
-@pytest.mark.usefixtures("steps_of_microbatches")
-def test_hints_against_buffers_that_are_written_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="writes into buffers"):
-        fit(tmp_path, _Statistics(), hints=PartitionHints(round_size=2))
 
 
 def test_hints_are_kept_where_buffers_are_only_read(tmp_path: Path) -> None:

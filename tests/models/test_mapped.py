@@ -157,7 +157,7 @@ def test_a_step_is_planned_by_running_it_without_values(tmp_path: Path) -> None:
             stack_of(module.blocks),
             microbatch=token_batches(1)[0],
             call=lambda copied, batch: copied.training_step(batch, 0),
-        ).work
+        )
         for place in ("mmap", "memory")
     ]
     assert works[0] == works[1]

@@ -15,7 +15,8 @@ from torch.nn import functional
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
-from roundpipe_lightning.models.work.work_profile import StepProfile, step_profile
+from roundpipe_lightning.models.work.work_profile import step_profile
+from roundpipe_lightning.planning.model.work import WorkProfile
 
 WIDTH = 8
 SAMPLES = 5
@@ -76,7 +77,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.ones(SAMPLES, 4), "y": torch.ones(SAMPLES, 1)}
 
 
-def measure(module: nn.Module, **settings: Any) -> StepProfile:
+def measure(module: nn.Module, **settings: Any) -> WorkProfile:
     return step_profile(
         module,
         find_stacks(module, None)[0],
@@ -88,7 +89,7 @@ def measure(module: nn.Module, **settings: Any) -> StepProfile:
 
 
 def test_work_is_that_of_the_microbatch() -> None:
-    work = measure(Counting()).work
+    work = measure(Counting())
     assert work.head.forward.matrix_operations.fixed == 2 * SAMPLES * 4 * WIDTH
     assert [block.forward.matrix_operations.fixed for block in work.blocks] == [
         2 * SAMPLES * WIDTH * WIDTH
@@ -133,7 +134,7 @@ class Twice(Counting):
 def test_a_loss_of_side_outputs_and_calls_of_other_lengths(
     kind: type[Counting], rows: int, tail_rows: int
 ) -> None:
-    work = measure(kind()).work
+    work = measure(kind())
     operations = 2 * rows * WIDTH * WIDTH
     assert [block.forward.matrix_operations.fixed for block in work.blocks] == [operations] * 3
     assert work.blocks[0].backward.matrix_operations.fixed == 2 * operations
@@ -160,8 +161,8 @@ def test_nothing_is_changed() -> None:
 
 
 def test_mixed_precision_is_measured_in_its_dtype() -> None:
-    full = measure(Counting()).work.blocks[0]
-    mixed = measure(Counting(), compute_dtype=torch.bfloat16).work.blocks[0]
+    full = measure(Counting()).blocks[0]
+    mixed = measure(Counting(), compute_dtype=torch.bfloat16).blocks[0]
     assert mixed.kept_bytes.fixed == full.kept_bytes.fixed / 2
     assert mixed.boundary_bytes == full.boundary_bytes  # autocast leaves the sum wide
     assert mixed.parameter_bytes == full.parameter_bytes
@@ -226,7 +227,7 @@ def test_what_cannot_be_copied_is_refused_only_if_it_is_used(value: Any) -> None
 
     other = Unused()
     other.tracker = value
-    assert measure(other).work.blocks
+    assert measure(other).blocks
     assert seen == []
 
 
@@ -243,24 +244,6 @@ def test_refusals_that_user_code_swallows_still_count() -> None:
         measure(module)
 
 
-def test_writes_into_buffers_are_seen() -> None:
-    class Buffered(Counting):
-        count: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-
-        def training_step(self, batch: Any) -> Tensor:
-            self.count += 1
-            return super().training_step(batch)
-
-    module = Buffered()
-    assert measure(module).writes_buffers
-    assert float(module.count) == 0
-    assert not measure(Counting()).writes_buffers
-
-
 def test_methods_that_were_put_on_an_object_run_on_the_copy() -> None:
     module = Counting()
     original = type(module.layers[0]).forward
@@ -270,8 +253,8 @@ def test_methods_that_were_put_on_an_object_run_on_the_copy() -> None:
 
     for layer in module.layers:
         layer.forward = doubled.__get__(layer)
-    plain = measure(Counting()).work.blocks[0].forward.memory_bytes.fixed
-    assert measure(module).work.blocks[0].forward.memory_bytes.fixed > plain
+    plain = measure(Counting()).blocks[0].forward.memory_bytes.fixed
+    assert measure(module).blocks[0].forward.memory_bytes.fixed > plain
     assert type(module.layers[0]).forward is original
 
 
@@ -286,7 +269,7 @@ def test_shared_parameters_stay_shared() -> None:
         def training_step(self, batch: Any) -> Tensor:
             return self(batch["x"].repeat(1, 2)).square().mean()  # type: ignore[no-any-return]
 
-    assert measure(Tied()).work.tied_parameters == WIDTH * WIDTH
+    assert measure(Tied()).tied_parameters == WIDTH * WIDTH
 
 
 class Speaking(nn.Module):
@@ -316,7 +299,7 @@ def test_losses_without_logits_need_no_memory_for_them() -> None:
             microbatch={"tokens": tokens},
             call=lambda root, microbatch: root.training_step(microbatch),
             fusion=fusion,
-        ).work.tail
+        ).tail
         for fusion in (None, LossFusion("auto"))
     ]
     logits = num_tokens * 4000 * 4

@@ -36,7 +36,7 @@ from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, 
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
-from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.errors import CaptureError, StepModeError
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind, operations_kept
 
 
@@ -57,10 +57,7 @@ class ForwardPass:
         calls: The calls so far.
         segments: The user's code between them.
         sources: Tensors on their way.
-        writes_in_order: Whether one microbatch alone writes into buffers.
     """
-
-    writes_in_order = False
 
     def __init__(
         self,
@@ -96,8 +93,6 @@ class ForwardPass:
         self._blocks: tuple[nn.Module, ...] = ()
         self._here: dict[Source, Tensor] = {}  # what the present FORWARD turn has taken
         self._live: list[Value] = []  # values that may be on the present worker
-        self._ran: set[nn.Module] = set()  # blocks, in turns that have ended
-        self._running: list[nn.Module] = []  # and in the present one
 
     # ----------------------------------------------------------------------------------- calls
 
@@ -115,7 +110,6 @@ class ForwardPass:
         position = self._prepare(block, given, self._go_to(block))
         call = self._new_call(block, given, position)
         self.calls.append(call)
-        self._running.append(block)
         self.segments.last.is_closed |= call.is_recomputed
         with torch.set_grad_enabled(call.segment is not None):
             outcome = self._run_forward(call, given)
@@ -258,33 +252,26 @@ class ForwardPass:
             value.here = None
         self._live.clear()
         self._here.clear()
-        self._ran.update(self._running)
-        self._running.clear()
         self.write_buffers_back()
         last = self.calls[-1].values if self.calls else ()
         self.sources.send_ahead([value.host for value in last if value.host is not None])
         self.turns.leave()
 
     def write_buffers_back(self) -> None:
-        if self.user.write_buffers_back():
-            self._refuse_unordered_writes()
+        self._note_buffers(wrote=self.user.write_buffers_back())
 
     def _end_forward(self) -> None:
         if not self.turns.is_active:  # another microbatch has the worker: it may run blocks there
             return
         worker = self.turns.worker
         worker.count_bytes(self.boundary_bytes())
-        if worker.end_forward(self.turns.stage):
-            self._blocks_wrote_buffers()
+        self._note_buffers(wrote=worker.end_forward(self.turns.stage))
 
-    def _blocks_wrote_buffers(self) -> None:
-        again = next((b for b in self._running if b in self._ran), None)
-        self._refuse_unordered_writes(repeated=None if again is None else self._names[again])
-
-    def _refuse_unordered_writes(self, *, repeated: str | None = None) -> None:
-        self.user.writes.were_any = True
-        if not self.writes_in_order:
-            self.turns.refuse_unordered_writes(repeated=repeated)
+    def _note_buffers(self, *, wrote: bool) -> None:
+        """Refuse writes into buffers where several microbatches would make them, in any order."""
+        self.user.writes.were_any |= wrote
+        if wrote and self.user.may_write is False:
+            raise StepModeError("the step writes into buffers (running statistics, for example)")
 
     def end_user_code(self) -> None:
         with self.user.suspended():
@@ -364,8 +351,7 @@ class ForwardPass:
         with self._resident(call.block, call.position) as resident:
             outcome = self.run_block(call, resident, take=take, given=given)
             if call.position is None:
-                if resident.end_forward():
-                    self._blocks_wrote_buffers()
+                self._note_buffers(wrote=resident.end_forward())
                 if call.wanted:
                     self.user.note_streamed(call.block)
         return outcome

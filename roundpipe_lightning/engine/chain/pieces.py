@@ -98,8 +98,6 @@ class PieceForward(ForwardPass):
         piece: Its number.
     """
 
-    writes_in_order = True
-
     def __init__(self, *args: Any, piece: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._piece = piece
@@ -163,8 +161,6 @@ class DriverForward(ForwardPass):
         board: Where to.
         forms: What is known of calls.
     """
-
-    writes_in_order = True
 
     def __init__(self, *args: Any, board: PieceBoard, forms: CallForms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

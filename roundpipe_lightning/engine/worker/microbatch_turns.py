@@ -22,7 +22,6 @@ from roundpipe_lightning.engine.device.events import Event, StepAborted
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.worker import Worker
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
@@ -230,30 +229,3 @@ class MicrobatchTurns:
         """
         if self._turns.is_aborted:
             raise StepAborted
-
-    def refuse_unordered_writes(self, *, repeated: str | None = None) -> None:
-        """Refuse writes into buffers where microbatches do not come one after the other.
-
-        Args:
-            repeated: A block that has written and has run in an earlier turn, too.
-
-        Raises:
-            ConfigurationError: If the plan has several rounds or teams, or for such a block.
-        """
-        plan = self.plan
-        if plan.team_size > 1 or plan.round_size < plan.num_microbatches:
-            raise ConfigurationError(
-                "The forward pass writes into buffers of the module (running statistics, for "
-                f"example), but the plan has rounds of {plan.round_size} of "
-                f"{plan.num_microbatches} microbatches and teams of {plan.team_size}: the "
-                "microbatches would write in no order. Use a plan of one round without teams: "
-                f"hints=PartitionHints(team_size=1, round_size={plan.num_microbatches}), or "
-                "plan='auto'."
-            )
-        if repeated is not None and plan.num_microbatches > 1:
-            raise ConfigurationError(
-                f"The forward pass writes into buffers of block {repeated!r} (running statistics, "
-                "for example), which a step calls more than once: the microbatches would write in "
-                "another order than one after the other. Set num_microbatches=1, or put the "
-                "module that writes into evaluation mode."
-            )

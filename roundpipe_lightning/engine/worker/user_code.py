@@ -116,7 +116,7 @@ class UserCode(TorchFunctionMode):
         self._devices = tuple(w.device for w in workers)
         self._host = CpuDevice()
         self._crosses = not all(device.shares_host_memory for device in self._devices)
-        self._may_write = may_write
+        self.may_write = may_write
         #: Called before the code writes into a parameter, or could: others may be reading it.
         self.before_write: Callable[[], None] = lambda: None
         self._parameter_writes = ParameterWrites(
@@ -220,14 +220,14 @@ class UserCode(TorchFunctionMode):
             ConfigurationError: If it may not, or the optimizer's step is still being made.
         """
         with self.suspended(), torch.no_grad():
-            written = self._parameter_writes.take_written(keeps=bool(self._may_write))
+            written = self._parameter_writes.take_written(keeps=bool(self.may_write))
             if written:
                 self.before_write()
             for leaf in written:
                 known = (key for key, value in self._leaves.items() if value is leaf)
                 index, parameter = next(known, (0, leaf))
                 worker = self._workers[index]
-                if not self._may_write or (
+                if not self.may_write or (
                     id(parameter) in self._masters and not worker.rewrite(parameter, leaf)
                 ):
                     self._refuse_write(leaf)

@@ -51,7 +51,7 @@ from roundpipe_lightning.models.work.parameters import (
 )
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
-__all__ = ["Call", "StepProfile", "causal_lm_call", "step_profile", "work_profile"]
+__all__ = ["Call", "causal_lm_call", "step_profile", "work_profile"]
 
 _ATTENTION = "roundpipe_counted"
 _LONG = 16
@@ -137,19 +137,6 @@ def work_profile(
     return work if compute_dtype is None else _with_boundaries_of(work, module, compute_dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepProfile:
-    """Profile of a training step.
-
-    Attributes:
-        work: Its work; all amounts are fixed, those of one microbatch.
-        writes_buffers: Whether the forward pass writes into buffers, such as running statistics.
-    """
-
-    work: WorkProfile
-    writes_buffers: bool
-
-
 def step_profile(
     module: nn.Module,
     stack: BlockStack | None,
@@ -160,7 +147,7 @@ def step_profile(
     fusion: LossFusion | None = None,
     settings: Mapping[str, Any] | None = None,
     replaced: Iterable[tuple[object, object]] = (),
-) -> StepProfile:
+) -> WorkProfile:
     """Measure the step of one microbatch without running it on values.
 
     Args:
@@ -207,7 +194,7 @@ def step_profile(
     work = _profile(module, stack, [_Fit(runs=[run])], head_modules=head_modules)
     if compute_dtype is not None:
         work = _with_boundaries_of(work, module, compute_dtype)
-    return StepProfile(work=work, writes_buffers=copy.wrote_buffers)
+    return work
 
 
 # --- from runs to a profile -----------------------------------------------------------------------

@@ -26,7 +26,8 @@ from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
 from roundpipe_lightning.models.work.meta_copy import MetaCopy
 from roundpipe_lightning.models.work.meta_run import kinds_of
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven, prove_step
-from roundpipe_lightning.models.work.work_profile import StepProfile, alone, step_profile
+from roundpipe_lightning.models.work.work_profile import alone, step_profile
+from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -44,7 +45,7 @@ def dry_run(
     arguments: Sequence[Any],
     compute_dtype: torch.dtype | None,
     loss: LossMode,
-) -> StepProfile:
+) -> WorkProfile:
     """Run `training_step` once without values and return what it does.
 
     Args:
@@ -59,7 +60,7 @@ def dry_run(
         DryRunError: It cannot be run so.
     """
 
-    def run(dtype: torch.dtype | None) -> StepProfile:
+    def run(dtype: torch.dtype | None) -> WorkProfile:
         return step_profile(
             module,
             stack,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.measured import MeasuredProfile
 from roundpipe_lightning.planning.model.work import (
@@ -94,15 +93,11 @@ class StepWork:
     Attributes:
         work: What a microbatch costs.
         knows_activations: Whether its bytes are among that.
-        writes_buffers: Whether the forward pass writes into buffers.
-        may_write_buffers: Whether it does, or is not known not to.
         is_joined: Whether it is that of a piece: all go forward before the loss is computed.
     """
 
     work: WorkProfile
     knows_activations: bool
-    writes_buffers: bool
-    may_write_buffers: bool
     is_joined: bool = False
 
     def pieces(self, count: int) -> StepWork:
@@ -145,8 +140,7 @@ class PlanConstraints:
     ) -> PartitionHints:
         """Return hints with what else has to be kept.
 
-        Running statistics are written in the order of the microbatches, so in one round without
-        teams. Accelerators sum gradients up per round and team: those stay as they are, so that
+        Accelerators sum gradients up per round and team: those stay as they are, so that
         results do not depend on which shapes came first. A stage has no more than a part of the
         blocks on CPU workers, unless one runs one microbatch whose activations are smaller than
         the weights, and wherever nothing is known about activations; no block stays there,
@@ -164,20 +158,7 @@ class PlanConstraints:
             hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
         if hints.resident is None and not step.knows_activations:
             hints = replace(hints, resident=0)
-        if step.writes_buffers and (
-            hints.team_size not in (None, 1) or hints.round_size not in (None, count)
-        ):
-            raise PlanError(
-                f"partition.team_size={hints.team_size} and "
-                f"partition.round_size={hints.round_size} cannot be kept: the forward pass writes "
-                "into buffers (running statistics, for example), which needs one round of all "
-                f"{count} microbatches and no teams. Drop these hints."
-            )
-        if step.may_write_buffers:
-            hints = replace(
-                hints, team_size=hints.team_size or 1, round_size=hints.round_size or count
-            )
-        elif count in self.rounds and not shares_memory:
+        if count in self.rounds and not shares_memory:
             team_size, round_size = self.rounds[count]
             hints = replace(hints, team_size=team_size, round_size=round_size)
         blocks = step.work.blocks

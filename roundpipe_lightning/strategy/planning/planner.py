@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
@@ -123,7 +122,6 @@ class StepPlanner:
         self._given_plan = given_plan = options.given_plan  # never changed
         self._autocast_dtype = precision.autocast_dtype
         self._precision = str(precision.precision)
-        self._keeps_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
         self.machine = find_machine(
             options.hardware,
             num_workers=len(devices),
@@ -290,7 +288,7 @@ class StepPlanner:
         Raises:
             DryRunError: It cannot be run so.
         """
-        step = dry_run(
+        work = dry_run(
             self._module,
             self._stack,
             microbatch=microbatch,
@@ -298,21 +296,10 @@ class StepPlanner:
             compute_dtype=self._autocast_dtype,
             loss=self._options.loss,
         )
-        writes = step.writes_buffers or self._keeps_statistics
-        return StepWork(
-            work=step.work,
-            knows_activations=True,
-            writes_buffers=writes,
-            may_write_buffers=writes,
-        )
+        return StepWork(work=work, knows_activations=True)
 
     def _from_parameters(self) -> StepWork:
-        return StepWork(
-            work=self._parameter_work,
-            knows_activations=False,
-            writes_buffers=self._keeps_statistics,
-            may_write_buffers=any(True for _ in self._module.buffers()),
-        )
+        return StepWork(work=self._parameter_work, knows_activations=False)
 
     def event_of(self, planned: Planned, *, assumed_rates: bool) -> PlanEvent | None:
         """Return the listeners' event for a plan about to be run; None if they have it.
