@@ -66,6 +66,10 @@ class GradientError(RoundPipeError, RuntimeError):
     """A gradient is not finite and was looked for. The message names parameter, block and batch."""
 
 
+class HostError(RoundPipeError, RuntimeError):
+    """Another host of the training has ended, hangs, or is out of reach."""
+
+
 class ModelSourceError(RoundPipeError, OSError):
     """An architecture or its weights cannot be found or loaded."""
 

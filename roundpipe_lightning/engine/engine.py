@@ -259,6 +259,7 @@ class Engine:
         backward: bool = True,
         joined: bool = False,
         step_seed: int | None = None,
+        first_microbatch: int = 0,
         thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
         stand_ins: Mapping[nn.Module, nn.Module] | None = None,
@@ -279,6 +280,7 @@ class Engine:
             joined: Whether the user's code runs once, on the one batch that is given, and the
                 plan's microbatches are pieces of it, inside the calls of blocks.
             step_seed: The step's random number; None draws one.
+            first_microbatch: Microbatches of the whole batch that other hosts have before these.
             thread_context: Entered in every thread, for thread-local state such as autocast.
             overrides: Attributes of a microbatch's root view, by its index.
             stand_ins: Modules that are something else in every view.
@@ -313,6 +315,7 @@ class Engine:
             outside=outside,
             joined=joined,
             step_seed=step_seed,
+            first_microbatch=first_microbatch,
         )
         given = list(zip(microbatches, loss_scales, strict=True))
         if joined:

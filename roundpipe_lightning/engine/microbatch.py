@@ -72,6 +72,7 @@ class StepContext:
         turns: The gates of the plan's actions.
         reducer: Where gradients are summed.
         step_seed: The step's random number.
+        first_microbatch: Of all hosts' microbatches; random numbers follow from it.
         returned: Counts down the microbatches whose user code has not returned.
         forms: What is known of calls, where the user's code runs once on the whole batch and the
             microbatches are pieces of it; None: it runs for every microbatch.
@@ -89,6 +90,7 @@ class StepContext:
     reducer: GradientReducer
     draws: StepDraws
     step_seed: int
+    first_microbatch: int
     call: UserStep
     backward: bool
     thread_context: Callable[[], AbstractContextManager[Any]]
@@ -149,7 +151,7 @@ class Microbatch:
             stream=RandomStream(
                 context.draws,
                 step_seed=context.step_seed,
-                microbatch=index,
+                microbatch=context.first_microbatch + index,
                 generators=lambda: turns.worker.device.generators(),  # noqa: PLW0108 - it changes
                 is_free_outside=context.forms is not None,
             ),

@@ -41,28 +41,11 @@ def takes_iterator(module: LightningModule, *steps: str) -> bool:
 
 
 def check_trainer_flags(strategy: ParallelStrategy) -> None:
-    """Refuse flags of the Trainer that ask for something else than one process with N workers.
+    """Refuse flags of the Trainer that cannot work; `hosts.check_launch` looks at processes.
 
     Raises:
         ConfigurationError: A flag cannot work.
     """
-    num_nodes = getattr(strategy, "num_nodes", 1)
-    if num_nodes > 1:
-        raise ConfigurationError(
-            f"num_nodes={num_nodes}: strategy='roundpipe' runs in one process on one machine. "
-            "Set Trainer(num_nodes=1)."
-        )
-    environment = strategy.cluster_environment
-    try:
-        num_processes = 1 if environment is None else environment.world_size()
-    except KeyError:  # SLURMEnvironment() outside of a job step has launched none
-        num_processes = 1
-    if num_processes > 1:
-        raise ConfigurationError(
-            f"{num_processes} processes were launched, but strategy='roundpipe' drives "
-            "all devices from one process. Start the script once, without torchrun or with one "
-            "task per node (--ntasks-per-node=1), and set Trainer(devices=N)."
-        )
     if compat.syncs_batchnorm(strategy):
         raise ConfigurationError(
             "sync_batchnorm=True: microbatches pass through a layer one after the other, so its "

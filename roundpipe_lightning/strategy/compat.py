@@ -63,6 +63,18 @@ def parallel_devices(trainer: Trainer) -> object:
     return trainer._accelerator_connector._parallel_devices
 
 
+def divides_no_data(trainer: Trainer) -> bool:
+    """Return whether `use_distributed_sampler=False` was given; from now on it is as if it was.
+
+    Lightning's sampler would deal single samples to hosts, and repeat some.
+    """
+    connector = trainer._accelerator_connector
+    if connector.use_distributed_sampler:
+        connector.use_distributed_sampler = False
+        connector.__dict__["_roundpipe_divides"] = True
+    return "_roundpipe_divides" not in vars(connector)
+
+
 def current_hook(trainer: Trainer) -> str | None:
     """Return the name of the hook that runs."""
     return trainer.lightning_module._current_fx_name

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from roundpipe_lightning.errors import StepModeError
+from roundpipe_lightning.errors import ConfigurationError, StepModeError
 from roundpipe_lightning.strategy import compat
 
 _MEANS = (torch.mean, "mean", "avg")
@@ -60,10 +60,30 @@ def logged_from(module: LightningModule, used: Any) -> Iterator[None]:
         results.batch = before
 
 
-def host_log(module: LightningModule) -> Callable[..., None]:
-    """Return what stands in for `self.log` in a step on the whole batch."""
+def host_log(
+    module: LightningModule, *, into: list[LogCall] | None = None, syncs: bool = False
+) -> Callable[..., None]:
+    """Return what stands in for `self.log` in a step on the whole batch.
+
+    Args:
+        module: The user's module.
+        into: Gets what is to be a mean, which `log_means` takes over all hosts.
+        syncs: Whether other hosts have parts of the batch: Lightning reduces over them then.
+    """
 
     def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
+        if syncs and not isinstance(value, Metric):
+            arguments.update(zip(_POSITIONAL, args, strict=False))
+            if into is not None and arguments.get("reduce_fx", "mean") in _MEANS:
+                value = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                into.append((name, value, arguments))
+                return
+            if into is None and arguments.get("on_step"):
+                raise ConfigurationError(
+                    f"self.log({name!r}, on_step=True) in an evaluation on several hosts, which "
+                    "may have other numbers of batches. Leave on_step out."
+                )
+            args, arguments["sync_dist"] = (), True
         if isinstance(value, Tensor):
             value = value.detach().cpu()
         elif isinstance(value, Metric):
@@ -114,6 +134,8 @@ def log_means(
     shares: Sequence[float],
     losses: Sequence[Tensor | None],
     log: Callable[..., None],
+    batch_size: int | None = None,
+    syncs: bool = False,
 ) -> None:
     """Make the calls that one device would have made.
 
@@ -122,6 +144,8 @@ def log_means(
         shares: The microbatches' shares of the loss.
         losses: Their losses, on the host.
         log: The original `LightningModule.log`; called in the order of the first calls.
+        batch_size: Samples of the whole batch where Lightning would look for them in a part.
+        syncs: Whether other hosts log the same.
     """
     merged: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
     for microbatch, noted in enumerate(logged):
@@ -133,7 +157,9 @@ def log_means(
         values = [value for value, _ in calls.values()]
         arguments = dict(next(iter(calls.values()))[1])
         sizes = [each.get("batch_size") for _, each in calls.values()]
-        arguments["batch_size"] = None if None in sizes else sum(sizes)
+        arguments["batch_size"] = batch_size if None in sizes else sum(sizes)
+        if syncs:  # else Lightning warns; they are the same on all hosts
+            arguments["sync_dist"] = True
         weights: Sequence[Any] = [shares[microbatch] for microbatch in calls]
         if not isinstance(values[0], (Tensor, Number)):
             value = values[0]  # Lightning says what is wrong with it

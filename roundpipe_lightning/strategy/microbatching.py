@@ -277,6 +277,7 @@ class MicrobatchedBatch:
         fusion: Asked before every torch function outside the blocks.
         contents: `contents_of` the module, before the first batch of a form; None for others.
         checks: Whether what the losses do average over is compared with `counts`.
+        notes: Whether it is noted: hosts weigh by it.
     """
 
     parts: Sequence[Any]
@@ -286,6 +287,7 @@ class MicrobatchedBatch:
     fusion: Outside | None
     contents: list[Any] | None = None
     checks: bool = False
+    notes: bool = False
 
     def __post_init__(self) -> None:
         self._seen: list[list[float]] = [[] for _ in self.parts]
@@ -306,7 +308,19 @@ class MicrobatchedBatch:
     @property
     def outside(self) -> Outside | None:
         """Asked before every torch function outside the blocks."""
-        return self._note if self.checks else self.fusion
+        return self._note if self.checks or self.notes else self.fusion
+
+    def averages_over(self) -> Sequence[float]:
+        """Return over how much each mean over targets in the loss went; else the batch's rows."""
+        if any(self._seen):
+            return [sum(terms) for terms in zip(*self._seen, strict=True)]
+        if len(self.parts) > 1:
+            return [float(sum(self.counts))]
+        targets = targets_of_rows(self.parts[0])
+        try:
+            return [float(batch_size_of(self.parts[0]) if targets is None else targets.sum())]
+        except BatchError:
+            return [1.0]
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = _num_targets(func, args, kwargs)

@@ -1,19 +1,21 @@
-"""One process with any number of devices: what Lightning is told of it, the plugins it gets."""
+"""One process per host with any number of devices: what Lightning is told, the plugins it gets."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import checks, compat
+from roundpipe_lightning.strategy import checks, compat, hosts
 from roundpipe_lightning.strategy.registry import with_workers
 
 T = TypeVar("T")
@@ -22,8 +24,10 @@ T = TypeVar("T")
 class OneProcessStrategy(ParallelStrategy):
     """The part of a strategy that knows of devices, processes and plugins, and of no training."""
 
-    world_size = 1
-    """Number of processes, whatever the number of workers."""
+    num_nodes = 1
+    """Number of hosts; the Trainer sets it to its flag."""
+
+    _rank = 0
 
     stochastic_rounding = False
     """Whether the precision is to round stochastically."""
@@ -44,9 +48,14 @@ class OneProcessStrategy(ParallelStrategy):
         return torch.device("cpu")
 
     @property
+    def world_size(self) -> int:
+        """Number of processes: one per host, whatever the number of workers."""
+        return self.num_nodes
+
+    @property
     def global_rank(self) -> int:
-        """The one process's, whatever a cluster's environment knows."""
-        return 0
+        """The host's; 0 where there is one, whatever a cluster's environment knows."""
+        return self._rank
 
     @property
     def local_rank(self) -> int:
@@ -54,32 +63,52 @@ class OneProcessStrategy(ParallelStrategy):
 
     @property
     def node_rank(self) -> int:
-        return 0
+        return self._rank
 
     @property
     def is_distributed(self) -> bool:
-        """Never: data is not divided among processes."""
-        return False
+        """Whether data is divided among processes."""
+        return self.num_nodes > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every sample goes to this process."""
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.num_nodes, "rank": self._rank}
 
     def model_to_device(self) -> None:
         """Leave the module in host memory."""
 
-    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        return tensor
+    @property
+    def _is_connected(self) -> bool:
+        return self.num_nodes > 1 and dist.is_available() and dist.is_initialized()
 
-    def all_gather(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        return tensor
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """As `hosts.reduce`; `group` is that of all hosts."""
+        del group
+        return hosts.reduce(tensor, reduce_op) if self._is_connected else tensor
 
-    def barrier(self, *_: Any, **__: Any) -> None:
-        """There is nobody to wait for."""
+    def all_gather(
+        self,
+        tensor: Tensor,
+        group: Any = None,
+        sync_grads: bool = False,  # noqa: FBT001, FBT002 - Lightning's signature
+    ) -> Tensor:
+        if not self._is_connected:
+            return tensor
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
+        return gathered
 
-    def broadcast(self, obj: T, src: int = 0) -> T:  # noqa: ARG002 - Lightning's signature
-        return obj
+    def barrier(self, name: str | None = None) -> None:  # noqa: ARG002 - Lightning's signature
+        if self._is_connected:
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not self._is_connected:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     # Plugins that the strategy imposes -----------------------------------------------------------
 
@@ -126,6 +155,9 @@ class OneProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
         checks.check_trainer_flags(self)
+        hosts.check_launch(self.cluster_environment, self.num_nodes)
+        if self.num_nodes > 1:
+            self._rank = hosts.take_rank(self.cluster_environment, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Prepare the devices; nothing is to be done for CPU workers."""

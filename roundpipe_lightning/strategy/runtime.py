@@ -19,6 +19,8 @@ from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.exchange.exchange import Exchange
+from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.manual import ManualStep
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.steps import StepOutputs, StepResult
@@ -31,6 +33,7 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
+from roundpipe_lightning.strategy.global_batch import GlobalBatch, HostPart, own_draws
 from roundpipe_lightning.strategy.logging import (
     LogCall,
     host_log,
@@ -101,6 +104,7 @@ class PipelineRuntime:
         optimizers: The optimizers of a training; none for an evaluation.
         overlaps_on_host: Whether the optimizer's steps are made while other things go on where
             workers and optimizer share the processor; elsewhere they are.
+        hosts: All hosts, where several have a part of each batch.
         plan_listeners: Called with plans that are about to be run.
         step_listeners: Called with training steps that have ended, as early as that is known.
 
@@ -133,10 +137,13 @@ class PipelineRuntime:
         computes_on_host: bool,
         optimizers: Sequence[Optimizer] = (),
         overlaps_on_host: bool = False,
+        hosts: Hosts | None = None,
         plan_listeners: Sequence[PlanListener] = (),
         step_listeners: Sequence[StepListener] = (),
     ) -> None:
         self._module = module
+        self.hosts = hosts
+        self._tells_of_targets = True
         self._devices = tuple(devices)
         self._precision = precision
         self._options = options
@@ -168,7 +175,7 @@ class PipelineRuntime:
         self.overlaps_updates = (
             bool(optimizers)
             and module.automatic_optimization
-            and (self.is_stale or overlaps_on_host or not self._on_host)
+            and (self.is_stale or overlaps_on_host or not self._on_host or hosts is not None)
         )
         self.updater: Updater | None = None
         self.defers_update = False
@@ -208,8 +215,9 @@ class PipelineRuntime:
             self._engine = engine.__enter__()
         if self.overlaps_updates:
             units = update_units(self._module, self.blocks, shared=engine.store.shared)
-            self.updater = Updater(engine.store, units, stale=self.is_stale)
-            if engine.store.copies is not None:
+            exchange = None if self.hosts is None else Exchange(self.hosts)
+            self.updater = Updater(engine.store, units, stale=self.is_stale, exchange=exchange)
+            if engine.store.copies is not None and exchange is None:
                 engine.store.copies.written_by(self._optimizers)
             self.updater.restore(self._previous)
             self._previous = {}
@@ -308,18 +316,34 @@ class PipelineRuntime:
                 fusion=self._fusion,
                 trains=trains,
             )
+            cut.notes = self.hosts is not None
             try:
-                present, known = self._run(cut, arguments, trains=trains)
+                present, known, calls = self._run(cut, arguments, trains=trains)
             except StepModeError as error:
                 if not self._choice.falls_back(batch, error):
                     raise
                 continue
             break
         self._choice.tell(cut)
-        loss, output = loss_of_batch(known.losses, cut.shares), known.outputs[0]
+        hosts, size, output = self.hosts, None, known.outputs[0]
+        logged, shares, losses = calls, cut.shares, list(known.losses)
+        if hosts is not None:
+            part = HostPart.of(cut, losses, logged, batch_number=self._batch_number)
+            whole = GlobalBatch(part, hosts)
+            present.weigh(whole.share)
+            logged, size = whole.logged, whole.num_rows
+            shares, losses = whole.shares, whole.losses
+        loss = loss_of_batch(losses, shares)
+        if len(losses) > 1:
+            log_means(
+                logged,
+                shares=shares,
+                losses=losses,
+                log=self._module.log,
+                batch_size=size,
+                syncs=hosts is not None,
+            )
         if len(cut.parts) > 1:
-            logged: Sequence[Sequence[LogCall]] = [part["logged"] for part in known.outputs]
-            log_means(logged, shares=cut.shares, losses=known.losses, log=self._module.log)
             output = loss
         ended = present.is_over or loss is None
         if ended:
@@ -337,9 +361,10 @@ class PipelineRuntime:
 
     def _run(
         self, cut: MicrobatchedBatch, arguments: Sequence[Any], *, trains: bool
-    ) -> tuple[InFlightBatch, StepOutputs]:
+    ) -> tuple[InFlightBatch, StepOutputs, Sequence[Sequence[LogCall]]]:
         """Run the parts of a batch until the user's steps have returned, or to the end."""
         is_one = len(cut.parts) == 1
+        hosts = self.hosts
         calls: list[list[LogCall]] = [[] for _ in cut.parts]
         scale = self._precision.loss_scale / self._module.trainer.accumulate_grad_batches
         planned = self._plan_for(cut, arguments)
@@ -355,11 +380,16 @@ class PipelineRuntime:
             cut.check(index, output)
             return output if is_one else {"loss": loss_of(output), "logged": calls[index]}
 
+        seed = mix(torch.initial_seed(), self._batch_number)
         with (
             self._metrics.lent() if is_one else nullcontext(self._metrics.refused()) as stand_ins,
+            nullcontext() if hosts is None else own_draws(hosts, self._batch_number),
             nullcontext() if is_one else own_log_refused(self._module),
         ):
-            logs = [host_log(self._module)] if is_one else list(map(log_into, calls))
+            logs = list(map(log_into, calls))
+            if is_one:
+                into = None if hosts is None else calls[0]
+                logs = [host_log(self._module, into=into, syncs=hosts is not None)]
             step = engine.begin_step(
                 cut.parts,
                 call,
@@ -367,7 +397,8 @@ class PipelineRuntime:
                 loss_scales=[share * scale for share in cut.shares],
                 backward=trains,
                 joined=cut.joined,
-                step_seed=mix(torch.initial_seed(), self._batch_number),
+                step_seed=seed,
+                first_microbatch=0 if hosts is None else hosts.rank * cut.num_microbatches,
                 thread_context=self._precision.thread_context,
                 overrides=lambda index: {"log": logs[index]},
                 stand_ins=stand_ins,
@@ -382,7 +413,7 @@ class PipelineRuntime:
             known = step.outputs() if overlaps else step.result()
         size = sum(map(num_values, cut.parts))
         present = InFlightBatch(step, planned=planned, num_values=size, backward_scale=scale)
-        return present, known
+        return present, known, calls if is_one else [part["logged"] for part in known.outputs]
 
     @property
     def _batch_number(self) -> int:
@@ -525,7 +556,7 @@ class PipelineRuntime:
                 return engine.evaluate(
                     self._step_of(step_name, arguments),
                     batch,
-                    overrides={"log": host_log(self._module)},
+                    overrides={"log": host_log(self._module, syncs=self.hosts is not None)},
                     stand_ins=stand_ins,
                     outside=self._fusion,
                 )

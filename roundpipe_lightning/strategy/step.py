@@ -90,6 +90,7 @@ class InFlightBatch:
         self._backward_scale = backward_scale
         self._loss = torch.zeros(())
         self._arrived: Tensor | None = None
+        self._share = 1.0
         self._update: tuple[Updater, Optimizer] | None = None
         self._sums: dict[nn.Parameter, Tensor] = {}
 
@@ -114,10 +115,20 @@ class InFlightBatch:
         self._step = None
         return result
 
+    def weigh(self, share: float) -> None:
+        """Let the gradients count for a share of a batch of which other hosts have the rest."""
+        self._share = share
+
     def precomputed(self, loss: Tensor, result: StepResult) -> Tensor:
         """Return the loss of a batch that has ended, with its gradients."""
+        return self._with_gradients(loss, result.gradients)
+
+    def _with_gradients(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        share = self._share  # gradients of a mean over nothing are not numbers
         return loss_with_gradients(
-            loss, gradients=result.gradients, backward_scale=self._backward_scale
+            loss,
+            gradients=gradients if share else {},
+            backward_scale=self._backward_scale / (share or 1.0),
         )
 
     def without_gradients(self, loss: Tensor) -> Tensor:
@@ -168,9 +179,7 @@ class InFlightBatch:
             parameter.grad = sums
         if self._arrived is not None:
             with torch.inference_mode(mode=False), torch.enable_grad():  # in an evaluation, maybe
-                loss = loss_with_gradients(
-                    self._loss.clone(), gradients=gradients, backward_scale=self._backward_scale
-                )
+                loss = self._with_gradients(self._loss.clone(), gradients)
                 del gradients  # what nobody else has becomes `.grad` without a copy
                 loss.backward(self._arrived)
         for clip in self.clips:

@@ -35,14 +35,15 @@ from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
-from roundpipe_lightning.errors import CheckpointError
+from roundpipe_lightning.engine.exchange.hosts import Hosts
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.strategy import checks, compat
+from roundpipe_lightning.strategy import checks, compat, hosts
 from roundpipe_lightning.strategy.one_process import OneProcessStrategy
 from roundpipe_lightning.strategy.options import (
     GradientFormat,
@@ -59,6 +60,7 @@ from roundpipe_lightning.strategy.runtime import (
     StepListener,
 )
 from roundpipe_lightning.strategy.step import InFlightBatch
+from roundpipe_lightning.strategy.updates import sync_hooks
 from roundpipe_lightning.strategy.updates.optimizer_sync import OptimizerSync
 
 __all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
@@ -212,8 +214,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         """Set what belongs to one Trainer as it is before there is one."""
         super().__init__(**self._given)
         self._set_down()
-        self.num_nodes = 1
-        """Set by the Trainer to its flag; anything but 1 is refused."""
+        self.num_nodes, self._rank = 1, 0
+        self._hosts: Hosts | None = None
 
     def _set_down(self) -> None:
         """Set what a set-up makes as it is before there is one."""
@@ -371,6 +373,8 @@ class RoundPipeStrategy(OneProcessStrategy):
             )
             checks.tell_of_compiled_modules(module)
         self._is_set_up = True
+        if self.num_nodes > 1:
+            self._check_on_hosts(trainer)
         super().setup(trainer)
         if not module.automatic_optimization:
             options = replace(options, num_microbatches=1)
@@ -385,6 +389,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             computes_on_host=self._computes_on_host,
             optimizers=self.optimizers if fits else (),
             overlaps_on_host=self._overlaps_on_host,
+            hosts=self._hosts,
             plan_listeners=self.plan_listeners,
             step_listeners=self.step_listeners,
         )
@@ -397,6 +402,32 @@ class RoundPipeStrategy(OneProcessStrategy):
                 precision=self.precision_plugin,
                 check_gradients=options.check_gradients or compat.detects_anomalies(trainer),
                 is_writing=self._is_writing,
+            )
+
+    def setup_environment(self) -> None:
+        """Prepare the devices, and meet the other hosts."""
+        super().setup_environment()
+        if self.num_nodes > 1 and self._hosts is None:
+            assert self.cluster_environment is not None
+            self._hosts = hosts.connect(
+                self.cluster_environment,
+                rank=self._rank,
+                num_nodes=self.num_nodes,
+                timeout_seconds=self._options.timeout_seconds,
+            )
+
+    def _check_on_hosts(self, trainer: Trainer) -> None:
+        """Refuse what does not work on several hosts yet."""
+        self._divides_data = not compat.divides_no_data(trainer)
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            raise ConfigurationError("predict() does not work on several hosts: set num_nodes=1.")
+        if trainer.state.fn == TrainerFn.FITTING:
+            hosts.check_supported(
+                self._module,
+                options=self._options,
+                precision=self.precision_plugin,
+                checks_gradients=self._options.check_gradients or compat.detects_anomalies(trainer),
+                hooks=sync_hooks.gradient_hooks(trainer),
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -414,6 +445,8 @@ class RoundPipeStrategy(OneProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Let the last step end; what the optimizer raises besides is not the cause."""
         self._has_failed = True
+        if self._hosts is not None:  # nobody is waited for: others cannot know of the error
+            self._hosts.close()
         with contextlib.suppress(Exception):
             self.join_updates()
         super().on_exception(exception)
@@ -451,6 +484,9 @@ class RoundPipeStrategy(OneProcessStrategy):
             warnings.warn(f"A checkpoint was lost besides: {error}", stacklevel=2)
         finally:
             self._lightning_module = module
+            if has_failed and self._hosts is not None:
+                self._hosts = None
+                hosts.disconnect()  # the others notice at once
 
     # Batches -------------------------------------------------------------------------------------
 
@@ -459,12 +495,16 @@ class RoundPipeStrategy(OneProcessStrategy):
         trainer = self._module.trainer
         if trainer.sanity_checking:
             self._resume.sanity_check_begins()
+        if self._hosts is not None and self._divides_data:
+            dataloader = hosts.divided(dataloader, self._hosts, trains=trainer.training)
         return self._resume.train_loader(dataloader) if trainer.training else dataloader
 
     def on_train_start(self) -> None:
         """Go on where the checkpoint was written, if one was loaded."""
         super().on_train_start()
         self._resume.training_begins(self._module.trainer)
+        if self._hosts is not None:
+            hosts.check_same(self._hosts, self._module.trainer, self._options)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -557,7 +597,15 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         self.join_updates()
-        return super().optimizer_state(optimizer)
+        if self._hosts is None:
+            return super().optimizer_state(optimizer)
+        updater = None if self._runtime is None else self._runtime.updater
+        if updater is None or updater.hosts is None:
+            raise CheckpointError(
+                "On several hosts the optimizer's state can be saved while a training runs only: "
+                "by ModelCheckpoint, or in on_train_end. save_checkpoint(weights_only=True) works."
+            )
+        return updater.hosts.whole_state(optimizer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state after the last step, without what is to be left out."""
@@ -574,6 +622,15 @@ class RoundPipeStrategy(OneProcessStrategy):
     ) -> None:
         """Write a plain Lightning checkpoint, with optimizer states also what resuming needs."""
         module, runtime = self._module, self._seen
+        if self._hosts is not None:
+            progress = module.trainer.fit_loop.epoch_loop.batch_progress.current
+            if compat.is_accumulating(module.trainer) and progress.ready:
+                raise CheckpointError(
+                    "Several hosts cannot save between the batches of an accumulation window yet. "
+                    "Save when the optimizer has stepped: with every_n_train_steps or at its end."
+                )
+            if not self.is_global_zero:
+                return
         if self.exclude_frozen_parameters:
             _, frozen = split_frozen(module, module.state_dict())
             if frozen:

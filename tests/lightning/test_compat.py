@@ -40,6 +40,7 @@ class _Asking(Callback):
             compat.skips_backward,
             compat.is_accumulating,
             compat.detects_anomalies,
+            compat.divides_no_data,
             compat.current_hook,
             compat.combined_loader,
             compat.unloaded_states,
@@ -90,11 +91,18 @@ def test_what_is_asked_of_a_training(tmp_path: Path) -> None:
     callback, timer = _Asking(), Timer(duration={"hours": 1})
     trainer = _fit(tmp_path, callback, timer)
     answers = callback.answers
-    plain = ("skips_backward", "is_accumulating", "detects_anomalies", "can_stop_early")
+    plain = (
+        "skips_backward",
+        "is_accumulating",
+        "detects_anomalies",
+        "divides_no_data",
+        "can_stop_early",
+    )
     assert {name: answers[name] for name in plain} == {
         "skips_backward": False,
         "is_accumulating": False,
         "detects_anomalies": False,
+        "divides_no_data": False,
         "can_stop_early": True,
     }
     assert answers["current_hook"] == "on_train_batch_end"

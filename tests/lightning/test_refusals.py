@@ -55,7 +55,11 @@ def test_name_is_registered_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "error", "message"),
     [
-        ({"num_nodes": 2}, ConfigurationError, r"num_nodes=2: .* Set Trainer\(num_nodes=1\)"),
+        (
+            {"num_nodes": 2},
+            ConfigurationError,
+            r"MASTER_ADDR is not set. Start one process on each",
+        ),
         ({"sync_batchnorm": True}, ConfigurationError, r"Set Trainer\(sync_batchnorm=False\)"),
         ({"devices": 0}, MisconfigurationException, r"Trainer\(devices=0\)"),
         ({"precision": "7-true"}, ValueError, r"Precision '7-true' is invalid.*32-true"),

@@ -31,6 +31,10 @@ class CapturedStep:
         optimizer: Whose step. Its parameters and its state are changed where a part is run.
         gradients: Those to step with, as far as they are there; None: every parameter's `.grad`.
         clip: Called with each gradient right before its part is run; changes it in place.
+
+    Attributes:
+        clip: As given.
+        values_of: Gives what of a parameter is stepped, of its gradient's shape.
     """
 
     def __init__(
@@ -41,7 +45,8 @@ class CapturedStep:
         clip: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._clip = clip
+        self.clip = clip
+        self.values_of: Callable[[Tensor], Tensor] = Tensor.detach
         self._groups = [
             (list(group["params"]), _options(group)) for group in optimizer.param_groups
         ]
@@ -64,6 +69,13 @@ class CapturedStep:
     def give(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Take gradients to step with, before their part is run."""
         self._gradients.update(gradients)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        return parameter in self._gradients
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """Return a gradient and let it go."""
+        return self._gradients.pop(parameter, None)
 
     def run(self, parameters: Iterable[Tensor]) -> None:
         """Update some of the parameters. Each is updated once; then its gradient is let go.
@@ -93,16 +105,16 @@ class CapturedStep:
         state.update({p: part.state[alias] for p, alias in aliases.items() if alias in part.state})
 
     def _alias(self, parameter: Tensor) -> Tensor:
-        values = parameter.detach()
+        values = self.values_of(parameter)
         alias = (
             nn.Parameter(values, requires_grad=parameter.requires_grad)
             if isinstance(parameter, nn.Parameter)
             else values.requires_grad_(parameter.requires_grad)
         )
         alias.__dict__.update(parameter.__dict__)
-        gradient = self._gradients.pop(parameter, None)
-        if gradient is not None and self._clip is not None:
-            self._clip(gradient)
+        gradient = self.take(parameter)
+        if gradient is not None and self.clip is not None:
+            self.clip(gradient)
         if gradient is not None and gradient.dtype != alias.dtype:
             alias.grad_dtype = gradient.dtype
         alias.grad = gradient

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,47 @@ def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
         generator.set_state(before)
     pairs = zip(_parameters(mixed), _parameters(plain), strict=True)
     return None if all(_close(one, other) for one, other in pairs) else "its step is another then"
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer that may be stepped in parts treats every element by itself.
+
+    It is tried on small tensors: two copies step a half of each, and together do what one does.
+
+    Args:
+        optimizer: It and its parameters stay as they are.
+    """
+    generator = torch.default_generator
+    before = generator.get_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole, *halves = (_small_copy(optimizer) for _ in range(3))
+            for twin in (whole, *halves):
+                twin.state.clear()
+            for number in range(_NUM_STEPS):
+                for twin in (whole, *halves):
+                    _draw_gradients(twin, seed=number)
+                plain_step(type(whole))(whole)
+                for half, twin in enumerate(halves):
+                    step = CapturedStep(twin, gradients={})
+                    step.values_of = partial(_half_of, half=half)
+                    step.give({p: _half_of(p.grad, half) for p in _parameters(twin)})  # type: ignore[arg-type]  # drawn
+                    step.run(step.parameters)
+    except Exception:  # noqa: BLE001 - whatever its code does not like about the trial
+        return False
+    finally:
+        generator.set_state(before)
+    apart = zip(*map(_parameters, halves), strict=True)
+    joined = [torch.cat([_half_of(p, half) for half, p in enumerate(pair)]) for pair in apart]
+    pairs = zip(_parameters(whole), joined, strict=True)
+    return all(_close(one.detach().reshape(-1), other) for one, other in pairs)
+
+
+def _half_of(tensor: Tensor, half: int) -> Tensor:
+    flat = tensor.detach().view(-1)
+    middle = flat.numel() // 2
+    return flat[middle:] if half else flat[:middle]
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

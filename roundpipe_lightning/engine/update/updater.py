@@ -52,8 +52,10 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.events import HostEvent, UpdateAborted
 from roundpipe_lightning.engine.device.threads import add_note
+from roundpipe_lightning.engine.exchange.exchange import Exchange
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.update.hosts_update import HostsUpdate
 from roundpipe_lightning.engine.update.partial_step import CapturedStep, is_foreign, plain_step
 
 
@@ -124,9 +126,12 @@ class Updater:
         num_threads: Intra-op threads of the updates; with as many as the Trainer's thread has, the
             results of matrix products (Muon) have the same bits.
         run_unit: Makes the update of a unit; for benchmarks, which give it a duration.
+        exchange: Where other hosts train, too: every step is made together with them. The updater
+            closes it.
 
     Attributes:
         is_joined: Whether what was submitted last has been waited for.
+        hosts: Makes steps together with other hosts; None where there are none.
     """
 
     def __init__(
@@ -137,8 +142,11 @@ class Updater:
         stale: bool = False,
         num_threads: int | None = None,
         run_unit: RunUnit = lambda unit, step: step.run(unit.parameters),
+        exchange: Exchange | None = None,
     ) -> None:
         self.is_joined = True
+        self.hosts = None if exchange is None else HostsUpdate(exchange)
+        self._exchange = exchange
         self._store = store
         self._units = list(units)
         self._stale = stale
@@ -341,6 +349,8 @@ class Updater:
         """Finish what was submitted and join the thread. An error nobody joined for is lost."""
         self._jobs.put(None)
         self._thread.join()
+        if self._exchange is not None:
+            self._exchange.close()
         self._store.uses_previous = False
         self._store.updates.clear()
 
@@ -446,19 +456,38 @@ class Updater:
             # Nobody waits for a unit, and the step may count its calls where no trial can see it.
             every = tuple(p for unit in units for p in unit.parameters)
             units = [UpdateUnit(name="all parameters", parameters=every)]
+        if self.hosts is not None:
+            self._update_with_hosts(self.hosts, units, step)
+            return
         for unit in units:
             self._update_part(unit, unit if begun is None else begun.rest_of(unit), step)
 
+    def _update_with_hosts(
+        self, hosts: HostsUpdate, units: Sequence[UpdateUnit], step: CapturedStep
+    ) -> None:
+        def run(number: int, parameters: Sequence[Tensor]) -> None:
+            part = UpdateUnit(name=units[number].name, parameters=tuple(parameters))  # type: ignore[arg-type]
+            self._run_part(part, step)
+
+        def ended(number: int) -> None:
+            self._store.updated(units[number].parameters, by=step.optimizer)
+            self._end_part(units[number])
+
+        hosts.step([unit.parameters for unit in units], step, run=run, ended=ended)
+
     def _update_part(self, whole: UpdateUnit, unit: UpdateUnit, step: CapturedStep) -> None:
+        self._run_part(unit, step)
+        self._store.updated(unit.parameters, by=step.optimizer)
+        if not self._stale:
+            self._end_part(whole)
+
+    def _run_part(self, unit: UpdateUnit, step: CapturedStep) -> None:
         try:
             self._run_unit(unit, step)
         except BaseException as error:
             kind = type(step.optimizer).__name__
             add_note(error, f"This happened while {kind} updated {unit.name!r}.")
             raise
-        self._store.updated(unit.parameters, by=step.optimizer)
-        if not self._stale:
-            self._end_part(whole)
 
     def _copy(self, units: Sequence[UpdateUnit], then: Callable[[], None] | None = None) -> None:
         for unit in units:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.threads import add_note
+from roundpipe_lightning.engine.update.hosts_update import NormClip
 from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.precision import RoundPipePrecision
@@ -86,6 +87,7 @@ class OptimizerSync:
             and type(precision) is RoundPipePrecision
             and not check_gradients
         )
+        self._has_hosts = runtime.hosts is not None
         self._whole = {o: reason_not_separable(o) for o in optimizers if self._overlaps}
         self._warned: set[CodeType | str] = set()
         self._num_steps = 0
@@ -153,6 +155,12 @@ class OptimizerSync:
                     updater.join()
             return result
 
+        if not separable and self._has_hosts:
+            reason = self._whole.get(optimizer) or "its step has hooks, arguments or a precision"
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} is stepped as a whole, which does not work on several "
+                f"hosts yet: {reason}. Use AdamW, SGD or the like, or set num_nodes=1."
+            )
         if not separable:
             result = make(closure_then)
             if self._runtime.updater is not None:
@@ -208,6 +216,8 @@ class OptimizerSync:
         trainer: Any = self._trainer
         if not self._begins_early or compat.skips_backward(trainer) or self._always_joins:
             return False
+        if self._has_hosts:  # blocks end in another order on each
+            return False
         if self._stale:
             return not self._watch.may_be_kept and not self._has_gradient_hooks
         # In the first step it shows who looks at gradients.
@@ -228,6 +238,7 @@ class OptimizerSync:
             and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
             and trainer.accumulate_grad_batches == 1
             and self._begins_early
+            and not self._has_hosts
             and not compat.skips_backward(trainer)
             and not self._has_gradient_hooks
         )
@@ -255,6 +266,9 @@ class OptimizerSync:
             return True
         if updater is None or not self._is_submitting or self._has_gradient_hooks:
             return False
+        if self._has_hosts and algorithm != GradClipAlgorithmType.VALUE:
+            self._clip = NormClip(limit)
+            return True
         updater.join()
         self._clip = late_clipping(optimizer, limit, algorithm, norm_of=updater.norm_of)
         return self._clip is not None
@@ -313,6 +327,12 @@ class OptimizerSync:
         Raises:
             GradientError: The gradient that is looked at was let go early.
         """
+        if self._has_hosts and what in (Access.GRADIENT, Access.STATE):
+            raise ConfigurationError(
+                f"{describe_code(frame)} looks at {what.value}, of which each of several hosts has "
+                "only a part: that does not work yet. Leave it out, or set num_nodes=1; see "
+                "docs/nodes.md."
+            )
         if what is Access.GRADIENT:
             if parameter in self._stepped_early:
                 raise GradientError(

@@ -1,0 +1,1 @@
+"""What several hosts that train together send each other."""

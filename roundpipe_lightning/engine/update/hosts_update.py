@@ -1,0 +1,193 @@
+"""One optimizer step on several hosts: each steps the elements it owns, and all get the results.
+
+```
+updater's thread    agree ─▶ [step b0] ─────▶ [step b1] ─────▶ [step b2]
+gradients' thread   [sum b0][sum b1][sum b2]
+weights' thread              [gather b0 ──▶ its uploads begin][gather b1]...
+```
+
+The optimizer's state of a parameter is that of the piece that this host owns, one-dimensional.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from roundpipe_lightning.engine.exchange.exchange import Exchange
+from roundpipe_lightning.engine.exchange.ranges import Piece
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
+from roundpipe_lightning.engine.update.separable import is_elementwise
+from roundpipe_lightning.errors import ConfigurationError, HostError
+
+_SMALL = 1e-6  # what torch adds to the norm
+
+
+class NormClip:
+    """Clips gradients by the norm of all of them, which is known when all hosts' sums are.
+
+    Args:
+        limit: The largest norm.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._factor = 1.0
+
+    def set_norm(self, norm: float) -> None:
+        self._factor = min(1.0, self._limit / (norm + _SMALL))
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient.mul_(self._factor)
+
+
+class HostsUpdate:
+    """Makes steps together with other hosts, in one thread.
+
+    Args:
+        exchange: What carries gradients and values.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._whole: dict[Optimizer, bool] = {}
+        self._num_steps = 0
+
+    def step(
+        self,
+        units: Sequence[Sequence[Tensor]],
+        step: CapturedStep,
+        *,
+        run: Callable[[int, Sequence[Tensor]], None],
+        ended: Callable[[int], None],
+    ) -> None:
+        """Make a captured step; every host calls this for the same step.
+
+        Args:
+            units: Parameters that are stepped together; the step's own are stepped.
+            step: Has this host's gradients.
+            run: Called with a unit's number and parameters: makes their step.
+            ended: Called with a unit's number, in another thread, when all hosts' values are there.
+
+        Raises:
+            ConfigurationError: The hosts' steps differ.
+            HostError: Another host is lost.
+        """
+        exchange, optimizer = self._exchange, step.optimizer
+        members = [[p for p in unit if p in step.parameters and p.requires_grad] for unit in units]
+        self._divide(optimizer, members)
+        self._num_steps += 1
+        present = self._agree(step, [p for some in members for p in some])
+        trained = [[p for p in some if p in present] for some in members]
+        sums: list[Future[dict[Tensor, Tensor]]] = [
+            exchange.sum(some, [step.take(p) for p in some]) for some in trained
+        ]
+        if isinstance(step.clip, NormClip):
+            step.clip.set_norm(self._norm([each.result() for each in sums]))
+        gathered = []
+        for number, some in enumerate(trained):
+            owned = {p: exchange.owned(p) for p in some}
+            pieces = {p: piece for p, piece in owned.items() if piece is not None}
+            mine = sums[number].result()
+            step.give({p: _shaped(mine[p], piece) for p, piece in pieces.items()})
+            step.values_of = partial(_values_of, pieces)
+            run(number, tuple(pieces))
+            gathered.append(exchange.gather(some, partial(ended, number)))
+            sums[number] = Future()  # lets go of the gradients
+        for each in gathered:
+            each.result()
+
+    def _agree(self, step: CapturedStep, parameters: Sequence[Tensor]) -> set[Tensor]:
+        """Return the parameters of which some host has a gradient."""
+        mine = [step.has_gradient(p) for p in parameters]
+        options = _digest(step.optimizer)
+        said = self._exchange.agree((self._num_steps, options, mine))
+        for host, (number, theirs, flags) in enumerate(said):
+            if number != self._num_steps or len(flags) != len(mine):
+                raise HostError(f"Host {host} makes another optimizer step than this one.")
+            if theirs != options:
+                raise ConfigurationError(
+                    f"Host {host} steps {type(step.optimizer).__name__} with another learning rate "
+                    "or other options than this one. What changes them must see the same on all "
+                    "hosts: log what a scheduler monitors in a step, or with sync_dist=True."
+                )
+        flags = [any(some) for some in zip(*(flags for *_, flags in said), strict=True)]
+        return {p for p, flag in zip(parameters, flags, strict=True) if flag}
+
+    def _norm(self, sums: Sequence[Mapping[Tensor, Tensor]]) -> float:
+        squares = [
+            float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
+            for some in sums
+            for piece in some.values()
+        ]
+        return float(sum(self._exchange.agree(sum(squares))) ** 0.5)
+
+    def _divide(self, optimizer: Optimizer, members: Sequence[Sequence[Tensor]]) -> None:
+        """Give parameters owners, and leave of their state what this host owns."""
+        new = [p for some in members for p in some if not self._exchange.is_divided(p)]
+        if not new:
+            return
+        if optimizer not in self._whole:
+            self._whole[optimizer] = not is_elementwise(optimizer)
+        for some in members:
+            self._exchange.divide(some, whole=self._whole[optimizer])
+        for parameter in new:
+            state, piece = optimizer.state.pop(parameter, None), self._exchange.owned(parameter)
+            if state and piece is not None:
+                optimizer.state[parameter] = {
+                    key: _shaped(piece.of(value).clone(), piece)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in state.items()
+                }
+
+    # In a checkpoint -----------------------------------------------------------------------------
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's `state_dict()` with the whole state; every host calls this.
+
+        Nothing may be stepped meanwhile. On other hosts than the first one it is not whole.
+        """
+        result: dict[str, Any] = optimizer.state_dict()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if not self._exchange.is_divided(parameter):
+                continue
+            parts = self._exchange.agree(dict(optimizer.state.get(parameter, {})))
+            known = [part for part in parts if part]
+            if self._exchange.hosts.rank == 0 and known:
+                result["state"][index] = {
+                    key: _joined([part[key] for part in known], parameter) for key in known[0]
+                }
+        return result
+
+
+def _values_of(pieces: Mapping[Tensor, Piece], parameter: Tensor) -> Tensor:
+    return _shaped(pieces[parameter].of(parameter), pieces[parameter])
+
+
+def _shaped(values: Tensor, piece: Piece) -> Tensor:
+    return values.view(piece.tensor.shape) if piece.is_whole else values
+
+
+def _joined(parts: Sequence[Any], parameter: Tensor) -> Any:
+    """Put a parameter's state together; what is no value per element is the same everywhere."""
+    if len(parts) > 1 and isinstance(parts[0], Tensor) and parts[0].dim():
+        return torch.cat(list(parts)).view(parameter.shape)
+    return parts[0]
+
+
+def _digest(optimizer: Optimizer) -> str:
+    """Return what shows whether the options are the same elsewhere."""
+    options = [
+        sorted((key, repr(value)) for key, value in group.items() if key != "params")
+        for group in optimizer.param_groups
+    ]
+    return hashlib.sha256(repr(options).encode()).hexdigest()

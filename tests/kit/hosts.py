@@ -1,0 +1,83 @@
+"""Several hosts of a training on this machine: a process each, connected by gloo's loopback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+_SECONDS = 120.0  # far more than any test takes
+
+_context = multiprocessing.get_context("forkserver")
+# The server imports once what every host needs.
+_context.set_forkserver_preload(["roundpipe_lightning", "tests.kit.training", "tests.kit.hosts"])
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def run_on_hosts(
+    num: int,
+    function: Callable[..., Any],
+    *args: Any,
+    environments: Sequence[Mapping[str, str]] = (),
+) -> list[Any]:
+    """Run a function of a test's module on several hosts, and return what each gave.
+
+    Args:
+        num: How many hosts.
+        function: Called with the host's number and `args`.
+        args: Can be pickled.
+        environments: Variables of each host; empty: those of a launch by hand.
+
+    Returns:
+        By host: what the function returned, or the exception that it raised.
+    """
+    port = str(free_port())
+    by_hand = [
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(rank)}
+        for rank in range(num)
+    ]
+    started, results = [], list[Any]()
+    for rank, variables in enumerate(environments or by_hand):
+        mine, theirs = _context.Pipe(duplex=False)
+        given = {**variables, "MASTER_PORT": port}
+        process = _context.Process(target=_serve, args=(theirs, rank, given, function, args))
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    for process, mine in started:
+        if not mine.poll(_SECONDS):
+            process.kill()
+            results.append(TimeoutError("a host hangs"))
+            continue
+        try:
+            results.append(pickle.loads(mine.recv_bytes()))
+        except EOFError:
+            results.append(ProcessLookupError("a host was killed"))
+        process.join(_SECONDS)
+    return results
+
+
+def _serve(
+    results: Connection,
+    rank: int,
+    variables: Mapping[str, str],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    os.environ.update(variables)
+    try:
+        result = function(rank, *args)
+    except BaseException as error:  # noqa: BLE001 - the test looks at it
+        traceback.print_exc()
+        result = error
+    results.send_bytes(pickle.dumps(result))
