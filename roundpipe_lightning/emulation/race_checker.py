@@ -118,11 +118,14 @@ class ProtocolChecker:
 
     def computes_in(self, tensor: Tensor, line: str) -> None:
         """Declare a tensor to be in the memory of the device whose compute queue is this line."""
-        with self._mutex:
-            self._memory(tensor).line = line
+        if tensor.layout is torch.strided:  # others consist of such
+            with self._mutex:
+                self._memory(tensor).line = line
 
     def line_of(self, tensor: Tensor) -> str:
         """Return the compute queue of the device that a tensor is on, else the host."""
+        if tensor.layout is not torch.strided:
+            return HOST
         with self._mutex:
             memory = self._memories.get(_key(tensor))
             known = memory is not None and not memory.reference.expired()

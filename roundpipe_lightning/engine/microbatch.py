@@ -13,7 +13,7 @@ backward of each part runs to its leaves and returns, so nothing ever waits insi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -144,6 +144,7 @@ class Microbatch:
         self._loss_scale = loss_scale
         self._downloads: list[Event] = []  # of what the user's step has returned
         self._forward: ForwardPass | None = None
+        self._rows: dict[tuple[int, nn.Parameter], Tensor] = {}
         user = UserCode(
             module=context.module,
             worker=lambda: turns.worker,
@@ -283,14 +284,38 @@ class Microbatch:
         """
         context = self._context
         total: Gradients = {}  # the same parameter on several workers: one sum of all
+        sent: set[nn.Parameter] = set()
         for worker, gradients in self._user.take_gradients().items():
             transfers = context.workers[worker].transfers
             if transfers is None:
                 fold(total, gradients)
             else:
-                self.turns.worker.add_outside(transfers, gradients)
+                rows = {p: ids for (w, p), ids in self._rows.items() if w == worker}
+                self.turns.worker.add_outside(transfers, gradients, rows)
+                sent.update(gradients)
+        self._rows = self._rows_to_come(rest, sent)
         if total:
             context.reducer.reserve_shared(self._index)(total, left=self._left(total, rest))
+
+    def _rows_to_come(
+        self, rest: Sequence[Tensor], sent: Collection[nn.Parameter]
+    ) -> dict[tuple[int, nn.Parameter], Tensor]:
+        """Return the rows that gradients of embeddings on workers will have, where that helps.
+
+        They can be sent alone after a whole gradient of the parameter: after what was just `sent`
+        (that of the LM head), or from the second round on.
+        """
+        plan, workers = self._context.turns.graph.plan, self._context.workers
+        leaves: dict[Tensor, tuple[int, nn.Parameter]] = {
+            leaf: (worker, parameter)
+            for (worker, parameter), leaf in self._user.leaves.items()
+            if workers[worker].transfers is not None
+            and (parameter in sent or plan.round_size < plan.num_microbatches)
+            and parameter.dim() == 2
+            and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # noqa: SLF001
+        }
+        rows = rows_to_come(rest, list(leaves)) if leaves else {}
+        return {leaves[leaf]: ids for leaf, ids in rows.items() if len(ids)}
 
     def _left(self, gradients: Gradients, rest: Sequence[Tensor]) -> Rows:
         """Return the rows of parameters that later gradients may have, where that is known."""

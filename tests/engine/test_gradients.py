@@ -20,7 +20,7 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import (
     fold,
 )
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
-from tests.kit.engine import auto_plan, engine_step
+from tests.kit.engine import auto_plan, emulated_workers, engine_step, plan_of
 
 
 def _gradients(num: int) -> list[Tensor]:
@@ -93,6 +93,18 @@ def test_whole_gradients_of_the_head_do_not_wait_for_the_embedding(
     engine_step(module, stack, plan, batches)
     used = [batch["input_ids"].unique() if tied else torch.empty(0) for batch in batches]
     assert sorted(map(len, rows)) == sorted(map(len, used))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_with_the_same_rounds_the_number_of_workers_changes_no_bit(tied: bool) -> None:
+    module, batches = tiny_causal_lm("qwen3", tied=tied), token_batches(4)
+    stack, found = decoder_stack(module), []
+    for num_workers in (1, 2, 4):
+        plan = plan_of(stack, num_workers=num_workers, num_microbatches=4, round_size=2)
+        devices = emulated_workers(num_workers)
+        found.append(engine_step(module, stack, plan, batches, devices=devices).gradients)
+    for gradients in found[1:]:
+        assert all(torch.equal(gradients[p], gradient) for p, gradient in found[0].items())
 
 
 def test_sparse_gradients() -> None:

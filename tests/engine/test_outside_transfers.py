@@ -6,12 +6,15 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import raw_of
 from roundpipe_lightning.emulation.timing import EmulatedTiming
@@ -29,6 +32,7 @@ from roundpipe_lightning.engine.transfer.weight_prefetch import (
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, Stage
 from tests.kit.engine import (
+    WIDTH,
     Regressor,
     differences,
     engine_of,
@@ -199,21 +203,28 @@ def test_what_a_step_in_flight_needs_comes_ahead_and_what_only_the_last_one_used
         assert other.weights.outside_bytes == head.nbytes, "expected, if not asked for yet"
 
 
-@pytest.mark.parametrize(("round_size", "num_rounds"), [(6, 1), (3, 2), (1, 6)])
-def test_gradients_of_a_round_are_one_download(
-    round_size: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, batches = Regressor(3), regression_batches(6)
-    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=6, round_size=round_size)
-    plain, sent = plain_step(module, batches), list[int]()
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each download of gradients."""
+    sizes: list[int] = []
     submit = TransferQueue.submit
 
     def noted(self: TransferQueue, job: Job) -> Event:
         if job.priority is Priority.GRADIENTS:
-            sent.append(sum(source.nbytes for _, source in job.pieces))
+            sizes.append(sum(source.nbytes for _, source in job.pieces))
         return submit(self, job)
 
     monkeypatch.setattr(TransferQueue, "submit", noted)
+    return sizes
+
+
+@pytest.mark.parametrize(("round_size", "num_rounds"), [(6, 1), (3, 2), (1, 6)])
+def test_gradients_of_a_round_are_one_download(
+    round_size: int, num_rounds: int, sent: list[int]
+) -> None:
+    module, batches = Regressor(3), regression_batches(6)
+    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=6, round_size=round_size)
+    plain = plain_step(module, batches)
     with (
         EmulatedServer(2, poison=True) as server,
         engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
@@ -226,6 +237,62 @@ def test_gradients_of_a_round_are_one_download(
             for part in (module.head, module.tail):
                 num_bytes = sum(parameter.nbytes for parameter in part.parameters())
                 assert sent.count(num_bytes) == num_rounds
+
+
+class Words(Regressor):
+    """Embeds words, and finds them again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(2)
+        embedding = nn.Embedding(400, WIDTH, sparse=kind == "sparse")
+        tail = nn.Linear(WIDTH, 400, bias=False)
+        if kind == "tied":
+            tail.weight = embedding.weight
+        self.add_module("head", embedding)
+        self.add_module("tail", tail)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return functional.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+
+
+@pytest.mark.parametrize("round_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["untied", "tied", "sparse"])
+def test_of_an_embedding_the_rows_that_were_used_are_sent(
+    round_size: int, kind: str, sent: list[int]
+) -> None:
+    """After a whole gradient of the same parameter. The sums are those of whole ones."""
+    module, twin = Words(kind), Words("untied")
+    for mine, other in ((twin.head, module.head), (twin.tail, module.tail)):
+        mine.load_state_dict(other.state_dict())
+    twin.layers.load_state_dict(module.layers.state_dict())
+    batches = [torch.randint(400, (2, 5)) for _ in range(4)]
+    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=4, round_size=round_size)
+    each: list[dict[str, Any]] = [plain_step(twin, [batch]).gradients for batch in batches]
+
+    def of_rounds(name: str) -> list[Tensor]:
+        gradients = [one[name] / 4 for one in each]
+        starts = range(0, 4, round_size)
+        return [reduce(torch.add, gradients[start : start + round_size]) for start in starts]
+
+    tail, head = of_rounds("tail.weight"), of_rounds("head.weight")
+    wanted = {"tail.weight": tail, "head.weight": head}
+    if kind == "tied":
+        wanted = {"head.weight": [h + e for h, e in zip(tail, head, strict=True)]}
+    num_rounds, whole = 4 // round_size, 400 * WIDTH * 4
+    rows = 10 * round_size * (8 + 4 * WIDTH)  # their numbers, and values
+    with (
+        EmulatedServer(2, checker=ProtocolChecker(), poison=True) as server,
+        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
+    ):
+        for _ in range(2):
+            sent.clear()
+            found = mean_step(engine, batches).gradients
+            for name, rounds in wanted.items():
+                gradient = found[module.get_parameter(name)]
+                assert gradient.is_sparse == (kind == "sparse" and name == "head.weight")
+                assert torch.equal(gradient.to_dense(), reduce(torch.add, rounds))
+            assert sent.count(whole) == num_rounds + (kind == "untied")
+            assert sent.count(rows) == num_rounds - (kind == "untied")
 
 
 def test_copies_go_on_while_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,17 @@ from roundpipe_lightning.engine.store.block_layout import (
 )
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
-from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, Gradients
+from roundpipe_lightning.engine.transfer.gradient_reduce import (
+    FlatGradients,
+    Gradients,
+    Rows,
+    fold,
+    in_their_dtype,
+)
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
+_FEW = 4  # times as many rows are worth the work to send those alone
 _MOST_SUM_THREADS = 4  # they use all of the memory's bandwidth; other cores are the optimizer's
 
 
@@ -73,6 +80,56 @@ class HostSums:
 
 def _use_few_threads() -> None:
     torch.set_num_threads(min(_MOST_SUM_THREADS, torch.get_num_threads()))
+
+
+class OutsideSums:
+    """Gradients of parameters outside the blocks, summed on a device over a round.
+
+    Attributes:
+        gradients: The sums.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: Gradients = {}
+        self._rows: dict[nn.Parameter, list[Tensor] | None] = {}  # None: it may be any
+
+    def add(self, gradients: Gradients, rows: Rows) -> None:
+        """Add gradients, which are taken over, of some of which only `rows` are not zero."""
+        for parameter in gradients:
+            known = self._rows.setdefault(parameter, [])
+            if known is not None and parameter in rows:
+                known.append(rows[parameter])
+            else:
+                self._rows[parameter] = None
+        fold(self.gradients, in_their_dtype(gradients))
+
+    def few_rows(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the rows that are not zero, some perhaps twice; None if they may be many."""
+        rows = self._rows[parameter]
+        if rows is None or _FEW * sum(map(len, rows)) > len(parameter):
+            return None
+        return torch.cat(rows)
+
+
+def _itself(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _sparse(
+    shape: torch.Size, indices: Tensor, values: Tensor, *, is_coalesced: bool = False
+) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+    )
+
+
+def _with_rows(shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor:
+    """Return a sparse tensor. A row that is given again has the same values: they count once."""
+    unique, places = rows.unique(return_inverse=True)
+    again = torch.ones(len(rows), dtype=torch.bool)
+    again[torch.empty_like(unique).scatter_(0, places, torch.arange(len(rows)))] = False
+    values[again] = 0
+    return _sparse(shape, rows[None], values)
 
 
 class GradientDownloads:
@@ -164,25 +221,48 @@ class GradientDownloads:
             self._views[forms] = tuple(place.within(whole, offset=0) for place in places)
         return self._views[forms]
 
-    def send_outside(self, gradients: Gradients, *, landed: Callable[[Gradients], None]) -> None:
+    def send_outside(
+        self,
+        sums: OutsideSums,
+        *,
+        landed: Callable[[Gradients], None],
+        can_add_rows: Callable[[nn.Parameter], bool],
+    ) -> None:
         """Send sums of gradients of parameters outside the blocks, which compute so far has made.
 
         Nobody else uses them after. Memory on the device is taken by those of two stage runs at
-        most. `landed` is given them when they are on the host.
+        most. `landed` is given them when they are on the host: only rows of an embedding's, where
+        these are few and the host `can_add_rows`.
         """
         self._outside_landed.wait()
-        copies, on_host = [], {}
-        for parameter, gradient in gradients.items():
+        copies: list[tuple[Tensor, Tensor]] = []
+        on_host: dict[nn.Parameter, Callable[[], Tensor]] = {}
+        for parameter, gradient in sums.gradients.items():
+            rows = sums.few_rows(parameter)
             if gradient.is_sparse:
-                on_host[parameter] = self._device.download(gradient)
-                continue
-            whole = gradient if fills_its_memory(gradient) else gradient.contiguous()
-            flat = self._sums.pool.take(whole.nbytes)
-            copies.append((flat, bytes_of(whole)))
-            on_host[parameter] = flat.view(whole.dtype).as_strided(whole.shape, whole.stride())
+                parts = [gradient._indices(), gradient._values()]  # noqa: SLF001
+                made = partial(_sparse, gradient.shape, is_coalesced=gradient.is_coalesced())
+            elif can_add_rows(parameter) and rows is not None:
+                with torch.no_grad():
+                    parts, made = (
+                        [rows, gradient.index_select(0, rows)],
+                        partial(_with_rows, gradient.shape),
+                    )
+            else:
+                parts, made = [gradient], partial(_itself)
+            on_host[parameter] = partial(made, *(self._copied(part, copies) for part in parts))
         self._outside_landed = self._submit(
-            "gradients outside the blocks are made", copies, partial(landed, on_host)
+            "gradients outside the blocks are made",
+            copies,
+            lambda: landed({parameter: made() for parameter, made in on_host.items()}),
         )
+
+    def _copied(self, tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Add a tensor's copy to the host to others, and return what will have the values."""
+        whole = tensor if fills_its_memory(tensor) else tensor.contiguous()
+        flat = self._sums.pool.take(whole.nbytes)
+        copies.append((flat, bytes_of(whole)))
+        return flat.view(whole.dtype).as_strided(whole.shape, whole.stride())
 
     def _submit(
         self, made: str, copies: Sequence[tuple[Tensor, Tensor]], landed: Callable[[], None]

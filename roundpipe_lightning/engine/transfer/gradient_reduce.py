@@ -48,6 +48,10 @@ def fold(sums: dict[T, Tensor], contribution: dict[T, Tensor]) -> None:
             sums[parameter] = gradient
         elif sums[parameter].is_sparse:  # in this order PyTorch adds any two layouts
             sums[parameter] = gradient + sums[parameter]
+        elif gradient.is_sparse and gradient.sparse_dim() == 1:
+            # Not `add_`, which would copy the rows together first.
+            rows, values = gradient._indices()[0], gradient._values()  # noqa: SLF001
+            sums[parameter].index_add_(0, rows, values)
         elif gradient.is_sparse:
             sums[parameter] = sums[parameter] + gradient
         else:
@@ -266,6 +270,7 @@ class SharedGradients:
             if rows is None:
                 fold(self.sums, {parameter: gradient})
                 continue
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
             one.held[parameter] = _Held(rows, gradient[rows])
             if parameter not in self.sums:
                 self.sums[parameter] = gradient
@@ -311,6 +316,7 @@ class GradientReducer:
         self._elsewhere = set(shared)
         self._stages = tuple(GradientAccumulator(num_microbatches) for _ in range(num_stages))
         self._shared = SharedGradients(num_microbatches)
+        self._whole: dict[nn.Parameter, int] = {}  # which microbatch brings all rows first
         self._open = Countdown(num_stages + 1)
         self._lock = threading.Lock()
 
@@ -333,6 +339,16 @@ class GradientReducer:
                 self._taken.add(parameter)
                 del accumulator.sums[parameter]
         self._open.count()
+
+    def can_add_rows(self, parameter: nn.Parameter, microbatch: int) -> bool:
+        """Return whether rows can be added as a microbatch's gradient of a parameter.
+
+        A whole one was reserved before, in the order of the sums. Else whoever asks sends one.
+        """
+        with self._lock:
+            first = self._whole.get(parameter)
+            self._whole.setdefault(parameter, microbatch)
+        return first is not None and first <= microbatch
 
     def await_all(self, seconds: float) -> bool:
         """Wait until all has been added, but not longer than this; return whether it has."""

@@ -253,6 +253,11 @@ class UserCode(TorchFunctionMode):
                 leaf.grad = None
         return found
 
+    @property
+    def leaves(self) -> Mapping[tuple[int, nn.Parameter], nn.Parameter]:
+        """What stands for parameters, by the worker's number."""
+        return self._leaves
+
     def leaves_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         """Return the leaves that stand for a parameter, one a worker."""
         return [leaf for (_, known), leaf in self._leaves.items() if known is parameter]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,11 @@ from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_downloads import OutsideSums
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     GradientReducer,
     Gradients,
-    fold,
-    in_their_dtype,
+    Rows,
 )
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
@@ -67,7 +68,7 @@ class Worker:
         self._brought: Sequence[nn.Module] | None = None  # the last of them that were asked for
         self._streamed_bytes = 0
         self._outside: dict[nn.Parameter, Tensor] = {}
-        self._outside_sums: dict[WorkerTransfers, Gradients] = {}
+        self._outside_sums: dict[WorkerTransfers, OutsideSums] = {}
         self._peak_bytes = 0
 
     def __str__(self) -> str:
@@ -209,18 +210,23 @@ class Worker:
             with self.device.activate():
                 values.copy_(self.device.upload(parameter.detach()))
 
-    def add_outside(self, transfers: WorkerTransfers, gradients: Gradients) -> None:
+    def add_outside(self, transfers: WorkerTransfers, gradients: Gradients, rows: Rows) -> None:
         """Add gradients of such parameters to those of the present stage run.
 
-        They were made on a worker with these transfers, and are taken over.
+        They were made on a worker with these transfers, and are taken over. Of some only `rows` are
+        not zero.
         """
         with torch.no_grad():
-            fold(self._outside_sums.setdefault(transfers, {}), in_their_dtype(gradients))
+            self._outside_sums.setdefault(transfers, OutsideSums()).add(gradients, rows)
 
     def send_outside(self, *, reducer: GradientReducer, last: int) -> None:
         """Send what `add_outside` has summed up, at the end of a run: with `last`."""
         for transfers, sums in self._outside_sums.items():
-            transfers.gradients.send_outside(sums, landed=reducer.reserve_shared(last))
+            transfers.gradients.send_outside(
+                sums,
+                landed=reducer.reserve_shared(last),
+                can_add_rows=partial(reducer.can_add_rows, microbatch=last),
+            )
         self._outside_sums = {}
 
     def count_bytes(self, num_bytes: int) -> None:
