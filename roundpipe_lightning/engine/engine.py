@@ -17,13 +17,14 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.randomness import StepDraws
@@ -44,6 +45,7 @@ from roundpipe_lightning.engine.microbatch import (
     Microbatch,
     Piece,
     StepContext,
+    StepOptions,
     UserStep,
 )
 from roundpipe_lightning.engine.prepared_plans import PreparedPlan, PreparedPlans
@@ -244,26 +246,24 @@ class Engine:
         call: UserStep,
         *,
         loss_scales: Sequence[float],
-        **options: Any,
+        plan: Plan | None = None,
+        joined: bool = False,
+        **options: Unpack[StepOptions],
     ) -> StepResult:
         """Run forward and backward of all microbatches; as `begin_step`, and to its end."""
-        return self.begin_step(microbatches, call, loss_scales=loss_scales, **options).result()
+        return self.begin_step(
+            microbatches, call, loss_scales=loss_scales, plan=plan, joined=joined, **options
+        ).result()
 
-    def begin_step(  # noqa: PLR0913 - all but two keyword-only
+    def begin_step(
         self,
         microbatches: Sequence[Any],
         call: UserStep,
         *,
         loss_scales: Sequence[float],
         plan: Plan | None = None,
-        backward: bool = True,
         joined: bool = False,
-        step_seed: int | None = None,
-        first_microbatch: int = 0,
-        thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        overrides: Callable[[int], Mapping[str, Any]] = lambda index: {},
-        stand_ins: Mapping[nn.Module, nn.Module] | None = None,
-        outside: Outside | None = None,
+        **options: Unpack[StepOptions],
     ) -> Step:
         """Begin forward and backward of all microbatches.
 
@@ -276,16 +276,9 @@ class Engine:
                 module.
             loss_scales: What each microbatch's loss is multiplied by for the backward pass.
             plan: Another plan than the engine's, for another number of microbatches.
-            backward: Whether gradients are wanted.
             joined: Whether the user's code runs once, on the one batch that is given, and the
                 plan's microbatches are pieces of it, inside the calls of blocks.
-            step_seed: The step's random number; None draws one.
-            first_microbatch: Microbatches of the whole batch that other hosts have before these.
-            thread_context: Entered in every thread, for thread-local state such as autocast.
-            overrides: Attributes of a microbatch's root view, by its index.
-            stand_ins: Modules that are something else in every view.
-            outside: Asked, in every microbatch's thread, before each torch function of the user's
-                code outside the blocks; it may answer in the function's place.
+            **options: See `StepOptions`.
 
         Raises:
             BatchError: If there are more or fewer microbatches than planned.
@@ -302,31 +295,11 @@ class Engine:
         if plan is not self._plan:
             self._check_plan(plan)
         self._open.store.check_blocks()
+        backward = options.get("backward", True)
         prepared = self._wait_for_capacity(plan, backward=backward)
-        if step_seed is None:
-            step_seed = int(torch.randint(0, 2**62, (), device="cpu"))
-        context = self._context(
-            prepared,
-            call=call,
-            backward=backward,
-            thread_context=thread_context,
-            overrides=overrides,
-            stand_ins=stand_ins or {},
-            outside=outside,
-            joined=joined,
-            step_seed=step_seed,
-            first_microbatch=first_microbatch,
-        )
-        given = list(zip(microbatches, loss_scales, strict=True))
-        if joined:
-            members = _pieces_of(context, *given[0])
-        else:
-            members = [
-                Microbatch(context, index=index, batch=batch, loss_scale=scale)
-                for index, (batch, scale) in enumerate(given)
-            ]
+        context = self._context(prepared, call, joined=joined, **options)
         step = Step(
-            members,
+            _members(context, microbatches, loss_scales),
             context,
             steps=self._open.steps,
             waits_for_end=not self._num_steps,
@@ -346,7 +319,14 @@ class Engine:
             steps.wait_for_capacity(following.stage_runs(backward=backward))
         return plans.begin(plan, overlaps=not steps.is_empty)
 
-    def _context(self, prepared: PreparedPlan, *, joined: bool, **given: Any) -> StepContext:
+    def _context(
+        self,
+        prepared: PreparedPlan,
+        call: UserStep,
+        *,
+        joined: bool,
+        **options: Unpack[StepOptions],
+    ) -> StepContext:
         plan, graph, opened = prepared.plan, prepared.graph, self._open
         counts = Counter(link.block for link in self._chain.links)
         repeated = frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
@@ -371,7 +351,8 @@ class Engine:
             forms=self.forms if joined else None,
             is_first=not self._num_steps,
             may_write=joined or (None if plan.num_microbatches == 1 else False),
-            **given,
+            call=call,
+            **options,
         )
 
     def _step_ended(self, step: Step, result: StepResult) -> None:
@@ -447,8 +428,18 @@ class Engine:
             )
 
 
-def _pieces_of(context: StepContext, batch: Any, loss_scale: float) -> list[Microbatch]:
+def _members(
+    context: StepContext, microbatches: Sequence[Any], loss_scales: Sequence[float]
+) -> list[Microbatch]:
+    """Return the microbatches of a step: those that are given, or the pieces of the one batch."""
+    given = zip(microbatches, loss_scales, strict=True)
+    if context.forms is None:
+        return [
+            Microbatch(context, index=index, batch=batch, loss_scale=scale)
+            for index, (batch, scale) in enumerate(given)
+        ]
+    ((batch, scale),) = given
     num_pieces = context.turns.graph.plan.num_microbatches
     board = PieceBoard(num_pieces, context.turns)
-    driver = Driver(context, board=board, batch=batch, loss_scale=loss_scale)
+    driver = Driver(context, board=board, batch=batch, loss_scale=scale)
     return [driver, *(Piece(context, driver=driver, index=i) for i in range(1, num_pieces))]

@@ -14,9 +14,9 @@ backward of each part runs to its leaves and returns, so nothing ever waits insi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,33 @@ UserStep: TypeAlias = Callable[[Any, Any, int], Any]
 """Calls the user's step: the view of the module, the microbatch and its index."""
 
 
+class StepOptions(TypedDict, total=False):
+    """What `Engine.begin_step` may be told.
+
+    Attributes:
+        backward: Whether gradients are wanted, as they are by default.
+        step_seed: The step's random number; by default one is drawn.
+        first_microbatch: Microbatches of the whole batch that other hosts have before these: random
+            numbers follow from it.
+        thread_context: Entered in every thread, for thread-local state such as autocast.
+        overrides: Attributes of a microbatch's root view, by its index.
+        stand_ins: Modules that are something else in every view.
+        outside: Asked, in every microbatch's thread, before each torch function of the user's code
+            outside the blocks; it may answer in the function's place.
+    """
+
+    backward: bool
+    step_seed: int
+    first_microbatch: int
+    thread_context: Callable[[], AbstractContextManager[Any]]
+    overrides: Callable[[int], Mapping[str, Any]]
+    stand_ins: Mapping[nn.Module, nn.Module]
+    outside: Outside | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """State that the microbatches of one step share. The rest is as given to `Engine.begin_step`.
+    """State that the microbatches of one step share. The rest is as of `StepOptions`.
 
     Attributes:
         chain: The calls of blocks that are planned.
@@ -71,8 +95,7 @@ class StepContext:
         outside_blocks: Parameters that no block has.
         turns: The gates of the plan's actions.
         reducer: Where gradients are summed.
-        step_seed: The step's random number.
-        first_microbatch: Of all hosts' microbatches; random numbers follow from it.
+        call: Runs the user's step.
         returned: Counts down the microbatches whose user code has not returned.
         forms: What is known of calls, where the user's code runs once on the whole batch and the
             microbatches are pieces of it; None: it runs for every microbatch.
@@ -89,15 +112,15 @@ class StepContext:
     classes: ViewClasses
     reducer: GradientReducer
     draws: StepDraws
-    step_seed: int
-    first_microbatch: int
     call: UserStep
-    backward: bool
-    thread_context: Callable[[], AbstractContextManager[Any]]
-    overrides: Callable[[int], Mapping[str, Any]]
-    stand_ins: Mapping[nn.Module, nn.Module]
     returned: Countdown
     is_first: bool
+    backward: bool = True
+    step_seed: int = field(default_factory=lambda: int(torch.randint(0, 2**62, (), device="cpu")))
+    first_microbatch: int = 0
+    thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    overrides: Callable[[int], Mapping[str, Any]] = lambda index: {}
+    stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
     may_write: bool | None = None
     outside: Outside | None = None
     outside_blocks: frozenset[nn.Parameter] = frozenset()

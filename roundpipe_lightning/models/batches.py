@@ -6,7 +6,7 @@ whose first dimension is the batch's. All others run whole, `microbatching="bloc
 
 from __future__ import annotations
 
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -38,15 +38,11 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
             f"A batch of {size} rows cannot be split into {num_microbatches} microbatches. "
             f"{_REMEDY} Or drop the last batch of an epoch (DataLoader(drop_last=True))."
         )
-    small, num_larger = divmod(size, num_microbatches)
-    sizes = [small + (i < num_larger) for i in range(num_microbatches)]
-    parts = [
-        slice(stop - count, stop) for count, stop in zip(sizes, accumulate(sizes), strict=True)
-    ]
-    return [
-        map_leaves(lambda leaf: leaf[part] if isinstance(leaf, Tensor) else leaf, batch)  # noqa: B023
-        for part in parts
-    ]
+
+    def cut(leaf: Any, part: int) -> Any:
+        return leaf.tensor_split(num_microbatches)[part] if isinstance(leaf, Tensor) else leaf
+
+    return [map_leaves(partial(cut, part=part), batch) for part in range(num_microbatches)]
 
 
 def batch_size_of(batch: Any) -> int:
