@@ -237,12 +237,12 @@ class Penalised(nn.Module):
 def test_blocks_that_the_loss_looks_into_or_that_assign_buffers_run_as_they_are() -> None:
     module, compiler = Penalised(), BlockCompiler(Backend())
     stack = layers_of(module)
-    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    plan = plan_of(stack, num_microbatches=2, num_workers=1)
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0))]
+    plan = plan_of(stack, num_microbatches=1, num_workers=1)
     with engine_of(module, stack, plan, compiler=compiler) as engine:
         results = [mean_step(engine, batches) for _ in range(2)]
     assert set(compiler.left_as_they_are) == {"layers.0", "layers.2", "layers.3"}
-    assert module.layers[3].calls == 4
+    assert module.layers[3].calls == 2
     assert not differences(module, results[-1], plain_step(module, batches), tolerance=1e-6)
 
 

@@ -75,13 +75,12 @@ class Watched(Regressor):
         def __init__(self, notes: list[weakref.ref[Any]]) -> None:
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("calls", torch.zeros(()))
-            self.calls: Tensor
+            self.register_buffer("scale", torch.ones(()))
+            self.scale: Tensor
             self.notes = notes
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            self.calls += 1
-            hidden = torch.tanh(self.linear(x)) * mask
+            hidden = torch.tanh(self.linear(x)) * mask * self.scale
             self.notes += [weakref.ref(hidden), weakref.ref(x)]
             if tag_of(self.linear.weight) is None:  # on a device slots keep the leaves
                 self.notes.append(weakref.ref(self.linear.weight))
