@@ -17,6 +17,7 @@ from hypothesis import settings
 from tqdm import tqdm
 
 from roundpipe_commands import name_machines
+from tests.kit import engine as kit
 
 LEAK_GRACE_SECONDS = 60.0
 """Seconds that a thread may take to end, or a file to close, after the test that owned it."""
@@ -30,6 +31,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 name_machines(Path(__file__).parents[1] / "conf")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--emulated", action="store_true", help="emulated devices for CPU workers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    kit.ALL_ARE_EMULATED = config.getoption("--emulated")
+
 
 tqdm.monitor_interval = 0  # else the first progress bar starts a thread that never ends
 

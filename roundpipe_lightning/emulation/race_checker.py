@@ -18,7 +18,7 @@ collide with.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -215,10 +215,14 @@ class WatchedOperations(TorchDispatchMode):
     Args:
         checker: The checker.
         lines: Compute queues by the name of their device.
+        is_unnamed: Returns whether the calling thread has made no device its current one.
     """
 
-    def __init__(self, checker: ProtocolChecker, lines: dict[str, str]) -> None:
+    def __init__(
+        self, checker: ProtocolChecker, lines: dict[str, str], *, is_unnamed: Callable[[], bool]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_unnamed = is_unnamed
         self._checker = checker
         self._lines = lines
 
@@ -253,7 +257,14 @@ class WatchedOperations(TorchDispatchMode):
         """
         for operand in operands:
             if operand.place is not None:
-                return self._lines[operand.place]
+                line = self._lines[operand.place]
+                if self._is_unnamed() and line != next(iter(self._lines.values())):
+                    raise ProtocolError(
+                        f"An operation on {operand.place} is launched in "
+                        f"{threading.current_thread().name}, which has named no device: its "
+                        "current one is the first. Use `Device.activate`."
+                    )
+                return line
         for operand in operands:
             line = self._checker.line_of(operand.tensor)
             if line != HOST:

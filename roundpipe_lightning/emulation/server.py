@@ -18,14 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from roundpipe_lightning.emulation.links import (
     Copy,
@@ -40,7 +45,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Stamp, W
 from roundpipe_lightning.emulation.tagged_tensor import (
     TaggedMode,
     TaggedTensor,
-    moves_noted,
+    on_hardware,
     raw_of,
     tag,
     tag_of,
@@ -129,6 +134,7 @@ class EmulatedServer:
         self.host = HostClock()
         self.clock = ServerClock("clock of the emulated server")
         self.memory = HostMemory(self.timing.host_bytes_per_second, clock=self.clock)
+        self.page_locked: dict[int, int] = {}
         self._active = threading.local()
         self.devices = tuple(self._device(index) for index in range(num_devices))
 
@@ -144,36 +150,89 @@ class EmulatedServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        for device in self.devices:
+            device.close()
         self.clock.close()
 
-    def moved(self, source: str | None, target: str | None, num_bytes: int) -> None:
+    def move(self, tensor: Tensor, target: str | None, make: Callable[[], Tensor]) -> Tensor:
         """Let queues wait as for `Tensor.to`, from device to device or (None) the host.
 
         Between devices each one's compute waits for the other's. The host waits for a copy of
         memory that is not page-locked, and the copy for all compute before it.
         """
-        devices = [device for device in self.devices if device.name in (source, target)]
+        devices = [device for device in self.devices if device.name in (tag_of(tensor), target)]
         end = max((device.compute.mark() for device in devices), default=0.0)
         for device in devices:
-            seconds = num_bytes / self.timing.upload_bytes_per_second
+            seconds = tensor.nbytes / self.timing.upload_bytes_per_second
             device.compute.occupy(seconds, after=end)
-            if source is None or target is None:
+            if len(devices) == 1:
                 device.mark_event("a copy of the host").wait()
+        if self.checker is None or len(devices) < 2:
+            return make()
+        lines = [device.line for device in devices]
+        for line in lines:
+            self.checker.begin(line, [self.checker.stamp(other) for other in lines])
+        what = f"Tensor.to in {threading.current_thread().name}"
+        self.checker.access(raw_of(tensor), line=line, writes=False, what=what)
+        with torch._C._DisableTorchDispatch():  # noqa: SLF001 - known here
+            made = make()
+        self.checker.computes_in(raw_of(made), line)
+        self.checker.access(raw_of(made), line=line, writes=True, what=what)
+        for other in lines:
+            self.checker.wait(other, self.checker.stamp(line))
+        return made
+
+    def run_backward(self, run: Callable[[], Any]) -> Any:
+        """Run a backward pass in the autograd thread of the calling thread's device.
+
+        A pass that begins inside another one stays in its thread, as with PyTorch.
+        """
+        if getattr(self._active, "is_autograd", False):
+            return run()
+        device = self.current_device
+        modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+
+        def run_there() -> Any:
+            self._active.is_autograd = True
+            with self.activated(device), on_hardware(self), _entered(modes):
+                return run()
+
+        return device.autograd.submit(run_there).result()
 
     @contextlib.contextmanager
     def activated(self, device: ServedDevice) -> Iterator[None]:
         """Let the calling thread launch its work on a device."""
-        before = getattr(self._active, "device", None)
+        before = self.active_device
         self._active.device = device
         try:
             yield
         finally:
             self._active.device = before
 
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        """Return whether a host tensor lies in a buffer that was pinned."""
+        start = tensor.data_ptr()
+        locked = list(self.page_locked.items())
+        return any(first <= start < first + size for first, size in locked)
+
+    @property
+    def current_device(self) -> ServedDevice:
+        """The device on which the calling thread launches its work: 0 if it has named none."""
+        return self.active_device or self.devices[0]
+
+    @property
+    def active_device(self) -> ServedDevice | None:
+        """The device that the calling thread has made its current one."""
+        return getattr(self._active, "device", None)
+
     def launch(self, seconds: float) -> None:
         """Let the calling thread's device compute for so long."""
-        device: ServedDevice | None = getattr(self._active, "device", None)
-        if device is not None and seconds:
+        device = self.current_device
+        if self.timing.launch_seconds:
+            end = time.thread_time() + self.timing.launch_seconds
+            while time.thread_time() < end:  # with the interpreter's lock
+                pass
+        if seconds:
             device.compute.launch(seconds / device.speed)
 
     def work(self, tensor: Tensor, *, forward_seconds: float, backward_seconds: float) -> Tensor:
@@ -229,8 +288,8 @@ class ServedDevice(EmulatedDevice):
         self.compute = ComputeQueue(
             host=server.host, delay=server.timing.delays(f"compute of {self.name}")
         )
+        self.line = f"the compute queue of {self.name}"
         self._links = {queue: self._link(queue) for queue in CopyQueue}
-        self._line = f"the compute queue of {self.name}"
         self._num_buffers = 0
 
     def _link(self, queue: CopyQueue) -> LinkQueue:
@@ -246,9 +305,17 @@ class ServedDevice(EmulatedDevice):
             delay=timing.delays(f"{queue.value} of {self.name}"),
         )
 
+    @functools.cached_property
+    def autograd(self) -> ThreadPoolExecutor:
+        """The thread of this device's backward passes."""
+        return ThreadPoolExecutor(1, f"autograd of {self.name}")
+
     def close(self) -> None:
-        """Make the copies that are left, and join the server's clock; it starts when needed."""
+        """Make the copies that are left, and join the threads; they start when needed."""
         self.server.clock.close()
+        autograd: ThreadPoolExecutor | None = self.__dict__.pop("autograd", None)
+        if autograd is not None:
+            autograd.shutdown()
 
     # ----------------------------------------------------------------------------- user's tensors
 
@@ -279,7 +346,7 @@ class ServedDevice(EmulatedDevice):
         if self.server.poison:
             poison(raw)
         if self.server.checker is not None:
-            self.server.checker.computes_in(raw, self._line)
+            self.server.checker.computes_in(raw, self.line)
         return TaggedTensor(raw, self.name) if self.server.tags else raw
 
     def copy(
@@ -310,6 +377,8 @@ class ServedDevice(EmulatedDevice):
                 event=event,
             )
         )
+        if not all(tag_of(tensor) or self.server.is_page_locked(tensor) for tensor in (dst, src)):
+            event.hold()  # as with CUDA; the checker does not count on it
         return event
 
     def reaches(self, other: Device) -> bool:
@@ -344,7 +413,7 @@ class ServedDevice(EmulatedDevice):
             return
         issued.hold()
         if self.server.checker is not None:
-            self.server.checker.wait(self._line, issued.stamp)
+            self.server.checker.wait(self.line, issued.stamp)
 
     def mark_event(self, name: str) -> Event:
         """Return the end of what was launched so far."""
@@ -355,13 +424,17 @@ class ServedDevice(EmulatedDevice):
             clock=self.server.clock,
             host=self.server.host,
             checker=checker,
-            stamp={} if checker is None else checker.stamp(self._line),
+            stamp={} if checker is None else checker.stamp(self.line),
         )
 
     def pin(self, buffer: Tensor) -> None:
-        """Tell the checker what to call a host buffer."""
+        """Let copies from and to a host buffer not stop the host; the checker learns its name."""
+        self.server.page_locked[buffer.data_ptr()] = buffer.nbytes
         if self.server.checker is not None:
             self.server.checker.name(buffer, f"a host buffer of {buffer.nbytes} bytes")
+
+    def unpin(self, buffer: Tensor) -> None:
+        self.server.page_locked.pop(buffer.data_ptr(), None)
 
     # ------------------------------------------------------------------------------------ compute
 
@@ -376,10 +449,13 @@ class ServedDevice(EmulatedDevice):
         with contextlib.ExitStack() as contexts:
             if self.server.tags:
                 contexts.enter_context(super().thread_context())
-                contexts.enter_context(moves_noted(self.server.moved))
+                contexts.enter_context(on_hardware(self.server))
             if self.server.checker is not None:
-                lines = {device.name: device._line for device in self.server.devices}  # noqa: SLF001
-                contexts.enter_context(WatchedOperations(self.server.checker, lines))
+                lines = {device.name: device.line for device in self.server.devices}
+                watched = WatchedOperations(
+                    self.server.checker, lines, is_unnamed=lambda: self.server.active_device is None
+                )
+                contexts.enter_context(watched)
             yield
 
     def synchronize(self) -> None:
@@ -395,6 +471,15 @@ class ServedDevice(EmulatedDevice):
     def mark(self) -> float:
         """Return the time at which all work launched so far will have been done."""
         return self.compute.mark()
+
+
+@contextlib.contextmanager
+def _entered(modes: Sequence[Any]) -> Iterator[None]:
+    """Enter modes of PyTorch that another thread is in."""
+    with contextlib.ExitStack() as contexts:
+        for mode in modes:
+            contexts.enter_context(mode)
+        yield
 
 
 def _values_of(tensor: Tensor) -> Tensor:
@@ -413,13 +498,13 @@ def _copy(target: Tensor, source: Tensor) -> None:
         # A link does not wait for Python's lock: keep it, where `copy_` would give it away.
         _memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         return
-    with torch.no_grad():
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.copy_(source)
 
 
 def poison(tensor: Tensor) -> None:
     """Fill a tensor with what no computation gives: not-a-numbers, or all bits set."""
-    with torch.no_grad():
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
         elif tensor.dtype is torch.bool:

@@ -42,7 +42,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -201,18 +201,30 @@ def move(tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
     return _Move.apply(tensor, device_name)  # type: ignore[no-any-return, no-untyped-call]
 
 
-_noted = threading.local()
+class Hardware(Protocol):
+    """What a thread's moves and backward passes do on hardware beside giving values."""
+
+    def move(
+        self, tensor: torch.Tensor, target: str | None, make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a tensor's copy on another device, or (None) the host, which a call makes."""
+
+    def run_backward(self, run: Callable[[], Any]) -> Any:
+        """Run a backward pass that begins with tensors of a device; return what it returns."""
+
+
+_thread = threading.local()
 
 
 @contextmanager
-def moves_noted(note: Callable[[str | None, str | None, int], None]) -> Iterator[None]:
-    """Call with both places and the bytes whenever the thread moves a tensor, until the end."""
-    before = getattr(_noted, "call", None)
-    _noted.call = note
+def on_hardware(hardware: Hardware) -> Iterator[None]:
+    """Let the calling thread's moves and backward passes be those of some hardware."""
+    before = getattr(_thread, "hardware", None)
+    _thread.hardware = hardware
     try:
         yield
     finally:
-        _noted.call = before
+        _thread.hardware = before
 
 
 class TaggedMode(ExitStack):
@@ -252,9 +264,9 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
         ctx.source = tag_of(tensor)
-        if (note := getattr(_noted, "call", None)) is not None:
-            note(ctx.source, device_name, tensor.nbytes)
-        return _placed(tensor, device_name)
+        hardware: Hardware | None = getattr(_thread, "hardware", None)
+        make = functools.partial(_placed, tensor, device_name)
+        return make() if hardware is None else hardware.move(tensor, device_name, make)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -423,6 +435,18 @@ def _check_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
         )
 
 
+def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    hardware: Hardware | None = getattr(_thread, "hardware", None)
+    if hardware is None:
+        return func(*args, **kwargs)
+
+    def run() -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return hardware.run_backward(run)
+
+
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """`x.new_tensor(data)` and the old `x.new(...)`: made on the host, then uploaded."""
     tensor = args[0]
@@ -444,6 +468,9 @@ _SPECIAL_FUNCTIONS: Mapping[Any, _Special] = {
     torch.Tensor.__array__: _numpy,
     torch.Tensor.__dlpack__: _numpy,
     torch.Tensor.data_ptr: _data_ptr,
+    torch.Tensor.backward: _backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _backward,
     torch.Tensor.new: _new,
     torch.Tensor.new_tensor: _new,
     torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]

@@ -41,6 +41,7 @@ class EmulatedTiming:
         direct_bytes_per_second: Of copies from device to device, on the link of the one that
             receives them; None: no device reaches another's memory.
         copy_seconds: What each copy takes beside its bytes.
+        launch_seconds: What a piece of compute takes the host, with the interpreter's lock.
         max_delay_seconds: Every copy and every mark on a compute queue takes a random time more,
             up to this.
         seed: Of the random times.
@@ -54,6 +55,7 @@ class EmulatedTiming:
     host_bytes_per_second: float = math.inf
     direct_bytes_per_second: float | None = None
     copy_seconds: float = 0.0
+    launch_seconds: float = 0.0
     max_delay_seconds: float = 0.0
     seed: int = 0
 
@@ -64,7 +66,7 @@ class EmulatedTiming:
                 raise ConfigurationError(
                     f"{name}_bytes_per_second={rate} must be positive; math.inf takes no time."
                 )
-        for name in ("copy_seconds", "max_delay_seconds"):
+        for name in ("copy_seconds", "launch_seconds", "max_delay_seconds"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise ConfigurationError(f"{name}={seconds} must be a time of 0 s or more.")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +24,11 @@ from roundpipe_lightning.engine.device.events import HostEvent
 from roundpipe_lightning.engine.device.threads import Countdown
 from roundpipe_lightning.errors import ConfigurationError
 from tests.kit.engine import (
+    Block,
     Regressor,
+    check_parity,
+    emulated_workers,
+    engine_for,
     engine_of,
     layers_of,
     mean_step,
@@ -190,9 +196,8 @@ def test_callbacks_come_when_it_has_happened() -> None:
 def test_a_copy_that_cannot_be_made_raises_where_it_is_waited_for() -> None:
     with EmulatedServer(1) as server:
         (device,) = server.devices
-        event = device.copy(_buffer(device, 3), torch.ones(4), queue=UP)
         with pytest.raises(RuntimeError, match="size"):
-            event.wait()
+            device.copy(_buffer(device, 3), torch.ones(4), queue=UP).wait()
         slot = _buffer(device, 4)
         device.copy(slot, torch.ones(4), queue=UP).wait()  # the queue goes on
         assert raw_of(slot).tolist() == [1.0] * 4
@@ -312,6 +317,45 @@ class TestChecker:
                 event.wait()
                 assert (host + 1).tolist() == [4.0] * 4
 
+    def test_a_slot_that_is_overwritten_while_another_device_copies_it(self) -> None:
+        """`Tensor.to` lets each of two devices wait for the other, but not the host for them."""
+        with EmulatedServer(2, checker=ProtocolChecker()) as server:
+            one, two = server.devices
+            slot = _buffer(one, 4)
+            with one.thread_context(), one.activate():
+                one.await_event(one.copy(slot, torch.ones(4), queue=UP))
+                there = slot.to(two.torch_device)
+                with two.activate():
+                    result = there + 1
+                with pytest.raises(ProtocolError, match=r"before Tensor\.to in MainThread"):
+                    one.copy(slot, torch.ones(4), queue=UP)
+                assert result.tolist() == [2.0] * 4
+
+    def test_a_thread_that_names_no_device_works_on_the_first(self) -> None:
+        with EmulatedServer(2, checker=ProtocolChecker()) as server:
+            one, two = server.devices
+            with two.thread_context():
+                here, there = one.upload(torch.ones(4)), two.upload(torch.ones(4))
+                here * 2
+                server.launch(0.25)
+                assert len(one.compute.spans) == 1
+                with pytest.raises(ProtocolError, match="which has named no device"):
+                    there * 2
+                with two.activate():
+                    there * 2
+
+    def test_an_engine_that_does_not_name_a_worker_s_device(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = Regressor(4)
+        devices = emulated_workers(2)
+        monkeypatch.setattr(devices[1], "activate", nullcontext)
+        with (
+            engine_for(module, devices=devices) as engine,
+            pytest.raises(ProtocolError, match="on emulated:1 is launched in roundpipe-micro"),
+        ):
+            mean_step(engine, regression_batches(3))
+
     def test_what_crosses_at_once_waits_for_the_device(self) -> None:
         with EmulatedServer(2, checker=ProtocolChecker()) as server:
             one, two = server.devices
@@ -321,6 +365,106 @@ class TestChecker:
                 assert y.cpu().tolist() == [4.0] * 4
                 assert two.download(y).add(1).tolist() == [5.0] * 4
                 assert float(y.sum()) == 16.0
+
+
+def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked() -> None:
+    with EmulatedServer(1, timing=_timing()) as server:
+        (device,) = server.devices
+        slot, host = _buffer(device, 20), torch.ones(30)
+        device.pin(host)
+        begin = time.perf_counter()
+        is_done = device.copy(slot, host[10:], queue=UP).is_done
+        assert not is_done or time.perf_counter() - begin > 0.019
+        device.unpin(host)
+        assert device.copy(slot, host[10:], queue=UP).is_done
+
+
+class _InThread(torch.autograd.Function):
+    """Remembers the thread of its forward pass, and looks for it in its backward pass."""
+
+    known = threading.local()
+    names: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _InThread.known.value = 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _InThread.names.append(threading.current_thread().name)
+        value: int = _InThread.known.value
+        return gradient * value
+
+
+class _KnowsItsThread(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        known: Tensor = _InThread.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return known
+
+
+_needs_backward = pytest.mark.skipif(
+    "handle_torch_function" not in torch.autograd.backward.__code__.co_names,
+    reason="needs a PyTorch that hands torch.autograd.backward to classes of tensors",
+)
+
+
+@_needs_backward
+def test_a_backward_pass_that_relies_on_the_thread_of_its_forward_pass() -> None:
+    """PyTorch runs backward passes of accelerators in threads of its own, one for each device."""
+    check_parity(Regressor(2, make_block=_KnowsItsThread), num_workers=2)
+    _InThread.names.clear()
+    devices = emulated_workers(2)
+    with pytest.raises(AttributeError, match="value"):
+        check_parity(Regressor(2, make_block=_KnowsItsThread), devices=devices, num_workers=2)
+    names = {*_InThread.names} - {"MainThread"}  # of the plain loop
+    assert names
+    assert names <= {f"autograd of {device.name}_0" for device in devices}
+
+
+@_needs_backward
+def test_a_backward_pass_that_waits_for_another_one_of_its_device() -> None:
+    """It waits for good where both are in one thread, and not where each is in its own."""
+    with EmulatedServer(2) as server:
+        one, two = server.devices
+
+        def begin(device: ServedDevice, hook: Callable[[Tensor], None]) -> threading.Thread:
+            def run() -> None:
+                with device.thread_context(), device.activate():
+                    x = device.upload(torch.ones(2)).requires_grad_()
+                    x.register_hook(hook)
+                    torch.autograd.backward((x * 2).sum())
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        found: list[bool] = []
+        for device, wanted in ((one, False), (two, True)):
+            has_begun, other_ended = threading.Event(), threading.Event()
+            seconds = 60.0 if wanted else 0.1
+
+            def wait(_: Tensor, begun: Any = has_begun, limit: float = seconds) -> None:
+                begun.set()
+                found.append(other_ended.wait(limit))  # noqa: B023 - ends before the next one
+
+            waits = begin(one, wait)
+            assert has_begun.wait(60)
+            other = begin(device, lambda _: other_ended.set())  # noqa: B023
+            waits.join()
+            other.join()
+            assert found.pop() is wanted
+
+
+def test_launches_take_the_lock_of_the_interpreter() -> None:
+    with EmulatedServer(2, timing=EmulatedTiming(launch_seconds=0.02)) as server:
+        begin = time.perf_counter()
+        threads = [threading.Thread(target=server.launch, args=(0.0,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.perf_counter() - begin > 0.039
 
 
 @pytest.mark.parametrize("by_to", [True, False])

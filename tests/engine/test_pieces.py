@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.engine.worker.turns import Turns
@@ -252,6 +252,16 @@ def test_a_block_that_puts_tensors_into_a_list_is_refused() -> None:
     kept: list[Tensor] = []
     with pytest.raises(CaptureError, match=r"'layers\.0' puts tensors of the batch into a list"):
         check(Regressor(make_block=lambda: KeepsMean(kept)))
+
+
+def test_what_a_device_still_works_on_is_not_taken_for_kept() -> None:
+    kept: list[Tensor] = []
+
+    class Works(CpuDevice):
+        def synchronize(self) -> None:
+            kept.clear()
+
+    check(Regressor(make_block=lambda: KeepsMean(kept)), devices=[Works(0), Works(1)])
 
 
 class Leaves(Block):

@@ -91,6 +91,7 @@ def test_a_write_is_refused_when_the_block_is_used_next(tmp_path: Path) -> None:
     with torch.no_grad():
         blocks[1].self_attn.q_proj.weight.add_(1)
     store.upload_block(blocks[0], worker)
+    worker.close()
     message = r"layers\.1\.self_attn\.q_proj\.weight .* was written to.*frozen_weights=memory"
     with pytest.raises(ConfigurationError, match=message):
         store.upload_block(blocks[1], worker)

@@ -108,8 +108,13 @@ class Case:
         num_batches = others.choice((1, 1, 1, 2) if is_small else (1, 1, 2, 3))
         rounds, is_direct = others.random() < 0.3, others.random() < 0.4
         is_early = num_batches == 1 and others.random() < 0.5
+        is_stale = num_batches == 1 and not is_early and others.random() < 0.8
+        # Several microbatches that write into buffers are refused, and a block that runs twice.
+        counts = spec.num_passes == 1 and others.random() < 0.3
+        if counts:
+            num_microbatches = 1
         return cls(
-            model=replace(spec, rounds=rounds),
+            model=replace(spec, rounds=rounds, counts=counts),
             planned_passes=planned,
             num_microbatches=num_microbatches,
             num_batches=num_batches,
@@ -127,7 +132,7 @@ class Case:
             bytes_per_second=numbers.choice((1e6, 1e9) if is_small else (2e5, 1e6, 1e9)),
             is_direct=is_direct,
             is_early=is_early,
-            is_stale=num_batches == 1 and not is_early and others.random() < 0.8,
+            is_stale=is_stale,
             seed=seed,
         )
 
@@ -204,11 +209,10 @@ def run_case(case: Case, *, fault: Fault | None = None) -> list[str]:
                 upload_dtype=torch.bfloat16 if case.model.rounds else None,
             ) as engine,
         ):
-            if case.is_stale:
-                return _train_stale(case, engine, model, plain)
-            if case.is_early:
-                return _train_early(case, engine, model, plain)
-            return _train(case, engine, model, plain)
+            train = _train_stale if case.is_stale else _train_early if case.is_early else _train
+            wrong = train(case, engine, model, plain)
+        names = [f"buffer {name}" for name, _ in model.named_buffers()]
+        return wrong or _differences(names, list(model.buffers()), plain.buffers)
     except ProtocolError as error:
         return [f"checker: {error}"]
 

@@ -65,15 +65,25 @@ class Dense(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block with dropout; of a second stack, with a second input."""
+    """A residual block with dropout; of a second stack, with a second input.
 
-    def __init__(self, *, dropout: float, crossed: bool) -> None:
+    Attributes:
+        seen: How often it has run, which it computes with.
+    """
+
+    seen: Tensor | None
+
+    def __init__(self, *, dropout: float, crossed: bool, counts: bool) -> None:
         super().__init__()
+        self.register_buffer("seen", torch.zeros(()) if counts else None)
         self.inner, self.outer = Dense(), Dense()
         self.cross = Dense() if crossed else None
         self.dropout = dropout
 
     def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
+        if self.seen is not None:
+            self.seen += 1
+            x = x / (1 + self.seen)
         hidden = self.outer(torch.tanh(self.inner(x)))
         if self.cross is not None and states is not None:
             hidden = hidden + torch.tanh(self.cross(exact(states)))
@@ -119,6 +129,7 @@ class ModelSpec:
         frozen: Every how many parameters one is frozen; 0: none.
         seed: Of the values.
         rounds: Whether products are with weights in bfloat16.
+        counts: Whether blocks write into buffers.
     """
 
     num_first: int
@@ -131,6 +142,7 @@ class ModelSpec:
     frozen: int
     seed: int
     rounds: bool = False
+    counts: bool = False
 
     @classmethod
     def drawn(cls, numbers: random.Random, *, most_blocks: int) -> ModelSpec:
@@ -172,7 +184,7 @@ class RaceModel(nn.Module):
     def _block(self, index: int, *, crossed: bool) -> nn.Module:
         if self.spec.num_experts and index % 3 == 1:
             return Experts(num_experts=self.spec.num_experts, crossed=crossed)
-        return Block(dropout=self.spec.dropout, crossed=crossed)
+        return Block(dropout=self.spec.dropout, crossed=crossed, counts=self.spec.counts)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         del batch_idx
@@ -270,6 +282,7 @@ class PlainModel:
         self._model = copy.deepcopy(model)
         self._streams: list[_Streams] = []
         self.parameters = list(self._model.parameters())
+        self.buffers = list(self._model.buffers())
         for stack in (self._model.first, self._model.second):
             for index, block in enumerate(stack):
                 stack[index] = _Called(block, self._streams)

@@ -42,6 +42,7 @@ def test_the_cases_are_of_every_kind() -> None:
         lambda case: case.is_early,
         lambda case: case.is_stale,
         lambda case: case.model.rounds,
+        lambda case: case.model.counts and case.num_batches > 1,
         lambda case: case.model.num_second and case.model.num_experts,
         lambda case: case.planned_passes < case.model.num_passes,
         lambda case: case.model.dropout and case.model.frozen,

@@ -444,7 +444,10 @@ class DriverForward(ForwardPass):
         if buffers:
             raise NotByRowsError("it writes into buffers (running statistics, say)")
         return trial.form(
-            num_rows=sizes[0] + sizes[1], trusts_rows=self._forms.trusts_rows, name=name
+            num_rows=sizes[0] + sizes[1],
+            trusts_rows=self._forms.trusts_rows,
+            name=name,
+            settle=self.turns.worker.device.synchronize,
         )
 
     def _brought(self, tensor: Tensor) -> Tensor:

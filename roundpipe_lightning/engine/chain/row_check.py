@@ -10,6 +10,7 @@ the balance of a router that begins with zeros. So what is computed from rows is
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -36,6 +37,7 @@ _KEPT = (
     "batch would fill in any order, and again in a recompute. Let it return them or keep them as "
     "an attribute, or set num_microbatches=1."
 )
+_LET_GO_SECONDS = 1.0
 _PLAIN = (bool, int, float, str, type(None))
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE = 5e-2  # of narrower types, relative to the largest value
@@ -182,8 +184,10 @@ class RowTrial:
                 raise NotByRowsError(f"it raises {kind} on a part of the batch") from error
             self._writes.append(take_writes())
 
-    def form(self, *, num_rows: int, trusts_rows: bool, name: str) -> tuple[CallForm, list[Shadow]]:
-        """Return the form of the call, and what it gave for the rows.
+    def form(
+        self, *, num_rows: int, trusts_rows: bool, name: str, settle: Callable[[], None]
+    ) -> tuple[CallForm, list[Shadow]]:
+        """Return the form of the call, and what it gave for the rows; `settle` ends all work.
 
         Raises:
             NotByRowsError: If it is not the same on parts of the rows.
@@ -201,16 +205,17 @@ class RowTrial:
             [*result, *(one[key] for key in left[0])]
             for result, one in zip(self._results, left, strict=True)
         ]
-        if self._marks.alive(besides=[tensor for result in results for tensor in result]):
+        made = [tensor for result in results for tensor in result]
+        if self._marks.alive(besides=made, settle=settle):
             raise CaptureError(_KEPT.format(name))
         if len({len(result) for result in results}) != 1:
             raise NotByRowsError("it gives other outputs for another number of rows")
-        made = [Shadow(*parts) for parts in zip(*results[:3], strict=True)]
+        shadows = [Shadow(*parts) for parts in zip(*results[:3], strict=True)]
         values = tuple(
             self._dim_made(shadow, alike, num_rows=num_rows, trusts_rows=trusts_rows)
-            for shadow, alike in zip(made, results[3], strict=True)
+            for shadow, alike in zip(shadows, results[3], strict=True)
         )
-        return CallForm(arguments=self._dims, values=values, left=tuple(left[0])), made
+        return CallForm(arguments=self._dims, values=values, left=tuple(left[0])), shadows
 
     def _left_tensors(self, writes: BlockWrites) -> dict[tuple[nn.Module, str], Tensor]:
         """Return the attributes that are tensors made of rows.
@@ -261,18 +266,27 @@ class RowMarks(TorchFunctionMode):
         known = self._marked.get(id(tensor))
         return known is not None and known() is tensor
 
-    def alive(self, *, besides: Iterable[Tensor]) -> bool:
+    def alive(self, *, besides: Iterable[Tensor], settle: Callable[[], None]) -> bool:
         """Return whether anybody keeps a marked tensor that is not one of those given.
 
-        Those are often views, which keep what they are views of.
+        Those are often views, which keep what they are views of. An accelerator's threads keep
+        what it works on, and let go a little after `settle` has waited for it.
         """
         given = {id(t) for tensor in besides for t in (tensor, tensor._base)}  # noqa: SLF001
-        for collect in (False, True):
-            if collect:
-                gc.collect()
-            if all(ref() is None or key in given for key, ref in self._marked.items()):
+
+        def is_kept() -> bool:
+            return any(ref() is not None and key not in given for key, ref in self._marked.items())
+
+        for release in (gc.collect, settle):
+            if not is_kept():
                 return False
-        return True
+            release()
+        end = time.monotonic() + _LET_GO_SECONDS
+        while is_kept():
+            if time.monotonic() > end:
+                return True
+            time.sleep(1e-3)
+        return False
 
     def __torch_function__(
         self,
