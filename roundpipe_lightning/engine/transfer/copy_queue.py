@@ -166,7 +166,10 @@ class TransferQueue:
         self._queue = queue
         self._on_failure = on_failure
         self._chunk_bytes = device.chunk_bytes if chunk_bytes is None else chunk_bytes
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # there is work, or no more
+        # Who waits for the end is not woken by every chunk: it would take Python's lock each time.
+        self._is_idle = threading.Condition(lock)
         self._staging: list[Tensor] = []
         self._in_flight: deque[_Chunk] = deque()
         self._present = ""  # the name of the job that it works at
@@ -234,7 +237,7 @@ class TransferQueue:
 
     def _push(self, entry: _Entry) -> None:
         heapq.heappush(self._ready, (entry.job.priority, self._entries[entry], entry))
-        self._changed.notify_all()
+        self._changed.notify()
 
     def abort(self) -> None:
         """Give every job up. Copies in flight come to their end; see `drain`."""
@@ -244,15 +247,15 @@ class TransferQueue:
                 entry.is_over = True
             self._entries.clear()
             self._ready.clear()
-            self._changed.notify_all()
+            self._is_idle.notify_all()
         for entry in given_up:
             entry.job.event.abort()
             entry.job.let_go()
 
     def drain(self, *, timeout_seconds: float) -> bool:
         """Wait until every job is over and nothing is in flight; return whether that came to be."""
-        with self._changed:
-            return self._changed.wait_for(
+        with self._is_idle:
+            return self._is_idle.wait_for(
                 lambda: not self._entries and not self._is_busy, timeout=timeout_seconds
             )
 
@@ -290,7 +293,8 @@ class TransferQueue:
             del entry
             with self._changed:
                 self._is_busy = bool(self._in_flight)
-                self._changed.notify_all()
+                if not self._is_busy and not self._entries:
+                    self._is_idle.notify_all()
 
     def _issue(self, entry: _Entry) -> None:
         job = entry.job
