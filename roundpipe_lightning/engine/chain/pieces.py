@@ -84,8 +84,7 @@ class CallForms:
             if len(self.whole) == 1:
                 warnings.warn(
                     f"Block {name!r} runs on the whole batch, not on microbatches: {reason}. "
-                    "Workers share a batch only where its rows are independent. "
-                    "RoundPipeStrategy(trust_rows=True) splits it all the same.",
+                    "Workers share a batch only where its rows are independent.",
                     category=WholeBatchWarning,
                     stacklevel=2,
                 )
@@ -442,7 +441,9 @@ class DriverForward(ForwardPass):
                 lambda take: self._run_shadow(block, resident, take, given), resident.take_writes
             )
         if buffers:
-            raise NotByRowsError("it writes into buffers (running statistics, say)")
+            raise NotByRowsError(
+                "it writes into buffers (running statistics, say; GroupNorm has none)"
+            )
         return trial.form(
             num_rows=sizes[0] + sizes[1],
             trusts_rows=self._forms.trusts_rows,

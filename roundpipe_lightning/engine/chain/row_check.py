@@ -122,7 +122,10 @@ def reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
     hooked = {module for module, written in writes if any(map(written.get, tables))}
     for name, module in block.named_modules():
         if module in hooked or any(module.__dict__[table] for table in tables):
-            return f"a hook looks at {name or 'it'}, once per batch"
+            return (
+                f"a hook looks at {name or 'it'}, once per batch (with microbatching='step', once "
+                "per microbatch)"
+            )
     return ""
 
 
@@ -247,7 +250,10 @@ class RowTrial:
             row = alike.narrow(dim, 0, 1).expand_as(alike)
             same = _close(torch.cat([first, second], dim), both) and _close(row, alike)
         if not (same or trusts_rows):
-            raise NotByRowsError("what it gives for a row depends on the other rows")
+            raise NotByRowsError(
+                "what it gives for a row depends on the other rows (RoundPipeStrategy("
+                "trust_rows=True) splits it all the same)"
+            )
         return dim
 
 
