@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -51,7 +52,7 @@ def train(config: DictConfig) -> float | None:
     """
     whole("seed", config.seed, least=0)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
-    run = build_run(_with_interval(config))
+    run = build_run(_with_interval(_with_own_folder(config)))
     folder = Path(run.config.paths.output_dir)
     write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
     _save_first_plan(run)
@@ -104,6 +105,17 @@ def _keep_metrics(run: Run, metrics: dict[str, float]) -> None:
     metrics.update({name: float(value) for name, value in run.trainer.callback_metrics.items()})
     if run.statistics.validated_step != run.trainer.global_step:
         metrics.pop("val_loss", None)  # measured before the last step
+
+
+def _with_own_folder(config: DictConfig) -> DictConfig:
+    """The configuration, with a folder in the run's for each host but the first."""
+    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "NODE_RANK"))
+    rank = next((rank for rank in ranks if rank is not None), "0")
+    if config.trainer.get("num_nodes", 1) == 1 or rank == "0":
+        return config
+    own = config.copy()
+    own.paths.output_dir = str(Path(config.paths.output_dir) / f"host{rank}")
+    return own
 
 
 def _with_interval(config: DictConfig) -> DictConfig:

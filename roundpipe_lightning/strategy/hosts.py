@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
-from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.errors import ConfigurationError, DataError, HostError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.options import Options
 
@@ -128,45 +128,39 @@ def disconnect() -> None:
 def _check_num_nodes(store: Store, *, rank: int, num_nodes: int) -> None:
     store.set(f"num_nodes/{rank}", str(num_nodes))
     for host in range(num_nodes) if rank == 0 else [0]:
-        theirs = int(store.get(f"num_nodes/{host}"))
+        try:
+            theirs = int(store.get(f"num_nodes/{host}"))
+        except RuntimeError as error:
+            raise HostError(
+                f"Host {rank} lost host 0 at the start: its own output says why. ({error})"
+            ) from error
         if theirs != num_nodes:
-            store.set(f"num_nodes/{rank}", str(num_nodes))
             raise ConfigurationError(
                 f"num_nodes={num_nodes} on host {rank}, but {theirs} on host {host}. Set the same "
                 "number on every host."
             )
 
 
-# Lightning's collectives, on its own group -------------------------------------------------------
-
-
-def reduce(tensor: Any, operation: ReduceOp | str | None) -> Any:
-    """Reduce over the hosts, in their order, so that all get the same bits.
+def reduce(parts: Sequence[Tensor], operation: ReduceOp | str | None) -> Tensor:
+    """Reduce tensors of the hosts, in their order, so that all get the same bits.
 
     Args:
-        tensor: Of one shape on all hosts; whole numbers have a mean that is none. Anything else
-            comes back as it is.
+        parts: Every host's, of one shape; whole numbers have a mean that is none.
         operation: As in `torch.distributed`, or `"mean"`.
     """
-    if not isinstance(tensor, Tensor):
-        return tensor
     name = "mean" if operation is None else str(operation).rpartition(".")[2].lower()
-    own = tensor.detach().cpu().contiguous()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    stacked = torch.stack(parts)
-    if name in ("mean", "avg"):
-        wide = stacked if stacked.is_floating_point() else stacked.double()
-        return wide.mean(0).to(tensor.device)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "sum": lambda some: some.sum(0),
-        "min": lambda some: some.amin(0),
-        "max": lambda some: some.amax(0),
-        "product": lambda some: some.prod(0),
+    stacked = torch.stack(list(parts))
+    ways: dict[str, Callable[[], Tensor]] = {
+        "mean": lambda: (stacked if stacked.is_floating_point() else stacked.double()).mean(0),
+        "sum": lambda: stacked.sum(0),
+        "min": lambda: stacked.amin(0),
+        "max": lambda: stacked.amax(0),
+        "product": lambda: stacked.prod(0),
     }
+    ways["avg"] = ways["mean"]
     if name not in ways:
-        raise ConfigurationError(f"Hosts cannot reduce by {operation}; {', '.join(ways)}, mean.")
-    return ways[name](stacked).to(tensor.device)
+        raise ConfigurationError(f"Hosts cannot reduce by {operation}; {', '.join(ways)}.")
+    return ways[name]()
 
 
 # Data --------------------------------------------------------------------------------------------

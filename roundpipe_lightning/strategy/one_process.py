@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -14,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
+from roundpipe_lightning.engine.exchange.hosts import Hosts
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import checks, compat, hosts
 from roundpipe_lightning.strategy.registry import with_workers
@@ -28,6 +29,8 @@ class OneProcessStrategy(ParallelStrategy):
     """Number of hosts; the Trainer sets it to its flag."""
 
     _rank = 0
+    _hosts: Hosts | None = None
+    """All hosts, where there are several; Lightning's own group carries next to nothing."""
 
     stochastic_rounding = False
     """Whether the precision is to round stochastically."""
@@ -77,16 +80,14 @@ class OneProcessStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Leave the module in host memory."""
 
-    @property
-    def _is_connected(self) -> bool:
-        return self.num_nodes > 1 and dist.is_available() and dist.is_initialized()
-
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
         """As `hosts.reduce`; `group` is that of all hosts."""
         del group
-        return hosts.reduce(tensor, reduce_op) if self._is_connected else tensor
+        if self._hosts is None or not isinstance(tensor, Tensor):
+            return tensor
+        return hosts.reduce(self._hosts.control.objects(tensor.detach().cpu()), reduce_op)
 
     def all_gather(
         self,
@@ -94,21 +95,21 @@ class OneProcessStrategy(ParallelStrategy):
         group: Any = None,
         sync_grads: bool = False,  # noqa: FBT001, FBT002 - Lightning's signature
     ) -> Tensor:
-        if not self._is_connected:
+        if self._hosts is None:
             return tensor
-        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
-        return gathered
+        if sync_grads:
+            raise ConfigurationError("all_gather(sync_grads=True) does not work on several hosts.")
+        del group
+        return torch.stack(self._hosts.control.objects(tensor.detach().cpu())).to(tensor.device)
 
     def barrier(self, name: str | None = None) -> None:  # noqa: ARG002 - Lightning's signature
-        if self._is_connected:
-            dist.barrier()
+        if self._hosts is not None:
+            self._hosts.control.objects(None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if not self._is_connected:
+        if self._hosts is None:
             return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        return self._hosts.control.objects(obj if self._rank == src else None)[src]  # type: ignore[return-value]
 
     # Plugins that the strategy imposes -----------------------------------------------------------
 

@@ -35,7 +35,6 @@ from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
-from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.optim import HostAdamW
@@ -215,7 +214,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         super().__init__(**self._given)
         self._set_down()
         self.num_nodes, self._rank = 1, 0
-        self._hosts: Hosts | None = None
+        self._hosts = None
 
     def _set_down(self) -> None:
         """Set what a set-up makes as it is before there is one."""
@@ -629,8 +628,6 @@ class RoundPipeStrategy(OneProcessStrategy):
                     "Several hosts cannot save between the batches of an accumulation window yet. "
                     "Save when the optimizer has stepped: with every_n_train_steps or at its end."
                 )
-            if not self.is_global_zero:
-                return
         if self.exclude_frozen_parameters:
             _, frozen = split_frozen(module, module.state_dict())
             if frozen:
@@ -645,6 +642,8 @@ class RoundPipeStrategy(OneProcessStrategy):
                     PREVIOUS_KEY: runtime.previous_parameters(),
                 },
             }
+        if not self.is_global_zero:  # what was logged has been put together with this one
+            return
         io = self.checkpoint_io
         if not isinstance(io, RoundPipeAsyncCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)

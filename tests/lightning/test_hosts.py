@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+from unittest import mock
 
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.errors import ConfigurationError, HostError
 from tests.kit.hosts import run_on_hosts
 from tests.kit.training import (
+    QUIET,
     LanguageModel,
     PaddedSequences,
     Regressor,
     make_trainer,
     regression_data,
 )
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 
 GLOBAL_BATCH = 12
 NUM_SAMPLES = 41  # the last batch is not full
@@ -106,6 +118,9 @@ CASES = {
 }
 
 
+_ON_THREE = ("sgd", "sgd again", "padded, step", "accumulated", "muon")
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train_all(0, 1, tmp_path_factory.mktemp("one"), CASES)
@@ -113,11 +128,208 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num", [2, 3])
 def test_numbers_of_one_host(tmp_path: Path, num: int, expected: dict[str, Any]) -> None:
-    for seen in run_on_hosts(num, train_all, num, tmp_path, CASES):
+    cases = CASES if num == 2 else {name: CASES[name] for name in _ON_THREE}
+    for seen in run_on_hosts(num, train_all, num, tmp_path, cases):
         if isinstance(seen, BaseException):
             raise seen
-        for name, one in expected.items():
+        for name in cases:
+            one = expected[name]
             assert seen[name]["steps"] == one["steps"], name
             assert difference(seen[name]["parameters"], one["parameters"]) < 1e-6, name
             assert seen[name]["metrics"] == pytest.approx(one["metrics"], rel=1e-5), name
         assert difference(seen["sgd"]["parameters"], seen["sgd again"]["parameters"]) == 0
+
+
+# Faults ------------------------------------------------------------------------------------------
+
+Lies: TypeAlias = dict[str, tuple[Case, str, Any]]
+
+
+def train_with_lies(rank: int, num: int, folder: Path, lies: Lies) -> dict[str, Any]:
+    """Train with functions of the package that do something else, one at a time."""
+    found = {}
+    for name, (case, where, lie) in lies.items():
+        with mock.patch(f"roundpipe_lightning.{where}", lie):
+            found[name] = train(rank, num, folder, case)
+    return found
+
+
+def _first_of(terms: Sequence[Tensor]) -> Tensor:
+    return terms[0].clone()
+
+
+def _nothing(*_: Any) -> None:
+    """Lose a chunk of what came."""
+
+
+def _equal_shares(counts: Sequence[float]) -> list[float]:
+    return [1 / len(counts)] * len(counts)
+
+
+LIES: Lies = {
+    "a host's gradients lost": (Case(), "engine.exchange.exchange._added", _first_of),
+    "new values lost": (Case(), "engine.exchange.exchange.write_range", _nothing),
+    "a plain mean": (Case(padded=True), "strategy.global_batch.shares_of", _equal_shares),
+}
+
+
+def test_a_fault_shows(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """The comparison with one host fails when something is wrong."""
+    seen = run_on_hosts(2, train_with_lies, 2, tmp_path, LIES)[0]
+    for name, (case, _, _) in LIES.items():
+        one = expected["padded" if case.padded else "sgd"]
+        assert difference(seen[name]["parameters"], one["parameters"]) > 1e-4, name
+
+
+def end_at(rank: int, num: int, folder: Path, how: str) -> None:
+    """Train on hosts of which the last one ends in the middle."""
+
+    def on_step(_: Any, __: Any, batch_idx: int) -> None:
+        if rank == num - 1 and batch_idx == 2:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("of one host")
+
+    torch.manual_seed(3)
+    module = Regressor(num_blocks=2, on_step=on_step)
+    trainer = make_trainer(folder, strategy=RoundPipeStrategy(timeout_seconds=60), num_nodes=num)
+    trainer.fit(module, regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num))
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("killed", ProcessLookupError), ("raises", ZeroDivisionError)]
+)
+def test_who_is_left_says_so(tmp_path: Path, how: str, error: Any) -> None:
+    *left, lost = run_on_hosts(3, end_at, 3, tmp_path, how)
+    assert type(lost) is error
+    for each in left:
+        assert type(each) is HostError
+        assert re.search(
+            r"Host \d lost another host while it exchanged \w+ \(batch \d\)", str(each)
+        )
+
+
+# Launches ----------------------------------------------------------------------------------------
+
+
+def fit_differently(rank: int, folder: Path, what: str) -> None:
+    """Start hosts that do not fit together."""
+    torch.manual_seed(3 + (rank if what == "seed" else 0))
+    module = Regressor(num_blocks=2)
+    flags: dict[str, Any] = {"num_nodes": 2 + (rank if what == "num_nodes" else 0)}
+    if what == "accumulate":
+        flags["accumulate_grad_batches"] = 1 + rank
+    trainer = make_trainer(folder, strategy=RoundPipeStrategy(timeout_seconds=60), **flags)
+    trainer.fit(module, regression_data(24, batch_size=6))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("seed", "the fingerprint of the parameters"),
+        ("accumulate", "accumulate_grad_batches is 1 on host 0 and 2 on host 1"),
+        ("num_nodes", "num_nodes=2 on host 0, but 3 on host 1"),
+    ],
+)
+def test_hosts_that_differ_are_refused(tmp_path: Path, what: str, message: str) -> None:
+    first, second = run_on_hosts(2, fit_differently, tmp_path, what)
+    assert type(first) is ConfigurationError
+    assert type(second) in (ConfigurationError, HostError)  # lost host 0, if that was faster
+    assert message in str(first)
+
+
+_SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+_TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}
+_BY_HAND = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [_BY_HAND, {**_SLURM, "SLURM_NTASKS_PER_NODE": "1"}, {**_TORCHRUN, "GROUP_RANK": "1"}],
+    ids=["by hand", "slurm", "torchrun"],
+)
+def test_ranks(tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with mock.patch.object(rank_zero_only, "rank"), mock.patch.object(fabric_rank_zero, "rank"):
+        trainer = make_trainer(tmp_path, strategy="roundpipe", num_nodes=2)
+        assert (trainer.global_rank, trainer.node_rank, trainer.local_rank) == (1, 1, 0)
+        assert trainer.world_size == trainer.num_nodes == 2
+        assert trainer._accelerator_connector.is_distributed
+        assert not trainer.is_global_zero
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_nodes", "message"),
+    [
+        ({"MASTER_ADDR": "host0", "NODE_RANK": "1"}, 2, "MASTER_PORT is not set.*torchrun"),
+        ({**_BY_HAND, "NODE_RANK": "2"}, 2, "NODE_RANK=2 with num_nodes=2"),
+        ({**_TORCHRUN, "WORLD_SIZE": "16"}, 2, "16 processes were launched for num_nodes=2"),
+        ({**_TORCHRUN, "LOCAL_RANK": "1"}, 2, "as number 1 of its host.*--nproc-per-node=1"),
+        (_TORCHRUN, 1, r"2 processes were launched.*Trainer\(num_nodes"),
+    ],
+)
+def test_wrong_launches(
+    tmp_path: Path,
+    variables: dict[str, str],
+    num_nodes: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(tmp_path, strategy="roundpipe", num_nodes=num_nodes)
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def save_and_resume(
+    rank: int, num: int, folder: Path, max_steps: int, path: Path | None
+) -> list[Tensor]:
+    """Train to a step, saving there, from a checkpoint if there is one."""
+    torch.manual_seed(3)
+    module = Regressor("adamw", num_blocks=2)
+    data = regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num, shuffle=True)
+    trainer = make_trainer(
+        folder / f"host{rank}",
+        strategy=RoundPipeStrategy(timeout_seconds=60),
+        num_nodes=num,
+        max_epochs=-1,
+        max_steps=max_steps,
+        enable_checkpointing=True,
+        callbacks=[
+            ModelCheckpoint(
+                folder / "saved", filename=f"{num}-{{step}}", every_n_train_steps=6, save_top_k=-1
+            )
+        ],
+    )
+    trainer.fit(module, data, ckpt_path=path)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def chain_of_resumes(rank: int, num: int, folder: Path, saved_by_one: Path) -> dict[str, Any]:
+    whole = save_and_resume(rank, num, folder, 10, None)
+    mine = folder / "saved" / f"{num}-step=6.ckpt"
+    return {
+        "whole": whole,
+        "same": save_and_resume(rank, num, folder / "same", 10, mine),
+        "from one": save_and_resume(rank, num, folder / "one", 10, saved_by_one),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_checkpoint_goes_on_with_any_number_of_hosts(tmp_path: Path) -> None:
+    one = save_and_resume(0, 1, tmp_path, 10, None)
+    first, second = run_on_hosts(
+        2, chain_of_resumes, 2, tmp_path, tmp_path / "saved" / "1-step=6.ckpt"
+    )
+    for seen in (first, second):
+        if isinstance(seen, BaseException):
+            raise seen
+        assert difference(seen["whole"], one) < 1e-6
+        assert difference(seen["same"], seen["whole"]) == 0, "the same number: the same bits"
+        assert difference(seen["from one"], one) < 1e-6
+    resumed = save_and_resume(0, 1, tmp_path / "two", 10, tmp_path / "saved" / "2-step=6.ckpt")
+    assert difference(resumed, one) < 1e-6

@@ -122,6 +122,8 @@ class Line:
         Raises:
             HostError: As `Hosts.wait`.
         """
+        if self._hosts.is_closed:  # nothing is begun while an error travels
+            raise HostError(f"Host {self._hosts.rank} has given up what it does with others.")
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         num = self._hosts.num
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num)]

@@ -11,6 +11,7 @@ The optimizer's state of a parameter is that of the piece that this host owns, o
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -49,7 +50,7 @@ class NormClip:
 
 
 class HostsUpdate:
-    """Makes steps together with other hosts, in one thread.
+    """Makes steps together with other hosts, in the updater's thread.
 
     Args:
         exchange: What carries gradients and values.
@@ -59,6 +60,11 @@ class HostsUpdate:
         self._exchange = exchange
         self._whole: dict[Optimizer, bool] = {}
         self._num_steps = 0
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Find out what an optimizer may own; in the Trainer's thread, whose generator is used."""
+        if optimizer not in self._whole:
+            self._whole[optimizer] = not is_elementwise(optimizer)
 
     def step(
         self,
@@ -107,7 +113,7 @@ class HostsUpdate:
     def _agree(self, step: CapturedStep, parameters: Sequence[Tensor]) -> set[Tensor]:
         """Return the parameters of which some host has a gradient."""
         mine = [step.has_gradient(p) for p in parameters]
-        options = _digest(step.optimizer)
+        options = _digest(step)
         said = self._exchange.agree((self._num_steps, options, mine))
         for host, (number, theirs, flags) in enumerate(said):
             if number != self._num_steps or len(flags) != len(mine):
@@ -134,10 +140,9 @@ class HostsUpdate:
         new = [p for some in members for p in some if not self._exchange.is_divided(p)]
         if not new:
             return
-        if optimizer not in self._whole:
-            self._whole[optimizer] = not is_elementwise(optimizer)
+        whole = any(self._exchange.agree(self._whole[optimizer]))
         for some in members:
-            self._exchange.divide(some, whole=self._whole[optimizer])
+            self._exchange.divide(some, whole=whole)
         for parameter in new:
             state, piece = optimizer.state.pop(parameter, None), self._exchange.owned(parameter)
             if state and piece is not None:
@@ -151,22 +156,27 @@ class HostsUpdate:
     # In a checkpoint -----------------------------------------------------------------------------
 
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's `state_dict()` with the whole state; every host calls this.
+        """Return an optimizer's `state_dict()`: with the whole state on host 0, else without any.
 
-        Nothing may be stepped meanwhile. On other hosts than the first one it is not whole.
+        Every host calls this. Nothing may be stepped meanwhile.
         """
-        result: dict[str, Any] = optimizer.state_dict()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
-            if not self._exchange.is_divided(parameter):
-                continue
-            parts = self._exchange.agree(dict(optimizer.state.get(parameter, {})))
-            known = [part for part in parts if part]
-            if self._exchange.hosts.rank == 0 and known:
-                result["state"][index] = {
-                    key: _joined([part[key] for part in known], parameter) for key in known[0]
-                }
-        return result
+        whole = copy.copy(optimizer.state)
+        whole.clear()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = dict(optimizer.state.get(parameter, {}))
+                is_divided = self._exchange.is_divided(parameter)
+                parts = self._exchange.agree(state) if is_divided else [state]
+                known = [part for part in parts if part]
+                if self._exchange.hosts.rank == 0 and known:
+                    whole[parameter] = {
+                        key: _joined([part[key] for part in known], parameter) for key in known[0]
+                    }
+        mine, optimizer.state = optimizer.state, whole
+        try:
+            return optimizer.state_dict()
+        finally:
+            optimizer.state = mine
 
 
 def _values_of(pieces: Mapping[Tensor, Piece], parameter: Tensor) -> Tensor:
@@ -184,10 +194,7 @@ def _joined(parts: Sequence[Any], parameter: Tensor) -> Any:
     return parts[0]
 
 
-def _digest(optimizer: Optimizer) -> str:
-    """Return what shows whether the options are the same elsewhere."""
-    options = [
-        sorted((key, repr(value)) for key, value in group.items() if key != "params")
-        for group in optimizer.param_groups
-    ]
+def _digest(step: CapturedStep) -> str:
+    """Return what shows whether the captured options are the same elsewhere."""
+    options = [sorted((key, repr(value)) for key, value in some.items()) for some in step.options]
     return hashlib.sha256(repr(options).encode()).hexdigest()

@@ -16,7 +16,7 @@ it does to a parameter is, to the bit, what the whole step does, for every optim
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ class CapturedStep:
         self.give(gradients)
         self._no_state = copy.copy(optimizer.state)
         self._no_state.clear()
+
+    @property
+    def options(self) -> Sequence[Mapping[str, Any]]:
+        """The groups' options, as they were captured; schedulers change the optimizer's."""
+        return [options for _, options in self._groups]
 
     @property
     def parameters(self) -> Collection[Tensor]:

@@ -251,6 +251,8 @@ class Updater:
         begun, self._begun = self._begun, None
         self._store.take_gradients = None
         self._norms.clear()
+        if self.hosts is not None:
+            self.hosts.prepare(optimizer)
         if begun is None:
             step = CapturedStep(optimizer, clip=clip)
             left: Collection[Tensor] = step.parameters

@@ -7,6 +7,7 @@ its rest, and what watches a metric (a scheduler, early stopping) finds none.
 from __future__ import annotations
 
 import builtins
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
+from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.compat import ResultMetadata, ResultMetric, ResultSync
 
@@ -126,7 +128,8 @@ def _result(
     )
     meta.sync = ResultSync(
         fn=trainer.strategy.reduce,
-        _should=state["sync"]["should"],
+        _should=trainer.world_size > 1
+        and (state["sync"]["should"] or (state["is_tensor"] and meta.fx == "training_step")),
         rank_zero_only=state["sync"]["rank_zero_only"],
     )
     result = ResultMetric(meta, state["is_tensor"])
@@ -153,7 +156,12 @@ def metrics_of(module: LightningModule) -> dict[str, Metric]:
 
 
 def _metric_states(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    """States of the module's metrics, but not of those of a validation that is in flight."""
+    """States of the module's metrics, but not of those of a validation that is in flight.
+
+    Of several hosts each has its own; none are saved.
+    """
+    if trainer.world_size > 1:
+        return {}
     results = compat.validation_results(trainer)
     unfinished = {id(result.value) for result in results.values() if not result.is_tensor}
     return {
@@ -164,6 +172,13 @@ def _metric_states(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str,
 
 
 def _set_metric_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None:
+    if metrics and not states:
+        warnings.warn(
+            "The checkpoint is one of several hosts, which has no states of torchmetrics objects: "
+            "what they have gathered in this epoch begins anew. Save at the end of an epoch.",
+            category=InexactResumeWarning,
+            stacklevel=2,
+        )
     for name, saved in states.items():
         metric = metrics.get(name)
         if metric is None or set(saved["states"]) != set(metric.metric_state):
