@@ -28,8 +28,8 @@ FROZEN_KEY = "roundpipe_frozen"
 _NUM_SAMPLES = 8
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-6  # a base in 16 bits is the same base
 _MOST_NAMED = 3
-_ANEW = "begin anew with the weights alone: module.load_state_dict(torch.load(path)['state_dict'])."
-_AS_IT_WAS = f"Build the optimizer as it was, or {_ANEW}"
+ANEW = "begin anew with the weights alone: module.load_state_dict(torch.load(path)['state_dict'])."
+_AS_IT_WAS = f"Build the optimizer as it was, or {ANEW}"
 
 
 class InexactResumeWarning(UserWarning):
@@ -86,7 +86,7 @@ def reading(part: str) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"The checkpoint's {part} does not fit here ({type(error).__name__}: {error}). It is "
-            f"damaged, or of another training: resume from another one (ckpt_path=...), or {_ANEW}"
+            f"damaged, or of another training: resume from another one (ckpt_path=...), or {ANEW}"
         ) from error
 
 

@@ -135,13 +135,14 @@ class Job:
             devices = trainer.devices = sum(devices.values())
         if devices == "auto" and _is_roundpipe(trainer.get("strategy", "auto")):
             if self.computes_on_host:
-                devices = trainer.devices = int(self.config.hardware.cpu_workers)
+                count = whole("hardware.cpu_workers", self.config.hardware.cpu_workers)
+                devices = trainer.devices = count
             elif spec is not None:
                 devices = trainer.devices = spec.num_devices
         if isinstance(devices, str) and devices not in ("auto", "-1"):
             return len(devices.split(","))
-        if isinstance(devices, int) and devices >= 0:
-            return devices
+        if isinstance(devices, int) and devices != -1:
+            return whole("trainer.devices", devices)
         if OmegaConf.is_list(devices):
             return len(devices)
         return torch.accelerator.device_count() if not self.computes_on_host else 0

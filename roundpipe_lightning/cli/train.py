@@ -54,10 +54,10 @@ def train(config: DictConfig) -> float | None:
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(_with_interval(_with_own_folder(config)))
     folder = Path(run.config.paths.output_dir)
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
+    _save_config(run)
     _save_first_plan(run)
     log_settings(run)
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(run.config, resolve=True))
+    _save_config(run)
     log.info("Run folder %s, tags %s", folder, list(config.tags))
     metrics: dict[str, float] = {}
     with run.interrupt:
@@ -160,6 +160,13 @@ def _command(*overrides: str) -> str:
         if override.partition("=")[0] not in named and not override.startswith(_OF_SWEEPS)
     ]
     return shlex.join([*words, *kept, *overrides])
+
+
+def _save_config(run: Run) -> None:
+    """Write what is run; an evaluation leaves what the training whose folder it is in has run."""
+    path = Path(run.config.paths.output_dir) / "config.yaml"
+    if run.config.train or not path.exists():
+        write_text(path, OmegaConf.to_yaml(run.config, resolve=True))
 
 
 def _save_first_plan(run: Run) -> None:

@@ -64,6 +64,8 @@ class DirectPreferenceModule(TransformersModule):
         ConfigurationError: A figure is out of its range.
     """
 
+    averages_samples = True
+
     def __init__(
         self,
         source: ModelSource,

@@ -90,7 +90,8 @@ class ModeChoice:
         self._mode = options.microbatching
         self._shrinks = options.num_microbatches == "auto"
         self._fuses_loss = self._warns = options.fuses_loss
-        self._tells = self._mode == "step"
+        known = getattr(module, "averages_samples", False)
+        self._tells = self._mode == "step" and not known
         self._chosen: dict[str, str] = {}  # by the text of a batch's form
 
     def begin(
@@ -161,7 +162,8 @@ class ModeChoice:
             rank_zero_info(
                 "roundpipe: microbatching='step': training_step computes no cross_entropy, so its "
                 "microbatches weigh by their samples. Where its loss is no mean over samples, set "
-                "microbatching='blocks', or leave it out."
+                "microbatching='blocks', or leave it out; where it is one, averages_samples = True "
+                "in the module's class says so."
             )
 
     def falls_back(self, batch: Any, error: StepModeError) -> bool:

@@ -54,9 +54,11 @@ def test_the_experiment_runs_and_learns(
     metrics: set[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     train(compose_experiment(name, tmp_path, *overrides))
+    assert "computes no cross_entropy" not in capfd.readouterr().err
     figures = summary(tmp_path)
     assert figures["num_steps"] == 5
     assert figures["loss_last"] < figures["loss_first"]

@@ -218,8 +218,10 @@ def test_pinned_steps_say_by_what_they_are_weighed(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
-    strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
-    make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(Regressor(), regression_data())
+    for known in (False, True):
+        monkeypatch.setattr(Regressor, "averages_samples", known, raising=False)
+        strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
+        make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(Regressor(), regression_data())
     (text,) = said
     assert "microbatches weigh by their samples" in text
 

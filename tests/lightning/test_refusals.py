@@ -90,7 +90,7 @@ def test_several_processes(tmp_path: Path) -> None:
         ({"workers_per_device": 0}, "workers_per_device=0"),
         ({"timeout_seconds": 0}, "timeout_seconds=0: .* more than 0"),
         ({"plan": 3}, "plan=3: give a Plan, the path"),
-        ({"plan": "/does/not/exist.json"}, r"plan='/does/not/exist\.json' cannot be read"),
+        ({"plan": "/does/not/exist.json"}, r"plan='/does/not/exist\.json' does not exist"),
         ({"update": "later"}, "update='later': set 'exact' or 'async'"),
         ({"update": "never"}, "update='never'"),
         ({"recompute": "some"}, "recompute='some': set 'auto', 'full', 'selective' or 'none'"),
@@ -189,7 +189,7 @@ def test_plan_from_a_file_is_run(tmp_path: Path) -> None:
 
 def test_plan_for_other_workers_models_or_microbatches(tmp_path: Path) -> None:
     path = _saved_plan(tmp_path, devices=2)
-    with pytest.raises(PlanError, match=r"for 2 workers, but Trainer\(devices"):
+    with pytest.raises(PlanError, match="for 2 workers, but the Trainer"):
         make_trainer(tmp_path, strategy=RoundPipeStrategy(plan=path), devices=3).fit(
             _Steps(), regression_data()
         )

@@ -93,13 +93,15 @@ def test_a_quick_look_fits_too_and_is_not_faster() -> None:
     assert full.tokens_per_second >= quick.tokens_per_second
 
 
-def test_a_host_that_is_too_small_is_said_with_a_plan() -> None:
+@pytest.mark.parametrize(("host_bytes", "there"), [(2**28, "of 0.2 GiB"), (1, "GiB, none free")])
+def test_a_host_that_is_too_small_is_said_with_a_plan(host_bytes: int, there: str) -> None:
     asked = job()
-    small = replace(asked, hardware=replace(asked.hardware, host_bytes=2**28))
+    small = replace(asked, hardware=replace(asked.hardware, host_bytes=host_bytes))
     answer = fit_training(small)
     assert answer.planned is not None
     assert not answer.fits
     assert "host memory are missing" in answer.memory.reason
+    assert there in answer.memory.reason
     assert not fits_memory(small)
 
 

@@ -121,8 +121,10 @@ def test_a_file_that_is_no_plan_is_refused(text: str, message: str, tmp_path: Pa
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be read"):
+    with pytest.raises(PlanError, match="does not exist"):
         Plan.load(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,10 @@ class HostSums:
     ) -> None:
         self.pool = pool
         self._on_failure = on_failure
+        total = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "roundpipe-sums", initializer=_use_few_threads)
+        self._thread.submit(int).result()
+        torch.set_num_threads(total)  # a thread's own number is also that of later threads
 
     def add_later(self, add: Callable[[], None]) -> None:
         def execute() -> None:

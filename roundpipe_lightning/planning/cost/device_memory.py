@@ -118,8 +118,9 @@ class MemoryNeed:
         """E.g. `device: 20.1 of 24.0 GiB (F0[0:4]: weights 12.0, activations 8.1)`."""
         parts = ", ".join(f"{kind.value} {size / _GIB:.1f}" for kind, size in self.num_bytes)
         where = f"{self.stage}: " if self.stage else ""
-        total, there = self.total_bytes / _GIB, max(0, self.available_bytes) / _GIB
-        return f"{self.place}: {total:.1f} of {there:.1f} GiB ({where}{parts})"
+        total, there = self.total_bytes / _GIB, f"{self.available_bytes / _GIB:.1f}"
+        need = f"{total:.1f} of {there} GiB" if float(there) > 0 else f"{total:.1f} GiB, none free"
+        return f"{self.place}: {need} ({where}{parts})"
 
 
 class Footprint:

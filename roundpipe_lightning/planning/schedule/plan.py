@@ -353,6 +353,11 @@ class Plan(PipelineLayout):
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise PlanError(
+                f"plan={str(path)!r} does not exist. Runs and roundpipe-plan leave a plan.json in "
+                "their folder: partition.plan=FOLDER/plan.json, or RoundPipeStrategy(plan=...)."
+            ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"plan={str(path)!r} cannot be read: {error}.") from error
         try:

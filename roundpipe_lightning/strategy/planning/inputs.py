@@ -71,8 +71,8 @@ def find_machine(
         spec = source if isinstance(source, HardwareSpec) else load_hardware(source)
     if spec.num_devices != num_devices:
         raise ConfigurationError(
-            f"hardware={spec.name} has {spec.num_devices} devices, but Trainer(devices=...) "
-            f"gives {num_devices}. Change one of them, or set hardware='auto'."
+            f"hardware={spec.name} has {spec.num_devices} devices, but the Trainer's "
+            f"devices are {num_devices}. Change one of them, or set hardware='auto'."
         )
     if workers_per_device == 1:
         return spec

@@ -183,7 +183,7 @@ class StepPlanner:
     def _check_given(self, plan: Plan) -> None:
         if plan.num_workers != self._num_workers:
             raise PlanError(
-                f"The plan is for {plan.num_workers} workers, but Trainer(devices=...) and "
+                f"The plan is for {plan.num_workers} workers, but the Trainer's devices and "
                 f"workers_per_device give {self._num_workers}. Change one of them, or set "
                 "plan='auto'."
             )

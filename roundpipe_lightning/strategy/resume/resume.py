@@ -19,8 +19,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning, reading
+from roundpipe_lightning.checkpoint.compatibility import ANEW, InexactResumeWarning, reading
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
+from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.resume.data_position import PositionedLoader, position_of
 from roundpipe_lightning.strategy.resume.logged import (
@@ -46,6 +47,9 @@ from roundpipe_lightning.strategy.resume.randomness import (
     random_state,
     set_random_state,
 )
+
+_LOADERS_SINCE = 3
+"""First format whose places in the data are in our part, and not among loaders' states."""
 
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -175,6 +179,9 @@ class ResumePoint:
             trainer: The trainer, with its loops restored.
             state: What `state` returned, or what an earlier version did.
             loops: The checkpoint's entry of that name.
+
+        Raises:
+            CheckpointError: Lightning would have to load what an earlier version left to it.
         """
         set_random_state(state["random_state"])
         if "place" not in state:
@@ -182,6 +189,11 @@ class ResumePoint:
         self._loaded, self._latest = state, (trainer, state["logged"])
         fit_loop = loops.get("fit_loop", {}).get("state_dict", {})
         self._stateful = list(fit_loop.get("combined_loader", ()))
+        if self._stateful and state.get("format_version", 0) < _LOADERS_SINCE:
+            raise CheckpointError(
+                "The checkpoint was written by an earlier version of roundpipe_lightning, which "
+                f"kept the place in the data elsewhere: resume with that version, or {ANEW}"
+            )
         restore_progress(trainer, LoopPosition(state["place"]))
         is_asked = restore_stop(trainer, state.get("stop", {}))
         self._put_back = defer_limits(trainer, LoopPosition(state["place"]), is_asked=is_asked)
