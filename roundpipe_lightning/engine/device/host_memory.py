@@ -194,11 +194,23 @@ class _SharedFile:
 _shared_file = functools.cache(_SharedFile)
 
 
-def return_freed_memory() -> None:
+class _HeapFigures(ctypes.Structure):
+    """What `mallinfo2` returns; its ninth figure is bytes that are free in the heap."""
+
+    _fields_ = (("figures", ctypes.c_size_t * 10),)
+
+
+def return_freed_memory(*, least: int = 0) -> None:
     """Give what was freed back to the system: the C library keeps pieces below 32 MiB.
 
-    Without it, opening a store may take the memory of the model twice. Only glibc needs this.
+    Without it, opening a store may take the memory of the model twice, and steps on CPU workers
+    take half as much again as they use. Only glibc needs this.
+
+    Args:
+        least: Bytes; where less is free in the heap, it stays: taking it again costs time.
     """
-    trim = getattr(_C, "malloc_trim", None)
-    if trim is not None:
+    trim, look = (getattr(_C, name, None) for name in ("malloc_trim", "mallinfo2"))
+    if least and look is not None:
+        look.restype = _HeapFigures
+    if trim is not None and (not least or (look is not None and look().figures[8] >= least)):
         trim(0)

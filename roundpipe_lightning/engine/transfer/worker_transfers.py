@@ -24,6 +24,7 @@ from torch import nn
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.device.host_memory import return_freed_memory
 from roundpipe_lightning.engine.store.block_layout import BlockLayout, Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
@@ -40,6 +41,11 @@ from roundpipe_lightning.engine.transfer.weight_prefetch import (
 )
 from roundpipe_lightning.errors import WatchdogError
 from roundpipe_lightning.planning.schedule.stages import StageKind
+
+_MOST_FREED = 2**28
+"""Bytes that CPU workers leave free in the heap from step to step."""
+
+_TRIM_SECONDS = 1.0  # how long looking for them is left out
 
 _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
 
@@ -316,6 +322,7 @@ class Transfers:
         self._error: tuple[BaseException, str] | None = None
         self._versions = store.versions  # that of the last step
         self._on_failure: Callable[[], None] = _do_nothing
+        self._trimmed_seconds = 0.0
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
             None
             if device.shares_host_memory
@@ -452,6 +459,9 @@ class Transfers:
         if self._moving:
             self._sums.drain()
             self._pool.end_step()
+        elif monotonic() - self._trimmed_seconds > _TRIM_SECONDS:
+            self._trimmed_seconds = monotonic()
+            return_freed_memory(least=_MOST_FREED)
 
     def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
         """Return each worker's traffic of a step, once the step is over on the devices."""
