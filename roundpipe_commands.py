@@ -177,7 +177,7 @@ def _explain(error: Exception, name: str, folder: Path) -> str:
     if refused is None:
         return " ".join(filter(None, lines))
     key = refused[1].partition("@")[0]
-    near = _near(key, _keys(name, folder))
+    near = [other for other in _near(key, _keys(name, folder)) if other != key]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."
 

@@ -14,7 +14,12 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
-from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics, useful_callbacks
+from roundpipe_lightning.cli.callbacks import (
+    GracefulInterrupt,
+    LastCheckpoint,
+    RunStatistics,
+    useful_callbacks,
+)
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import build, build_each
 from roundpipe_lightning.cli.plan_answer import check_memory
@@ -78,6 +83,9 @@ def build_run(config: DictConfig) -> Run:
     _go_on_logging(config, checkpoint)
     loggers: list[Logger] = build_each(config.logger)
     callbacks = useful_callbacks(build_each(config.callbacks), config.trainer, logs=bool(loggers))
+    for callback in callbacks:
+        if isinstance(callback, LastCheckpoint):
+            exists(callback.path)  # that its place can be reached
     settings, strategy = config.trainer.copy(), job.new_strategy()
     extra: dict[str, Any] = {}
     if strategy is not None:

@@ -19,6 +19,7 @@ from typing_extensions import Self, override
 
 from roundpipe_lightning.callbacks.plan_report import PlanReport
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
+from roundpipe_lightning.cli.job import whole
 from roundpipe_lightning.strategy.compat import stop_after_batch
 
 _SIGNALS = [
@@ -187,7 +188,7 @@ class LastCheckpoint(Checkpoint):
     def __init__(self, dirpath: str, *, every_n_steps: int) -> None:
         super().__init__()
         self.path = f"{dirpath}/last.ckpt"
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = whole("callbacks.last_checkpoint.every_n_steps", every_n_steps)
         self._saved_step = 0
 
     @override

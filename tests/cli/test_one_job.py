@@ -113,6 +113,13 @@ def test_another_hub_name_alone_means_its_weights(tmp_path: Path) -> None:
         ("optimizer.lr=abc", "(optimizer: lr=abc, "),
         ("seed=abc", "seed='abc': give a whole number"),
         ("seed=-1", "seed=-1 must be 0 or more"),
+        ("hardware_file=broken.yaml", "broken.yaml is not YAML: while parsing"),
+        ("callbacks.last_checkpoint.every_n_steps=0", "every_n_steps=0 must be 1 or more"),
+        ("callbacks.last_checkpoint.dirpath=x://y", "x://y/last.ckpt cannot be reached"),
+        (
+            "experiment=dpo data.text.train_bytes=9",
+            "There is no setting data.text.train_bytes. --cfg",
+        ),
         ("trainer.devices=0", "trainer.devices=0 must be 1 or more"),
         ("hardware.cpu_workers=0", "hardware.cpu_workers=0 must be 1 or more"),
         ("trainer.max_steps=abc", "trainer.max_steps='abc': give a whole number"),
@@ -127,6 +134,7 @@ def test_bad_input_ends_with_2_and_leaves_nothing(
 ) -> None:
     ModelSource(architecture=TINY).load_config().save_pretrained(tmp_path / "empty")
     (tmp_path / "mine.yaml").write_text("devices: {rtx4090: 2}\ndevices_per_root: 3\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
     if "plan.json" in overrides:
         plan_small(tmp_path, "hardware.cpu_workers=2", "hydra.run.dir=.", "data.batch_size=4")
     before = sorted(tmp_path.iterdir())

@@ -273,6 +273,8 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
     ("overrides", "reason"),
     [
         (["hardware.host_bytes=-1"], "host_bytes=-1"),
+        (["hardware=rtx4090", "hardware.devices=0"], "devices=0: give a number above 0"),
+        ([*GPU, "hardware.upload_bytes_per_second=-1"], "upload_bytes_per_second=-1: give"),
         (["~hardware.device_bytes"], "missing figures: device_bytes"),
         (["hardware_file=nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["hardware_file=rtx409x8"], "rtx4090x8"),

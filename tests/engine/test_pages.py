@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,11 @@ import torch
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
-from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages
+from roundpipe_lightning.engine.device.host_memory import (
+    PAGE_BYTES,
+    own_pages,
+    return_freed_memory,
+)
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.planning.model.hardware import WORKSPACE_BYTES
@@ -210,3 +215,18 @@ def test_memory_that_cannot_be_locked_is_said_once_per_device(
     device.unpin(buffer)
     assert forgotten == [device, device]  # or the next launch would raise it
     assert device.page_locked_bytes == 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's heap")
+def test_what_a_step_on_cpu_workers_has_freed_goes_back_to_the_system() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+    with engine_for(Regressor(), num_microbatches=2) as engine:  # opening gives it back, too
+        pieces = [bytearray(100_000) for _ in range(4000)]
+        full = resident_bytes()
+        pieces = pieces[::100]  # these keep the heap from shrinking by itself
+        return_freed_memory(least=2**40)
+        assert full - resident_bytes() < 100_000_000
+        mean_step(engine, regression_batches(2))
+    assert full - resident_bytes() > 300_000_000

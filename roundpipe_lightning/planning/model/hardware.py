@@ -365,11 +365,14 @@ def _with_defaults(figures: Mapping[str, Any], folder: Path | None) -> dict[str,
 
 def _completed(figures: dict[str, Any]) -> dict[str, Any]:
     """Add what is assumed of a machine with GPUs of these figures."""
-    count, size = figures["num_devices"], figures.get("device_bytes", 0)
-    up, down = (figures.get(f"{way}_bytes_per_second", 0) for way in ("upload", "download"))
-    for number in (count, size, up, down):
-        if not isinstance(number, (int, float)) or not number > 0:
-            return figures  # which is said where the figures are checked
+    needed = ("device_bytes", "upload_bytes_per_second", "download_bytes_per_second")
+    if any(name not in figures for name in needed):
+        return figures  # which is said where the figures are checked
+    for name in ("num_devices", *needed):
+        if not isinstance(figures[name], (int, float)) or not figures[name] > 0:
+            shown = name.removeprefix("num_")
+            raise HardwareError(f"{shown}={figures[name]!r}: give a number above 0.")
+    count, (size, up, down) = figures["num_devices"], (figures[name] for name in needed)
     per_root = min(count, 4)
     generation = 2 if up > 40e9 else 1  # of the bus, and so of the host's memory
     return {
@@ -460,7 +463,7 @@ def _parsed(path: Path, _changed: int) -> dict[str, Any]:
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise HardwareError(f"{path} is not YAML: {error}") from error
+        raise HardwareError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     return _mapping(str(path), content)
 
 
