@@ -115,7 +115,7 @@ def test_another_hub_name_alone_means_its_weights(tmp_path: Path) -> None:
         ("seed=-1", "seed=-1 must be 0 or more"),
         ("hardware_file=broken.yaml", "broken.yaml is not YAML: while parsing"),
         ("callbacks.last_checkpoint.every_n_steps=0", "every_n_steps=0 must be 1 or more"),
-        ("callbacks.last_checkpoint.dirpath=x://y", "x://y/last.ckpt cannot be reached"),
+        ("callbacks.last_checkpoint.dirpath=foo://bar", "foo://bar/last.ckpt cannot be reached"),
         (
             "experiment=dpo data.text.train_bytes=9",
             "There is no setting data.text.train_bytes. --cfg",
