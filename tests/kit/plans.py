@@ -22,7 +22,6 @@ def default_plan(
     num_workers: int,
     num_microbatches: int,
     block_names: Sequence[str] | None = None,
-    round_sizes: Sequence[int] = (),
     recompute_start: RecomputeStart = RecomputeStart.WITH_GRADIENT,
 ) -> Plan:
     """Return a balanced round-robin plan.
@@ -36,7 +35,6 @@ def default_plan(
         num_workers: Number of workers.
         num_microbatches: Number of microbatches per step.
         block_names: Names of the blocks; the profile's where none are given.
-        round_sizes: Round sizes to choose from; empty: some that suit the counts.
         recompute_start: When the workers begin a recompute.
     """
     if min(num_workers, num_microbatches) < 1:
@@ -45,7 +43,7 @@ def default_plan(
     partitions = list(_even_partitions(timed, num_workers=num_workers))
     table = PartitionTable.of(partitions)
     ranked: list[tuple[tuple[float, ...], int, Partition]] = []
-    for round_size in round_sizes or _round_sizes(num_workers, num_microbatches):
+    for round_size in _round_sizes(num_workers, num_microbatches):
         makespans = Evaluator(
             profile=timed,
             num_workers=num_workers,
