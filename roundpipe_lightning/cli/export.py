@@ -68,6 +68,10 @@ def export(config: DictConfig) -> Path:
 
 
 def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:
+    if "://" in str(config.output_dir):
+        raise ConfigurationError(
+            f"output_dir={config.output_dir}: an export is a folder on this machine; copy it there."
+        )
     if config.output_dir is not None:
         return Path(config.output_dir).expanduser()
     if checkpoint is None:

@@ -159,6 +159,11 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
     [
         (["ckpt_path={alone}"], ConfigurationError, r"no config\.yaml of a run beside it"),
         (["model=tiny"], ConfigurationError, r"output_dir=null"),
+        (
+            ["ckpt_path={good}", "output_dir=s3://x"],
+            ConfigurationError,
+            r"a folder on this machine",
+        ),
         (["model=tiny", "output_dir=out"], ConfigurationError, r"model\.weights=random has none"),
         (["ckpt_path=none.ckpt"], CheckpointError, r"none\.ckpt.*does not exist"),
         (["ckpt_path={good}", "dtype=int8"], ConfigurationError, r"dtype='int8'"),
