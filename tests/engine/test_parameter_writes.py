@@ -17,6 +17,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from tests.kit.engine import (
     WIDTH,
     Block,
+    LockingDevice,
     Regressor,
     cpu_workers,
     differences,
@@ -163,6 +164,16 @@ class _MomentumTeacher(Regressor):
         return (found - wanted).square().mean()
 
 
+class _StillTeacher(_MomentumTeacher):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found, wanted = self.head(batch[0]), batch[0]
+        for layer in self.layers:
+            found = layer(found)
+        for layer in [*self.teacher, *self.teacher]:
+            wanted = layer(wanted)
+        return (found - wanted).square().mean()
+
+
 def _lerp(slow: Tensor, mine: Tensor) -> None:
     with torch.no_grad():
         slow.lerp_(mine, 0.5)
@@ -203,3 +214,34 @@ def test_a_momentum_teacher_moves_once_in_a_step_that_runs_once(write: Any, devi
             for name, parameter in twin.layers.named_parameters():
                 got = result.gradients[module.layers.get_parameter(name)]
                 torch.testing.assert_close(got, parameter.grad)
+
+
+class _Noting(LockingDevice):
+    """Counts uploads from page-locked memory: such a copy may come to read it later."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.num_from_locked = 0
+
+    def upload(self, tensor: Tensor, wait: Any = None) -> Tensor:
+        place = tensor.data_ptr()
+        self.num_from_locked += any(a <= place < a + size for a, size in self.locked.items())
+        return super().upload(tensor, wait)
+
+
+def test_what_is_written_is_uploaded_again_in_its_step_alone_and_not_from_what_may_change() -> None:
+    module = _MomentumTeacher(_lerp)
+    stacks = [layers_of(module), stack_of(tuple(module.teacher), name="teacher")]
+    chain = Chain.recorded(Chain.from_stacks([stacks[0], stacks[1], stacks[1]]).links)
+    (batch,) = regression_batches(1, samples_each=6)
+    plan = plan_of(chain, num_workers=1, num_microbatches=3)
+    device, counts = _Noting(0), []
+    with Engine(module, stack=stacks, devices=[device], plan=plan, chain=chain) as engine:
+        for writes in (True, True, False, False):
+            if not writes:
+                module.__class__ = _StillTeacher
+            device.num_uploads = 0
+            engine.step([batch], training_step, loss_scales=[1.0], joined=True)
+            counts.append(device.num_uploads)
+    assert counts[1] > counts[2] == counts[3] == 2, "the batch"
+    assert not device.num_from_locked

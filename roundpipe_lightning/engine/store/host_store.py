@@ -106,8 +106,10 @@ class HostStore:
         #: Values that stand for parameters while the optimizer writes into them; empty: nothing.
         #: In the dtype that is uploaded.
         self.previous: dict[nn.Parameter, Tensor] = {}
-        #: Parameters that steps write into, and how often: copies on devices may be older.
+        #: Parameters that the step has written into, with a number for the last time that none has
+        #: had before: copies on devices may be older.
         self.rewritten: dict[nn.Parameter, int] = {}
+        self._num_rewrites = 0
         #: Which of the two the steps that begin now are given.
         self.versions = WeightVersions(previous=False)
 
@@ -217,13 +219,14 @@ class HostStore:
         if served is not None and parameter.requires_grad:
             return False
         self._await_updates([parameter])
-        with torch.no_grad():
+        with torch.no_grad(), self.versions.writing():
             parameter.copy_(values)
             if served is not None:  # the optimizer is at others of its buffer
                 served.copy_(values)
         if self.copies is not None:
             self.copies.cast({parameter: parameter})
-        self.rewritten[parameter] = self.rewritten.get(parameter, 0) + 1
+        self._num_rewrites += 1
+        self.rewritten[parameter] = self._num_rewrites
         return True
 
     # ------------------------------------------------------------------------------------ values

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from roundpipe_lightning.engine.device.base import Device
 
@@ -31,7 +32,7 @@ class WeightVersions:
     def __init__(self, *, previous: bool) -> None:
         self._changed = threading.Condition()
         self._previous = previous
-        self._num_reading = 0  # the parameters themselves
+        self._num_reading = {False: 0, True: 0}  # by whether from the copy
 
     @property
     def previous(self) -> bool:
@@ -41,15 +42,21 @@ class WeightVersions:
     def begin_reading(self) -> tuple[bool, Callable[[], None]]:
         """Return whether to read the copy, and what to call when the reading is over."""
         with self._changed:
-            if self._previous:
-                return True, lambda: None
-            self._num_reading += 1
-            return False, self._end_reading
+            previous = self._previous
+            self._num_reading[previous] += 1
+        return previous, partial(self._end_reading, previous=previous)
 
-    def _end_reading(self) -> None:
+    def _end_reading(self, *, previous: bool) -> None:
         with self._changed:
-            self._num_reading -= 1
+            self._num_reading[previous] -= 1
             self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Wait until nothing is being read, and let nothing begin to be until the context ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._num_reading.values()))
+            yield
 
     @contextmanager
     def reading(self, device: Device) -> Iterator[bool]:
@@ -70,4 +77,4 @@ class WeightVersions:
         """Make uploads read the copy from now on, and wait until none reads the parameters."""
         with self._changed:
             self._previous = True
-            self._changed.wait_for(lambda: not self._num_reading)
+            self._changed.wait_for(lambda: not self._num_reading[False])

@@ -361,6 +361,7 @@ class Transfers:
         if not self._moving:
             return
         with torch.inference_mode(mode=False):  # what is made here outlives an evaluation
+            self._store.rewritten.clear()  # what is uploaded from now on is not older
             self._store.renew_copies()
             for block in self._blocks:
                 self._layouts.renewed(block)

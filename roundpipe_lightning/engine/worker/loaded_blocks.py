@@ -298,7 +298,8 @@ class ResidentBlocks:
             times = self._store.rewritten.get(parameter, 0)
             if times != self._renewed.get(parameter, 0):
                 self._renewed[parameter] = times
-                self._leaves[parameter].data.copy_(self._device.upload(parameter.detach()))
+                # Of a copy: the parameter may be written into again before the upload is made.
+                self._leaves[parameter].data.copy_(self._device.upload(parameter.detach().clone()))
 
     @contextmanager
     def written(self, writes: ModuleWrites) -> Iterator[None]:
