@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError, HostError
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
 from tests.kit.training import (
     QUIET,
@@ -48,6 +49,7 @@ class Case:
         flags: Of the Trainer.
         options: Of the strategy.
         num_microbatches: Of the global batch.
+        kind: Of the strategy.
     """
 
     optimizer: str = "sgd"
@@ -56,6 +58,7 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     num_microbatches: int | None = None
+    kind: type[RoundPipeStrategy] = RoundPipeStrategy
 
 
 class WithMuon(Regressor):
@@ -82,7 +85,7 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
         options["num_microbatches"] = case.num_microbatches // num
     trainer = make_trainer(
         folder / f"host{rank}",
-        strategy=RoundPipeStrategy(timeout_seconds=60, **options),
+        strategy=case.kind(timeout_seconds=60, **options),
         num_nodes=num,
         **{"max_epochs": 2, **case.flags},
     )
@@ -115,10 +118,11 @@ CASES = {
     "values clipped": Case(flags={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "dropout": Case(dropout=0.3, options={"microbatching": "step"}, num_microbatches=6),
     "muon": Case("muon"),
+    "uploaded": Case("adamw", flags={"devices": 2}, kind=EmulatedStrategy),
 }
 
 
-_ON_THREE = ("sgd", "sgd again", "padded, step", "accumulated", "muon")
+_ON_THREE = ("sgd", "sgd again", "padded, step", "accumulated", "muon", "uploaded")
 
 
 @pytest.fixture(scope="module")
