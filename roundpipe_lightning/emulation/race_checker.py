@@ -184,8 +184,9 @@ def _key(tensor: Tensor) -> int:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of its storage that a tensor lies in, gaps included."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:  # nothing that can be checked
-        return 0, 0
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not is_plain or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return 0, 0  # nothing that can be checked
     last = sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     size, offset = tensor.element_size(), int(tensor.storage_offset())
     return offset * size, (offset + last + 1) * size
