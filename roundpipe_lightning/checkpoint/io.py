@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -52,8 +53,8 @@ _GIB = 1 << 30
 class RoundPipeCheckpointIO(TorchCheckpointIO):
     """Writes and reads plain Lightning checkpoints; what is there is replaced as a whole.
 
-    Remote paths (`s3://...`, `gs://...`) go Lightning's usual way; `storage_options` are refused by
-    it.
+    Remote paths (`s3://...`, `gs://...`) go Lightning's usual way, as one file; `storage_options`
+    are refused by it.
 
     Args:
         form: `"file"`: one file. `"sharded"`: a folder with an index and files of a limited size.
@@ -84,6 +85,11 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         """
         local_path = _local_path(path)
         if local_path is None or storage_options is not None:
+            if self.form == "sharded":
+                warnings.warn(
+                    f"form='sharded' writes folders on this machine only: {path} is one file.",
+                    stacklevel=2,
+                )
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         _write(local_path, self._records(checkpoint), take=nullcontext)

@@ -100,6 +100,9 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}.")
+        for name in ("merge", "overwrite", "original_layout"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: set true or false.")
         if self.max_shard_bytes < 1:
             raise ConfigurationError(
                 f"max_shard_bytes={self.max_shard_bytes} must be a number of bytes, 1 or more."

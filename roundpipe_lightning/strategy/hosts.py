@@ -21,11 +21,13 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, ReduceOp, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.errors import ConfigurationError, DataError, HostError
+from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.options import Options
 
@@ -294,6 +296,20 @@ def check_supported(
             raise ConfigurationError(
                 f"{what} does not work on several hosts yet. Leave it out, or set num_nodes=1; see "
                 "docs/nodes.md."
+            )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers whose state does not lie in memory: a host keeps a part of it, there.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, HostAdamW) and optimizer.state_place.disk_bytes:
+            raise ConfigurationError(
+                "HostAdamW(offload='disk') does not work on several hosts yet. Leave offload out "
+                "(moments='8bit' needs a quarter of the memory), or set num_nodes=1."
             )
 
 

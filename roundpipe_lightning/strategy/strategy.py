@@ -438,6 +438,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         checks.check_optimizers(
             self._module, self.optimizers, update=self._options.update, precision=precision
         )
+        if self.num_nodes > 1:
+            hosts.check_optimizers(self.optimizers)
         widened = [o for o in self.optimizers if precision.widens(o)]
         self._gradient_format.check(self.optimizers, widened=widened)
 

@@ -167,6 +167,7 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
         (["model=tiny", "output_dir=out"], ConfigurationError, r"model\.weights=random has none"),
         (["ckpt_path=none.ckpt"], CheckpointError, r"none\.ckpt.*does not exist"),
         (["ckpt_path={good}", "dtype=int8"], ConfigurationError, r"dtype='int8'"),
+        (["ckpt_path={good}", "merge=maybe"], ConfigurationError, r"merge='maybe': set true or"),
         (
             ["ckpt_path={good}", "output_dir={run}"],
             CheckpointError,

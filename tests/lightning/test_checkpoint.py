@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.precision import RoundPipePrecision
 from tests.kit.training import (
@@ -189,10 +189,13 @@ def test_missing_file_is_a_missing_file(tmp_path: Path) -> None:
         RoundPipeCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
 
 
-def test_remote_path_goes_lightnings_way() -> None:
-    io = RoundPipeCheckpointIO()
+@pytest.mark.parametrize("kind", [RoundPipeCheckpointIO, RoundPipeAsyncCheckpointIO])
+def test_remote_path_goes_lightnings_way(kind: Any) -> None:
+    io = kind()
     path = "memory://roundpipe/x.ckpt"
     io.save_checkpoint({"a": torch.ones(2)}, path)
+    with pytest.warns(UserWarning, match=r"memory://roundpipe/x\.ckpt is one file"):
+        kind(form="sharded").save_checkpoint({"a": torch.ones(2)}, path)
     assert torch.equal(io.load_checkpoint(path)["a"], torch.ones(2))
     io.remove_checkpoint(path)
 

@@ -189,9 +189,11 @@ def _shaped(values: Tensor, piece: Piece) -> Tensor:
 
 def _joined(parts: Sequence[Any], parameter: Tensor) -> Any:
     """Put a parameter's state together; what is no value per element is the same everywhere."""
-    if len(parts) > 1 and isinstance(parts[0], Tensor) and parts[0].dim():
-        return torch.cat(list(parts)).view(parameter.shape)
-    return parts[0]
+    first = parts[0]
+    if len(parts) == 1 or not isinstance(first, Tensor) or not first.dim():
+        return first
+    is_divided = sum(part.numel() for part in parts) == parameter.numel()
+    return torch.cat(list(parts)).view(parameter.shape) if is_divided else first
 
 
 def _digest(step: CapturedStep) -> str:

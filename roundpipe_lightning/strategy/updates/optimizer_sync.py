@@ -327,7 +327,9 @@ class OptimizerSync:
         Raises:
             GradientError: The gradient that is looked at was let go early.
         """
-        if self._has_hosts and what in (Access.GRADIENT, Access.STATE):
+        # Before the first step every host has the whole state, if a checkpoint has given it any.
+        is_divided = what is Access.GRADIENT or (what is Access.STATE and self._num_steps > 0)
+        if self._has_hosts and is_divided:
             raise ConfigurationError(
                 f"{describe_code(frame)} looks at {what.value}, of which each of several hosts has "
                 "only a part: that does not work yet. Leave it out, or set num_nodes=1; see "
