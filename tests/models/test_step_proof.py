@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import pytest
@@ -172,21 +173,24 @@ def test_blocks_may_multiply_by_groups_in_any_dtype() -> None:
     assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
 
 
-@pytest.mark.parametrize(("given", "times"), [((), 1), ((object(),), 5)])
-def test_one_block_of_a_kind_runs_where_it_is_given_no_object(
+@pytest.mark.parametrize(("given", "times"), [((), 1), ((object(),), 5), (({},), 5)])
+def test_one_block_of_a_kind_runs_where_it_can_write_into_nothing(
     given: tuple[Any, ...], times: int
 ) -> None:
     ran: list[Tensor] = []
 
-    def block(x: Tensor, *_: Any) -> Tensor:
+    def block(x: Tensor, *others: Any) -> Tensor:
         ran.append(x)
+        for other in others:
+            if isinstance(other, dict):
+                other["block"] = x
         result: Tensor = LINEAR(x) @ LINEAR.weight
         return result
 
     def run(batch: dict[str, Tensor], around: Callable[..., Any]) -> Any:
         x = batch["x"]
         for _ in range(5):
-            x = around(block, 0)(x, *given)
+            x = around(block, 0)(x, *map(copy, given))
         return x.square().mean(), []
 
     assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS

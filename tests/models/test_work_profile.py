@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
+from roundpipe_lightning.models.work.meta_run import kinds_of
 from roundpipe_lightning.models.work.parameters import module_fingerprint
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters
@@ -90,6 +92,40 @@ def test_windows_and_full_attention_in_turn_are_two_kinds_of_blocks() -> None:
     work = measure(model)
     pairs = [block.forward.attention_operations.of(SHAPE) for block in work.blocks]
     assert pairs[0] == pairs[2] < pairs[1] / 3 == pairs[3] / 3
+
+
+class _Numbered(nn.Module):
+    """Block that knows its number, and something else."""
+
+    def __init__(self, number: int, other: Any) -> None:
+        super().__init__()
+        self.linear, self.number, self.name = nn.Linear(4, 4), number, f"block.{number}.of.9"
+        self.other = other
+        self.register_buffer("mask", torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("others", "kinds"),
+    [
+        ([0.5] * 5, [0] * 5),
+        ([F.relu] * 5, [0] * 5),
+        ([(1, 0), (0, 1)], [0, 1]),
+        ([False, True], [0, 1]),
+        ([1, 2], [0, 1]),
+        ([0.1, 0.2, 0.3, 0.4], [0, 1, 2, 3]),
+        (["a", "b", "c", "d"], [0, 1, 2, 3]),
+        ([F.relu, F.gelu], [0, 1]),
+        ([partial(torch.roll, dims=dim) for dim in (0, 1)], [0, 1]),
+        ([nn.Parameter(torch.ones(size)) for size in (1, 2)], [0, 1]),
+        ([nn.ReLU(), nn.GELU()], [0, 1]),
+    ],
+)
+def test_blocks_of_one_kind_differ_by_their_numbers_alone(
+    others: list[Any], kinds: list[int]
+) -> None:
+    few = len(others) < 3  # a number of one of few may be something else
+    blocks = [_Numbered(0 if few else i, other) for i, other in enumerate(others)]
+    assert kinds_of(blocks) == kinds
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +27,11 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
 
 __all__ = ["Call", "MeasuredRun", "SegmentCost", "kinds_of", "measure_run"]
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
+_DEPTH = 4
+_MANY_BLOCKS = 3
+"""Fewer blocks than this may count something else, such as dimensions."""
 
 Call: TypeAlias = Callable[[nn.Module, int, int], Any]
 """Runs a module on so many sequences of so many tokens, and returns its loss or any result."""
@@ -273,16 +281,14 @@ def _measure_backward(meter: Meter, cost: SegmentCost, run_block: Callable[[], A
 
 
 def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:
-    """Number the kinds of blocks: equal types, parameters and plain attributes are one kind.
+    """Number the kinds of blocks: equal types, parameters, buffers and attributes are one kind.
 
-    An attribute that differs in every block is the block's number or name, and says nothing.
+    Numbers that count many blocks and names that hold such a number say nothing.
     """
     described = [_description(block) for block in blocks]
     keys = {key for description in described for key in description}
     telling = [
-        key
-        for key in sorted(keys)
-        if len({description.get(key) for description in described}) < max(len(blocks), 2)
+        key for key in sorted(keys) if not _counts_blocks([one.get(key) for one in described])
     ]
     seen: dict[tuple[str | None, ...], int] = {}
     return [
@@ -291,16 +297,62 @@ def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:
     ]
 
 
+def _counts_blocks(values: Sequence[str | None]) -> bool:
+    """Return whether values differ by their blocks' numbers alone; of few blocks nobody can say."""
+    present = {value: index for index, value in enumerate(values) if value is not None}
+    num_present = len(values) - values.count(None)
+    return len(present) == num_present >= _MANY_BLOCKS and any(
+        len({_unnumbered(value, first + index) for value, index in present.items()}) == 1
+        for first in (0, 1)
+    )
+
+
+def _unnumbered(value: str, number: int) -> str:
+    """Return a description without a block's number: the number itself, or one in a name."""
+    if value == str(number):
+        return "#"
+    return re.sub("'[^']*'", lambda name: re.sub(rf"(?<!\d){number}(?!\d)", "#", name[0]), value)
+
+
 def _description(block: nn.Module) -> Mapping[str, str]:
     lines: dict[str, str] = {}
     for name, module in block.named_modules():
         lines[f"{name}:"] = f"{type(module).__module__}.{type(module).__qualname__}"
         for key, value in vars(module).items():
-            if isinstance(value, bool | int | float | str) or value is None:
-                lines[f"{name}:{key}"] = repr(value)
-    for name, parameter in block.named_parameters():
-        lines[name] = f"{parameter.dtype} {tuple(parameter.shape)} {parameter.requires_grad}"
+            lines[f"{name}:{key}"] = _described(value)
     return lines
+
+
+def _described(value: Any, depth: int = 0) -> str:
+    """Return what tells values apart: of objects, whether they are the same one."""
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.requires_grad}"
+    if isinstance(value, nn.Module):
+        return ""  # described by itself
+    held: Sequence[Any] | None = None
+    if isinstance(value, Mapping):
+        held = [*value.items()]
+    elif isinstance(value, list | tuple):
+        held = value
+    elif isinstance(value, set | frozenset):
+        held = sorted(value, key=repr)
+    elif isinstance(value, partial):
+        held = (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        held = (value.__func__, value.__self__)
+    elif isinstance(value, FunctionType):
+        held = (id(value.__code__), value.__defaults__, value.__kwdefaults__, *_closure(value))
+    if held is None or depth > _DEPTH:
+        return f"object at {id(value):x}"
+    return f"{type(value).__name__}({', '.join(_described(one, depth + 1) for one in held)})"
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents
 
 
 # --- how the code runs ----------------------------------------------------------------------------

@@ -187,7 +187,9 @@ class _Tracer(TorchDispatchMode):
                 self._is_paused = before
             made = _tensors(result)
             written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
-            if not written and None not in map(_described, (*leaves, *tree_leaves(result))):
+            known = (*leaves, *tree_leaves(result))
+            same = list(map(id, tree_leaves((args, kwargs)))) == list(map(id, leaves))
+            if same and not written and None not in map(_described, known):  # nor into a dict
                 self._given[key] = result
             if not before:
                 self._ops.append(_Op(name="block", taken=taken, made=made, written=written))
