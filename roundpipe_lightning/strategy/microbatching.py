@@ -176,10 +176,14 @@ class ModeChoice:
         if self._mode != "auto":
             return False
         self._chosen[str(form_of(batch))] = "blocks"
-        rank_zero_info(
-            f"roundpipe: microbatching='blocks' from this batch on: {error.reason}. Nothing was "
-            "updated with it before."
-        )
+        text = f"roundpipe: microbatching='blocks' from this batch on: {error.reason}. "
+        if error.leaves_writes:
+            rank_zero_warn(
+                f"{text}Microbatches have written this batch into them before: buffers have it "
+                "more than once. Set microbatching='blocks' where that matters."
+            )
+        else:
+            rank_zero_info(f"{text}Nothing was updated with it before.")
         return True
 
     def decide(

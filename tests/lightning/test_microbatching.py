@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -194,6 +195,22 @@ def test_a_later_batch_that_is_not_as_proven(
     strategy = kind(num_microbatches=2, microbatching="step")
     with pytest.raises(ConfigurationError, match=f"{reason}.*Set microbatching='blocks'"):
         make_trainer(tmp_path, strategy=strategy).fit(Changing(change), data)
+
+
+def test_buffers_that_a_later_batch_writes_are_warned_of(tmp_path: Path) -> None:
+    class Counting(Regressor):
+        seen: Tensor
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx >= 2:
+                self.seen += 1
+            return super().training_step(batch, batch_idx)
+
+    module = Counting()
+    module.register_buffer("seen", torch.zeros(()))
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=4)
+    with pytest.warns(UserWarning, match="buffers have it more than once"):
+        trainer.fit(module, regression_data())
 
 
 def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:

@@ -271,7 +271,10 @@ class ForwardPass:
         """Refuse writes into buffers where several microbatches would make them, in any order."""
         self.user.writes.were_any |= wrote
         if wrote and self.user.may_write is False:
-            raise StepModeError("the step writes into buffers (running statistics, for example)")
+            raise StepModeError(
+                "the step writes into buffers (running statistics, for example)",
+                leaves_writes=True,
+            )
 
     def end_user_code(self) -> None:
         with self.user.suspended():
