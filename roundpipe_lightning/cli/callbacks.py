@@ -124,8 +124,9 @@ class GracefulInterrupt(Callback):
 
     Used as a context manager around the Trainer, and as the last of its callbacks. Outside a
     training step the signal interrupts at once, and so does a second Ctrl-C; any other signal that
-    comes again changes nothing. The handlers of before are put back at the end. Only the main
-    thread can take over signals; elsewhere nothing is changed.
+    comes again changes nothing. Of several processes one's signal stops all, after the same step.
+    The handlers of before are put back at the end. Only the main thread can take over signals;
+    elsewhere nothing is changed.
 
     Attributes:
         signal_number: The signal that has asked the run to stop; None: none has.
@@ -152,14 +153,28 @@ class GracefulInterrupt(Callback):
         self._previous = {}
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size > 1 and self._previous:
+            # Lightning's own handler would wait there until the other processes get a signal.
+            signal.signal(signal.SIGTERM, self._handle)
+
+    @override
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self._in_step = True
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._in_step = False
-        if self.signal_number is not None:
+        self._in_step = trainer.world_size > 1  # whoever stops alone would wait for the others
+        is_asked = self.signal_number is not None
+        if trainer.world_size > 1:
+            is_asked = trainer.strategy.reduce_boolean_decision(is_asked, all=False)
+        if is_asked:
+            self.signal_number = self.signal_number or signal.SIGTERM
             stop_after_batch(trainer)
+
+    @override
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._in_step = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         again = self.signal_number is not None
@@ -211,7 +226,10 @@ class LastCheckpoint(Checkpoint):
     ) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         between_steps = progress.ready == progress.processed  # type: ignore[attr-defined]
-        if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) and between_steps:
+        stopped: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
+        if trainer.world_size > 1:  # others do not know of an interrupt at once
+            stopped = (SIGTERMException,)
+        if isinstance(exception, stopped) and between_steps:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:

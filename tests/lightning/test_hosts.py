@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,12 +16,15 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.cli.callbacks import GracefulInterrupt, LastCheckpoint
 from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -213,6 +217,44 @@ def test_who_is_left_says_so(tmp_path: Path, how: str, error: Any) -> None:
         assert re.search(
             r"Host \d lost another host while it exchanged \w+ \(batch \d\)", str(each)
         )
+
+
+class Signalled(Callback):
+    """Sends the last host a signal at a batch's start or end."""
+
+    def __init__(self, hook: str, *, rank: int) -> None:
+        if rank:
+            setattr(self, hook, self._send)
+
+    @staticmethod
+    def _send(trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def stop_at(rank: int, folder: Path, hook: str) -> tuple[int, int | None]:
+    """Train on two hosts until one is sent a signal; return when that stopped this one."""
+    torch.manual_seed(3)
+    with GracefulInterrupt() as interrupt:
+        saves = LastCheckpoint(str(folder), every_n_steps=99)
+        trainer = make_trainer(
+            folder,
+            strategy=RoundPipeStrategy(timeout_seconds=60),
+            num_nodes=2,
+            callbacks=[saves, interrupt, Signalled(hook, rank=rank)],
+            enable_checkpointing=True,
+        )
+        with contextlib.suppress(SIGTERMException):
+            trainer.fit(Regressor("adamw", num_blocks=2), regression_data(36, batch_size=6))
+    return trainer.global_step, interrupt.signal_number
+
+
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_start", 2), ("on_train_batch_end", 3)])
+def test_a_signal_to_one_host_stops_all_after_the_same_step(
+    tmp_path: Path, hook: str, step: int
+) -> None:
+    assert run_on_hosts(2, stop_at, tmp_path, hook) == [(step, signal.SIGTERM)] * 2
+    assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == step
 
 
 # Launches ----------------------------------------------------------------------------------------
