@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -328,13 +327,11 @@ class Engine:
         **options: Unpack[StepOptions],
     ) -> StepContext:
         plan, graph, opened = prepared.plan, prepared.graph, self._open
-        counts = Counter(link.block for link in self._chain.links)
-        repeated = frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
         return StepContext(
             module=self._module,
             stacks=self._stacks,
             chain=self._chain,
-            repeated=repeated,
+            repeated=self._chain.repeated,
             outside_blocks=opened.store.outside_blocks,
             turns=Turns(graph, before=opened.steps.last_turns),
             workers=opened.workers,
@@ -343,7 +340,7 @@ class Engine:
                 num_microbatches=plan.num_microbatches,
                 num_stages=len(plan.partition.backward),
                 take=opened.store.take_gradients,
-                shared=(*opened.store.shared, *repeated),
+                shared=(*opened.store.shared, *self._chain.repeated),
             ),
             draws=StepDraws(self._random_lock),
             compiler=self._compiler,

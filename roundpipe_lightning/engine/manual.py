@@ -140,7 +140,7 @@ class _BlockRun:
         self._step = step
         self._block = block
         self._tensors: list[Tensor] = []
-        self._given: Given = Copies(self._number).copied(given)
+        self._given: Given = Copies(self._number).arguments(given)
         self._forward: Given | None = given
         self._earlier: EarlierBuffers = []
 
@@ -161,7 +161,7 @@ class _BlockRun:
             with step.buffers_watched(self._block) as self._earlier, step.meeting.in_block():
                 return step.proxies[self._block](*args, **kwargs)
         given = Copies(lambda numbered, in_object: tensors[numbered.number])
-        args, kwargs = given.copied(self._given)
+        args, kwargs = given.arguments(self._given)
         clones = self._earlier_buffers()
         maker = step.new_maker(
             lambda b: clones[b] if b in clones else step.buffers.place(b),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -168,18 +169,17 @@ def test_errors_are_handed_over_and_the_thread_lives_on(error: BaseException) ->
         assert team.start([lambda: None] * 2, on_failure=_unexpected).wait(60)
 
 
-class _Held(threading.Condition):
-    """Holds the thread that notifies others, when they know."""
+class _Held:
+    """Holds the thread that tells others of an end, when they know."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.acquire = lock, lock.acquire
         self.goes_on = threading.Event()
 
-    def notify_all(self) -> None:
-        super().notify_all()
-        self.release()
-        _wait(self.goes_on)
-        self.acquire()
+    def release(self) -> None:
+        self._lock.release()
+        if threading.current_thread() is not threading.main_thread():
+            _wait(self.goes_on)
 
 
 def test_a_run_that_is_over_holds_no_task() -> None:
@@ -201,7 +201,8 @@ def test_a_run_that_is_over_holds_no_task() -> None:
         run = team.start([partial(task, result)], on_failure=partial(unexpected, result))
         del result
         _wait(started)
-        run._changed = held = _Held()
+        held: Any = _Held(run._over)
+        run._over = held
         begin.set()
         assert run.wait(60)
         assert note() is None, "its thread has come no further than to tell of the end"

@@ -98,6 +98,13 @@ class Copies:
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._pairs: list[_Pair] = []
 
+    def arguments(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Return copies of a call's arguments, positional and by keyword."""
+        args, kwargs = given
+        return tuple([self.copied(arg) for arg in args]), {
+            key: self.copied(value) for key, value in kwargs.items()
+        }
+
     def copied(self, node: Any, *, in_object: bool = False) -> Any:
         """Return a copy of any object; one that cannot hold a tensor is returned as it is."""
         key = id(node)

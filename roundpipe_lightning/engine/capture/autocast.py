@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,14 +43,15 @@ def autocast_now() -> list[Autocast]:
     return [Autocast.now(kind) for kind in types]
 
 
-@contextmanager
-def autocast_as(states: Iterable[Autocast]) -> Iterator[None]:
+def autocast_as(states: Iterable[Autocast]) -> AbstractContextManager[Any]:
     """Compute under such states until the end of the context."""
-    with ExitStack() as contexts:
-        for state in states:
-            if state != Autocast.now(state.device_type):
-                contexts.enter_context(state.restored())
-        yield
+    others = [state for state in states if state != Autocast.now(state.device_type)]
+    if not others:
+        return nullcontext()
+    contexts = ExitStack()
+    for state in others:
+        contexts.enter_context(state.restored())
+    return contexts
 
 
 @contextmanager
@@ -69,12 +70,12 @@ def variables_as(context: Context | None) -> Iterator[None]:
             variable.reset(token)
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
+def without_autocast() -> AbstractContextManager[Any]:
     """Compute without autocast until the end of the context.
 
     A backward pass does: under autocast it would round the gradients of operations that the user's
     code has run outside it.
     """
-    with autocast_as([replace(state, enabled=False) for state in autocast_now()]):
-        yield
+    if not torch._C._is_any_autocast_enabled():  # noqa: SLF001 - the public way asks for each device
+        return nullcontext()
+    return autocast_as([replace(state, enabled=False) for state in autocast_now()])

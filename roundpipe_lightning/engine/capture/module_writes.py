@@ -113,12 +113,16 @@ class ParameterWrites:
             return values
         return None
 
+    @property
+    def may_be_any(self) -> bool:
+        return bool(self._written or self._given or self._replaced)
+
     def take_written(self, *, keeps: bool = False) -> Sequence[nn.Parameter]:
         """Return what was written to or had other memory in the end, each once.
 
         Other memory is taken back; its values are kept if it `keeps` them.
         """
-        if not (self._written or self._given or self._replaced):
+        if not self.may_be_any:
             return ()
         written, self._written = self._written, []
         for number, (parameter, values, version) in enumerate(self._given):

@@ -13,8 +13,7 @@ BACKWARD  block 3: the 17th function gives t'        backward([output, t'], [gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,11 +84,8 @@ class SideOutputs:
         self._block = self._num_functions = 0
         self._name = ""
 
-    @contextmanager
-    def block(
-        self, number: int, watch: Watch, taken: Sequence[Tensor], *, name: str
-    ) -> Iterator[None]:
-        """Watch over the functions of a block, and what it takes, until the end of the context."""
+    def begin_block(self, number: int, watch: Watch, taken: Sequence[Tensor], *, name: str) -> None:
+        """Watch over the functions of a block, and what it takes, until `end_block`."""
         if watch is Watch.FIND and not any(
             origin.block == number for origin in (*self._leaves, *self._leaks)
         ):
@@ -102,11 +98,10 @@ class SideOutputs:
         self.looks_at_results = watch not in _SILENT
         self.observe(list(taken))
         self._num_functions = 0  # whatever was asked about the inputs
-        try:
-            yield
-        finally:
-            self._watch = Watch.UNWATCHED
-            self.looks_at_arguments = self.looks_at_results = False
+
+    def end_block(self) -> None:
+        self._watch = Watch.UNWATCHED
+        self.looks_at_arguments = self.looks_at_results = False
 
     def observe(self, result: Any) -> None:
         """Take notice of what a torch function has returned."""

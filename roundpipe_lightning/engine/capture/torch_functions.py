@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -56,35 +56,62 @@ def is_called_from(*modules: str) -> bool:
 
 
 class ModeStack:
-    """The modes of one thread that are put away while the engine runs."""
+    """The modes of one thread that are put away while the engine runs.
+
+    Its contexts are entered several times for every block: those of generators cost ten times more.
+
+    Attributes:
+        away: The modes that are put away.
+        is_active: Whether the user's code outside the blocks runs.
+    """
 
     def __init__(self) -> None:
-        self._away: list[Any] = []
+        self.away: list[Any] = []
+        self.is_active = False
 
-    @contextmanager
-    def without(self) -> Iterator[None]:
-        """Put all modes away until the end of the context."""
-        num_modes = torch._C._len_torch_function_stack()
-        taken = [torch._C._pop_torch_function_stack() for _ in range(num_modes)][::-1]
-        self._away = self._away + taken
-        try:
-            yield
-        finally:
-            if taken:
-                self._away = self._away[: -len(taken)]
-                _push(taken)
+    def without(self) -> AbstractContextManager[None]:
+        """Put all modes away until the end of the context: the engine runs."""
+        is_watched = self.is_active or torch._C._len_torch_function_stack()
+        return _Without(self) if is_watched else nullcontext()
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[None]:
         """Put removed modes back until the end of the context."""
-        back, self._away = self._away, []
-        _push(back)
-        try:
-            yield
-        finally:
-            for _ in back:
-                torch._C._pop_torch_function_stack()
-            self._away = back
+        return _Again(self)
+
+
+class _Without(AbstractContextManager[None]):
+    __slots__ = ("_stack", "_taken", "_was_active")
+
+    def __init__(self, stack: ModeStack) -> None:
+        self._stack = stack
+
+    def __enter__(self) -> None:
+        stack = self._stack
+        num_modes = torch._C._len_torch_function_stack()
+        self._taken = [torch._C._pop_torch_function_stack() for _ in range(num_modes)][::-1]
+        stack.away += self._taken
+        self._was_active, stack.is_active = stack.is_active, False
+
+    def __exit__(self, *error: object) -> None:
+        del self._stack.away[len(self._stack.away) - len(self._taken) :]
+        self._stack.is_active = self._was_active
+        _push(self._taken)
+
+
+class _Again(AbstractContextManager[None]):
+    __slots__ = ("_back", "_stack")
+
+    def __init__(self, stack: ModeStack) -> None:
+        self._stack = stack
+
+    def __enter__(self) -> None:
+        self._back, self._stack.away = self._stack.away, []
+        _push(self._back)
+
+    def __exit__(self, *error: object) -> None:
+        for _ in self._back:
+            torch._C._pop_torch_function_stack()
+        self._stack.away = self._back
 
 
 def _push(modes: list[Any]) -> None:

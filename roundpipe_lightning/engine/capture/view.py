@@ -29,7 +29,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -102,9 +102,9 @@ class LazyTable(dict[str, V], Generic[V]):
         super().__init__(entries)
         self._entries = entries
         self._place = place
-        self.known = frozenset(entries)
-        self._own: set[str] = set()  # entries that the user's code has put in: used as they are
-        self._fresh: set[str] = set()  # those of them that are not written back yet
+        self.known = tuple(entries)
+        #: Entries that the user's code has put in, used as they are: whether to write them back.
+        self._own: dict[str, bool] = {}
 
     def __getitem__(self, key: str) -> V:
         value = super().__getitem__(key)
@@ -113,11 +113,10 @@ class LazyTable(dict[str, V], Generic[V]):
     def __setitem__(self, key: str, value: Any) -> None:
         entry = self._entries.get(key)
         if entry is not None and key not in self and self._place(entry) is value:
-            self._own.discard(key)  # taken out and put back, as parametrizing does
+            self._own.pop(key, None)  # taken out and put back, as parametrizing does
             super().__setitem__(key, entry)
             return
-        self._own.add(key)
-        self._fresh.add(key)
+        self._own[key] = True
         super().__setitem__(key, value)
 
     def __iter__(self) -> Iterator[str]:
@@ -141,10 +140,10 @@ class LazyTable(dict[str, V], Generic[V]):
 
     def assigned(self) -> dict[str, Any]:
         """Return the entries that the user's code has put in and that are not written back."""
-        return {key: super(LazyTable, self).__getitem__(key) for key in self._fresh}
+        return {k: dict.__getitem__(self, k) for k, is_fresh in self._own.items() if is_fresh}
 
     def note_written_back(self) -> None:
-        self._fresh.clear()
+        self._own = dict.fromkeys(self._own, False)
 
     def reset(self) -> None:
         """Forget the entries that the user's code has put in."""
@@ -153,7 +152,6 @@ class LazyTable(dict[str, V], Generic[V]):
             if key in self._entries:
                 super().__setitem__(key, self._entries[key])
         self._own.clear()
-        self._fresh.clear()
 
 
 class View:
@@ -343,12 +341,15 @@ class ViewClasses:
             self._held.depth = self._depth - 1
             self._swap_lock.release()
 
-    @contextmanager
-    def released(self) -> Iterator[None]:
+    def released(self) -> AbstractContextManager[None]:
         """Let views of other threads take other classes meanwhile: this thread waits for its turn.
 
         The other threads may have to take theirs before it comes.
         """
+        return self._released() if self._depth else nullcontext()
+
+    @contextmanager
+    def _released(self) -> Iterator[None]:
         depth = self._depth
         for _ in range(depth):
             self._swap_lock.release()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Swap
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.view import View
 from roundpipe_lightning.errors import CaptureError
 
 Given: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -91,7 +92,12 @@ class Outcome:
 
 def works_in_place(block: nn.Module) -> bool:
     """Return whether a module of a block says of itself that it writes into what it gets."""
-    return any(getattr(module, "inplace", False) is True for module in block.modules())
+    is_view = isinstance(block, View)  # others look for what they do not have for microseconds
+    return any(
+        (is_view or "inplace" in module.__dict__ or hasattr(type(module), "inplace"))
+        and getattr(module, "inplace", False) is True
+        for module in block.modules()
+    )
 
 
 def run_block(
@@ -129,7 +135,7 @@ def run_block(
         return here
 
     copies = Copies(take_apart, objects=repeats)
-    args, kwargs = copies.copied(given)
+    args, kwargs = copies.arguments(given)
     looked_at = taken if repeats or writes else []
     # Nobody counts writes into tensors of inference mode: a block that writes may have written.
     versions = [None if tensor.is_inference() else tensor._version for tensor in looked_at]

@@ -161,6 +161,12 @@ class Chain:
         return positions[index] if index < len(positions) else None
 
     @cached_property
+    def repeated(self) -> frozenset[nn.Parameter]:
+        """Parameters of blocks that stand in it more than once."""
+        counts = Counter(link.block for link in self.links)
+        return frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
+
+    @cached_property
     def _positions(self) -> Mapping[tuple[nn.Module, bool | None], Sequence[int]]:
         found: dict[tuple[nn.Module, bool | None], list[int]] = {}
         for position, link in enumerate(self.links):

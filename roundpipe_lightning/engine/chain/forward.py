@@ -15,8 +15,8 @@ block, runs it without a graph and drops it. `backward.py` holds the way back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -379,14 +379,10 @@ class ForwardPass:
         """
         user, compiler, again = self.user, self._compiler, given is None
 
-        @contextmanager
-        def watched(taken: Sequence[Tensor]) -> Iterator[None]:
+        def watched(taken: Sequence[Tensor]) -> AbstractContextManager[None]:
             watch = _watch(call, again=again)
-            with (
-                user.side_outputs.block(call.number, watch, taken, name=call.name),
-                user.resumed(),
-            ):
-                yield
+            user.side_outputs.begin_block(call.number, watch, taken, name=call.name)
+            return user.resumed()
 
         with (
             user.in_block(call.number, resident, gathers=not call.gradient),

@@ -132,7 +132,7 @@ class PostedCall:
         def part(source: Any, in_object: bool) -> Any:  # noqa: ARG001, FBT001 - a `Swap`
             return source.parts[piece] if isinstance(source, Cut) else source.part(piece)
 
-        given: Given = Copies(part).copied(self.given)
+        given: Given = Copies(part).arguments(self.given)
         return given
 
     def clear(self) -> None:

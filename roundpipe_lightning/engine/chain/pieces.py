@@ -184,8 +184,10 @@ class DriverForward(ForwardPass):
 
     def _prepare(self, block: nn.Module, given: Given, position: int | None) -> int | None:
         """Choose between pieces and the whole batch, and make the arguments ready."""
-        arguments, hold_objects = arguments_of(given)
         self._sources, self._posted, self._form = {}, None, None
+        if self.board.num_pieces == 1:
+            return self._in_turn(position)
+        arguments, hold_objects = arguments_of(given)
         gradient = self._backward and torch.is_grad_enabled()
         found = None
         if gradient or not hold_objects:  # a block writes into the object itself, a cache say
@@ -213,7 +215,7 @@ class DriverForward(ForwardPass):
         versions: list[tuple[Tensor, int]] = []
         from_pieces: list[JoinedValue] = []
         dims = {id(a.tensor): d for a, d in zip(arguments, self._form.arguments, strict=True)}
-        taken = Copies(swap).copied(given)  # can begin a segment
+        taken = Copies(swap).arguments(given)  # can begin a segment
         position = self._in_turn(position)
         self._posted = PostedCall(
             number=len(self.calls),
@@ -264,7 +266,7 @@ class DriverForward(ForwardPass):
         position: int | None,
     ) -> tuple[CallForm, Sequence[int]] | None:
         """Return the form of a call and the rows of every piece; None: it takes the whole batch."""
-        if not self.turns.in_forward_stage or self.board.num_pieces == 1 or not arguments:
+        if not self.turns.in_forward_stage or not arguments:
             return None
         name, forms = self._names[block], self._forms
         gradient = self._backward and torch.is_grad_enabled()

@@ -72,7 +72,7 @@ def arguments_of(given: Given) -> tuple[Sequence[Argument], bool]:
         return tensor
 
     copies = Copies(look)
-    copies.copied(given)
+    copies.arguments(given)
     return found, copies.hold_objects
 
 

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -199,11 +199,11 @@ class BlockCall:
         self._variables: Context | None = None
         self._versions: list[int] = []
         if gradient:
-            self._given = Copies(self._keep).copied(given)
+            self._given = Copies(self._keep).arguments(given)
         self.wanted: bool = gradient and (
-            any(parameter.requires_grad for parameter in block.parameters())
+            any(value.needs_gradient for value in self.inputs)
             or any(tensor.requires_grad for tensor in self.arguments)
-            or any(value.needs_gradient for value in self.inputs)
+            or any(parameter.requires_grad for parameter in block.parameters())
         )
         if self.wanted:
             self._autocast, self._variables = autocast_now(), copy_context()
@@ -225,29 +225,43 @@ class BlockCall:
     def is_recomputed(self) -> bool:
         return self.wanted and self.segment is None
 
-    @contextmanager
     def keeping(
         self, turns: MicrobatchTurns, resident: ResidentBlocks, *, sources: Sources, again: bool
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Keep, while the block runs, what its recompute takes from its forward pass, or give it.
 
         That is what need not run again, and what the block writes over and the recompute reads.
         """
-        worker, stays = turns.worker, turns.stays_here
-        with ExitStack() as contexts:
-            if not self.is_recomputed:
-                pass
-            elif again:
-                contexts.enter_context(self._state.replayed(resident, worker))
-            else:
-                contexts.enter_context(self._state.recorded(self.block, resident, sources.pack))
-            if self.kept is not None:
-                contexts.enter_context(
-                    self.kept.replayed(worker) if again else self.kept.recorded(worker, stays=stays)
-                )
+        if not self.is_recomputed:
+            return nullcontext()
+        if again:
+            return self._replayed(turns, resident)
+        return self._recorded(turns, resident, sources.pack)
+
+    @contextmanager
+    def _recorded(
+        self,
+        turns: MicrobatchTurns,
+        resident: ResidentBlocks,
+        pack: Callable[[Tensor], BoundaryTensor],
+    ) -> Iterator[None]:
+        worker, kept = turns.worker, self.kept
+        with (
+            self._state.recorded(self.block, resident, pack),
+            nullcontext() if kept is None else kept.recorded(worker, stays=turns.stays_here),
+        ):
             yield
-        if self._state.attributes and not again:
+        if self._state.attributes:
             self.writes = [*self._state.attributes, *self.writes]
+
+    @contextmanager
+    def _replayed(self, turns: MicrobatchTurns, resident: ResidentBlocks) -> Iterator[None]:
+        worker, kept = turns.worker, self.kept
+        with (
+            self._state.replayed(resident, worker),
+            nullcontext() if kept is None else kept.replayed(worker),
+        ):
+            yield
 
     def check(self, outcome: Outcome, device: Device) -> None:
         """Keep a sample of what the forward pass gave, then compare that of the recompute."""
@@ -279,7 +293,8 @@ class BlockCall:
         again: bool = False,
     ) -> Outcome:
         """Run the block; arguments and errors as of `run_block`."""
-        with self._hooks_once(block, again=again):
+        once = self.is_recomputed and block.__dict__["_forward_hooks"]
+        with self._hooks_once(block, again=again) if once else nullcontext():
             outcome = run_block(
                 block,
                 take,
@@ -299,9 +314,6 @@ class BlockCall:
         """Leave out of the recompute the block's forward hooks that have changed nothing."""
         own = block.__dict__  # past a view's `__setattr__`, which writes into the module
         hooks = own["_forward_hooks"]
-        if not (hooks and self.is_recomputed):
-            yield
-            return
         own["_forward_hooks"] = OrderedDict(
             (key, hook if again else self._noting(key, hook))
             for key, hook in hooks.items()

@@ -40,14 +40,17 @@ class Countdown:
 
     def __init__(self, number: int) -> None:
         self._left = number
-        self._changed = threading.Condition()
+        self._counting = threading.Lock()
+        self._over = threading.Lock()  # held until all have happened
+        if number:
+            self._over.acquire()
 
     def count(self) -> None:
-        with self._changed:
+        with self._counting:
             self._left -= 1
             if not self._left:
                 self._at_end()
-            self._changed.notify_all()
+                self._over.release()
 
     def _at_end(self) -> None:
         """Called when all have happened, before anybody who waits goes on."""
@@ -58,8 +61,10 @@ class Countdown:
 
     def wait(self, seconds: float) -> bool:
         """Wait for all of them, but not longer than this; return whether they have happened."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._left, timeout=seconds)
+        is_over = self._over.acquire(timeout=seconds)
+        if is_over:
+            self._over.release()
+        return is_over
 
 
 class TeamTasks(Countdown):

@@ -282,7 +282,10 @@ class HostStore:
         with self.versions.reading(device) as reads_previous:
             previous = self.previous if reads_previous else {}
             if device.shares_host_memory:
-                return {p: previous.get(p, p).detach().to(p.dtype) for p in self._of_block[block]}
+                return {
+                    p: previous[p].detach().to(p.dtype) if p in previous else p.detach()
+                    for p in self._of_block[block]
+                }
             for flat in self._blocks[block].buffers:
                 members = flat.present_members()
                 if members:

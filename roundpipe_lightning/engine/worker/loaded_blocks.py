@@ -85,22 +85,23 @@ class PlacedBuffers:
             return False
         wrote = False
         for original, view in views.items():
-            placed = [b for b in original.buffers(recurse=False) if b in self._placed]
-            wrote |= self._copy_to_host(placed)
+            buffers, table = original.__dict__["_buffers"], _buffers(view)
+            if not (buffers or table):
+                continue
+            wrote |= self._copy_to_host([b for b in buffers.values() if b in self._placed])
             for name, value in self.assigned(original, view).items():
                 owner = self._device if owner_of is None or value is None else owner_of(value)
                 host = None if value is None else owner.download(value)
-                buffers = original.__dict__["_buffers"]
                 # One that appears (an index that is made when it is first asked for) is no write:
                 # every microbatch makes the same.
-                appears = name not in _buffers(view).known
+                appears = name not in table.known
                 is_new = name not in buffers
                 if is_new or not appears or not _equal(buffers[name], host):
                     buffers[name] = host
                     wrote |= not (appears and is_new)
                 if owner is self._device and buffers[name] is host and host is not None:
                     self._placed[host] = (value, value._version)
-            _buffers(view).note_written_back()
+            table.note_written_back()
         return wrote
 
     def assigned(self, original: nn.Module, view: nn.Module) -> dict[str, Any]:
@@ -251,9 +252,10 @@ class ResidentBlocks:
                         self._add_leaf(parameter, value)
                 else:
                     self._add_region(block, self._weights.regions[block])
-                for buffer in block.buffers():
-                    self._buffers.place(buffer)
                 self._buffered[block] = [m for m in block.modules() if m.__dict__["_buffers"]]
+                for module in self._buffered[block]:
+                    for buffer in module.buffers(recurse=False):
+                        self._buffers.place(buffer)
 
     def _add_region(self, block: nn.Module, region: Region) -> None:
         leaves = region.leaves()

@@ -122,7 +122,6 @@ class UserCode(TorchFunctionMode):
         self._parameter_writes = ParameterWrites(
             is_watched=self._crosses or may_write is not None, leaf=self._leaf_to_write
         )
-        self._active = False
         self._modes = ModeStack()
         self._classes = classes
         self._outside = outside
@@ -219,6 +218,8 @@ class UserCode(TorchFunctionMode):
         Raises:
             ConfigurationError: If it may not, or the optimizer's step is still being made.
         """
+        if not self._parameter_writes.may_be_any:
+            return
         with self.suspended(), torch.no_grad():
             written = self._parameter_writes.take_written(keeps=bool(self.may_write))
             if written:
@@ -293,23 +294,17 @@ class UserCode(TorchFunctionMode):
         return None
 
     @contextmanager
-    def active(self, *, is_active: bool = True) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Watch over the operations until the end of the context: user code runs."""
-        before, self._active = self._active, is_active
+        self._modes.is_active = True
         try:
             yield
         finally:
-            self._active = before
+            self._modes.is_active = False
 
     def suspended(self) -> AbstractContextManager[None]:
         """Let operations be until the end of the context: the engine runs, without any mode."""
-        is_watched = self._active or torch._C._len_torch_function_stack()  # noqa: SLF001
-        return self._suspended() if is_watched else nullcontext()
-
-    @contextmanager
-    def _suspended(self) -> Iterator[None]:
-        with self._modes.without(), self.active(is_active=False):
-            yield
+        return self._modes.without()
 
     def resumed(self) -> AbstractContextManager[None]:
         """Run a block, or a backward pass, under the modes of the user's code around it."""
@@ -333,6 +328,7 @@ class UserCode(TorchFunctionMode):
                 self._refuse_write(resident.original_of(written))
         finally:
             self._resident, self._gathers = None, False
+            self.side_outputs.end_block()
             self._parameter_writes = outer
             inner.take_written()
 
@@ -353,7 +349,7 @@ class UserCode(TorchFunctionMode):
             values = self._parameter_writes.note(func, args)
             if values is not None:
                 return values
-        if self._active:
+        if self._modes.is_active:
             answer, args, kwargs = self._outside_blocks(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
