@@ -373,10 +373,9 @@ class Microbatch:
             device = self._user.owner_of(tensor)  # perhaps not that of the last action
             with noted(f"the outcome of microbatch {self._index} on {device.name}"):
                 return device.download(tensor)
-        made = None if worker is self.turns.worker else self.turns.last_end(worker)
-        host, landed = send_to_host(
-            tensor.detach(), transfers, after=made or worker.device.mark_event("an output is made")
-        )
+        # Not the end of the turn there: the user's code may have written into it since.
+        made = worker.device.mark_event("an output is made")
+        host, landed = send_to_host(tensor.detach(), transfers, after=made)
         self._downloads.append(landed)
         return host
 
