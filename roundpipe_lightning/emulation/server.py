@@ -377,7 +377,8 @@ class ServedDevice(EmulatedDevice):
                 event=event,
             )
         )
-        if not all(tag_of(tensor) or self.server.is_page_locked(tensor) for tensor in (dst, src)):
+        is_known = self.server.tags  # which tensors are the host's
+        if is_known and not all(tag_of(t) or self.server.is_page_locked(t) for t in (dst, src)):
             event.hold()  # as with CUDA; the checker does not count on it
         return event
 
