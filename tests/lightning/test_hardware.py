@@ -143,7 +143,7 @@ def test_a_saved_plan_is_checked_too(tmp_path: Path) -> None:
 
 
 def test_a_machine_has_as_many_devices_as_the_trainer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"rtx4090x4 has 4 devices, .* gives 2"):
+    with pytest.raises(ConfigurationError, match=r"rtx4090x4 has 4 devices, .* devices are 2"):
         fit(tmp_path, hardware="rtx4090x4")
     trainer = fit(tmp_path, hardware="rtx4090x2", workers_per_device=2)
     assert plan_of(trainer).num_workers == 4
