@@ -1,6 +1,7 @@
 """Checks around every test: nothing leaks out of it and nothing leaks into it."""
 
 import gc
+import os
 import random
 import signal
 import threading
@@ -14,6 +15,8 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from roundpipe_commands import name_machines
@@ -88,11 +91,14 @@ def same_start() -> Iterator[None]:
     numpy_state = np.random.get_state()  # noqa: NPY002  the global state is what is kept
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
-    dtype = torch.get_default_dtype()
+    dtype, variables = torch.get_default_dtype(), dict(os.environ)
     with torch.random.fork_rng(devices=_initialised_devices()):
         torch.manual_seed(0)
         torch.set_num_threads(1)  # many small workers on few cores: more threads only wait
         yield
+    rank_zero_only.rank = fabric_rank_zero_only.rank = 0  # a launch of several hosts sets them
+    for name in os.environ.keys() - variables.keys():  # and the port
+        del os.environ[name]
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)

@@ -114,7 +114,9 @@ def check(
         with engine_of(module, stack, plan, devices=make_workers(2)) as engine:
             result = mean_step(engine, batches, **options)
         reset()
-        assert not differences(module, result, plain), make_workers
+        # backward passes of emulated devices have threads of their own, with other products' cuts
+        tolerance = 0.0 if make_workers is cpu_workers else 1e-6
+        assert not differences(module, result, plain, tolerance=tolerance), make_workers
         names = {name for name, p in module.named_parameters() if p in result.gradients}
         assert names
         assert names <= trained
