@@ -96,7 +96,8 @@ def same_start() -> Iterator[None]:
         torch.manual_seed(0)
         torch.set_num_threads(1)  # many small workers on few cores: more threads only wait
         yield
-    rank_zero_only.rank = fabric_rank_zero_only.rank = 0  # a launch of several hosts sets them
+    # a launch of several hosts sets the ranks
+    rank_zero_only.rank = fabric_rank_zero_only.rank = 0  # type: ignore[attr-defined]
     for name in os.environ.keys() - variables.keys():  # and the port
         del os.environ[name]
     torch.set_default_dtype(dtype)
