@@ -41,7 +41,7 @@ def takes_iterator(module: LightningModule, *steps: str) -> bool:
 
 
 def check_trainer_flags(strategy: ParallelStrategy) -> None:
-    """Refuse flags of the Trainer that cannot work; `hosts.check_launch` looks at processes.
+    """Refuse flags of the Trainer that cannot work; `launch.check_launch` looks at processes.
 
     Raises:
         ConfigurationError: A flag cannot work.

@@ -16,7 +16,8 @@ from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy import checks, compat, hosts
+from roundpipe_lightning.strategy import checks, compat
+from roundpipe_lightning.strategy.hosts import agreement, launch
 from roundpipe_lightning.strategy.registry import with_workers
 
 T = TypeVar("T")
@@ -83,11 +84,11 @@ class OneProcessStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """As `hosts.reduce`; `group` is that of all hosts."""
+        """As `agreement.reduce`; `group` is that of all hosts."""
         del group
         if self._hosts is None or not isinstance(tensor, Tensor):
             return tensor
-        return hosts.reduce(self._hosts.control.objects(tensor.detach().cpu()), reduce_op)
+        return agreement.reduce(self._hosts.control.objects(tensor.detach().cpu()), reduce_op)
 
     def all_gather(
         self,
@@ -156,9 +157,9 @@ class OneProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
         checks.check_trainer_flags(self)
-        hosts.check_launch(self.cluster_environment, self.num_nodes)
+        launch.check_launch(self.cluster_environment, self.num_nodes)
         if self.num_nodes > 1:
-            self._rank = hosts.take_rank(self.cluster_environment, self.num_nodes)
+            self._rank = launch.take_rank(self.cluster_environment, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Prepare the devices; nothing is to be done for CPU workers."""

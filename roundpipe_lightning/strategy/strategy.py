@@ -42,7 +42,8 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.strategy import checks, compat, hosts
+from roundpipe_lightning.strategy import checks, compat
+from roundpipe_lightning.strategy.hosts import agreement, data, launch
 from roundpipe_lightning.strategy.one_process import OneProcessStrategy
 from roundpipe_lightning.strategy.options import (
     GradientFormat,
@@ -408,7 +409,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         super().setup_environment()
         if self.num_nodes > 1 and self._hosts is None:
             assert self.cluster_environment is not None
-            self._hosts = hosts.connect(
+            self._hosts = launch.connect(
                 self.cluster_environment,
                 rank=self._rank,
                 num_nodes=self.num_nodes,
@@ -421,7 +422,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         if trainer.state.fn == TrainerFn.PREDICTING:
             raise ConfigurationError("predict() does not work on several hosts: set num_nodes=1.")
         if trainer.state.fn == TrainerFn.FITTING:
-            hosts.check_supported(
+            agreement.check_supported(
                 self._module,
                 options=self._options,
                 precision=self.precision_plugin,
@@ -439,7 +440,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             self._module, self.optimizers, update=self._options.update, precision=precision
         )
         if self.num_nodes > 1:
-            hosts.check_optimizers(self.optimizers)
+            agreement.check_optimizers(self.optimizers)
         widened = [o for o in self.optimizers if precision.widens(o)]
         self._gradient_format.check(self.optimizers, widened=widened)
 
@@ -487,7 +488,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             self._lightning_module = module
             if has_failed and self._hosts is not None:
                 self._hosts = None
-                hosts.disconnect()  # the others notice at once
+                launch.disconnect()  # the others notice at once
 
     # Batches -------------------------------------------------------------------------------------
 
@@ -497,7 +498,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         if trainer.sanity_checking:
             self._resume.sanity_check_begins()
         if self._hosts is not None and self._divides_data:
-            dataloader = hosts.divided(dataloader, self._hosts, trains=trainer.training)
+            dataloader = data.divided(dataloader, self._hosts, trains=trainer.training)
         return self._resume.train_loader(dataloader) if trainer.training else dataloader
 
     def on_train_start(self) -> None:
@@ -505,7 +506,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         super().on_train_start()
         self._resume.training_begins(self._module.trainer)
         if self._hosts is not None:
-            hosts.check_same(self._hosts, self._module.trainer, self._options)
+            agreement.check_same(self._hosts, self._module.trainer, self._options)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0

@@ -179,7 +179,7 @@ def _equal_shares(counts: Sequence[float]) -> list[float]:
 LIES: Lies = {
     "a host's gradients lost": (Case(), "engine.exchange.exchange._added", _first_of),
     "new values lost": (Case(), "engine.exchange.exchange.write_range", _nothing),
-    "a plain mean": (Case(padded=True), "strategy.global_batch.shares_of", _equal_shares),
+    "a plain mean": (Case(padded=True), "strategy.hosts.global_batch.shares_of", _equal_shares),
 }
 
 

@@ -19,7 +19,6 @@ from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import BatchError, HostError
 from roundpipe_lightning.models.batches import batch_size_of
-from roundpipe_lightning.strategy.hosts import shares_of
 from roundpipe_lightning.strategy.logging import LogCall
 from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch
 
@@ -139,3 +138,9 @@ def _check_terms(parts: Sequence[HostPart]) -> None:
             "The loss is a sum of means over different numbers of targets: hosts weigh by the "
             "last one, so the others differ from one host's. See docs/nodes.md."
         )
+
+
+def shares_of(counts: Sequence[float]) -> Sequence[float]:
+    """Return the shares of counts in their sum; equal ones where all are 0."""
+    total = sum(counts)
+    return [count / total if total else 1 / len(counts) for count in counts]

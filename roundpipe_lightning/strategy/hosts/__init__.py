@@ -1,0 +1,1 @@
+"""Several hosts, one process each: how they meet, agree, and what each gets of the data."""
