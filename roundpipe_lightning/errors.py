@@ -20,16 +20,14 @@ class StepModeError(ConfigurationError):
 
     Args:
         reason: What it does.
-        leaves_writes: Whether what it has written into buffers stays.
     """
 
-    def __init__(self, reason: str, *, leaves_writes: bool = False) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(
             f"{reason}, but microbatching='step' runs training_step once per microbatch. Set "
             "microbatching='blocks', or leave it out."
         )
         self.reason = reason
-        self.leaves_writes = leaves_writes
 
 
 class PlanError(ConfigurationError):

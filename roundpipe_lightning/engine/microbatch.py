@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
+from roundpipe_lightning.engine.capture.module_writes import Writes
 from roundpipe_lightning.engine.capture.placeholder import materialized
 from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
 from roundpipe_lightning.engine.capture.trees import map_tensors
@@ -74,6 +75,7 @@ class StepOptions(TypedDict, total=False):
         stand_ins: Modules that are something else in every view.
         outside: Asked, in every microbatch's thread, before each torch function of the user's code
             outside the blocks; it may answer in the function's place.
+        writes_nothing: Whether the step is proven to write no attributes: else it is refused.
     """
 
     backward: bool
@@ -83,6 +85,7 @@ class StepOptions(TypedDict, total=False):
     overrides: Callable[[int], Mapping[str, Any]]
     stand_ins: Mapping[nn.Module, nn.Module]
     outside: Outside | None
+    writes_nothing: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,7 @@ class StepContext:
     stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
     may_write: bool | None = None
     outside: Outside | None = None
+    writes_nothing: bool = False
     outside_blocks: frozenset[nn.Parameter] = frozenset()
     compiler: BlockCompiler | None = None
     forms: CallForms | None = None
@@ -182,6 +186,7 @@ class Microbatch:
             classes=context.classes,
             outside=context.outside,
             may_write=context.may_write,
+            writes=Writes(are_refused=context.writes_nothing),
         )
         turns = MicrobatchTurns(
             index,

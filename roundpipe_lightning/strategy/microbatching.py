@@ -153,6 +153,7 @@ class ModeChoice:
             joined=False,
             fusion=fusion,
             checks=by_targets,
+            is_proven=self._mode == "auto",
         )
 
     def tell(self, batch: MicrobatchedBatch) -> None:
@@ -176,14 +177,10 @@ class ModeChoice:
         if self._mode != "auto":
             return False
         self._chosen[str(form_of(batch))] = "blocks"
-        text = f"roundpipe: microbatching='blocks' from this batch on: {error.reason}. "
-        if error.leaves_writes:
-            rank_zero_warn(
-                f"{text}Microbatches have written this batch into them before: buffers have it "
-                "more than once. Set microbatching='blocks' where that matters."
-            )
-        else:
-            rank_zero_info(f"{text}Nothing was updated with it before.")
+        rank_zero_info(
+            f"roundpipe: microbatching='blocks' from this batch on: {error.reason}. Nothing was "
+            "updated with it before."
+        )
         return True
 
     def decide(
@@ -284,6 +281,7 @@ class MicrobatchedBatch:
         contents: `contents_of` the module, before the first batch of a form; None for others.
         checks: Whether what the losses do average over is compared with `counts`.
         notes: Whether it is noted: hosts weigh by it.
+        is_proven: Whether the step was proven to be the same on microbatches.
     """
 
     parts: Sequence[Any]
@@ -294,6 +292,7 @@ class MicrobatchedBatch:
     contents: list[Any] | None = None
     checks: bool = False
     notes: bool = False
+    is_proven: bool = False
 
     def __post_init__(self) -> None:
         self._seen: list[list[float]] = [[] for _ in self.parts]

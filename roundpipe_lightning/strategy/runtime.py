@@ -403,6 +403,7 @@ class PipelineRuntime:
                 overrides=lambda index: {"log": logs[index]},
                 stand_ins=stand_ins,
                 outside=cut.outside,
+                writes_nothing=cut.is_proven,
             )
             try:
                 self.synchronize(has_next=True)

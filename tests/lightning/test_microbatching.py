@@ -197,20 +197,46 @@ def test_a_later_batch_that_is_not_as_proven(
         make_trainer(tmp_path, strategy=strategy).fit(Changing(change), data)
 
 
-def test_buffers_that_a_later_batch_writes_are_warned_of(tmp_path: Path) -> None:
-    class Counting(Regressor):
-        seen: Tensor
+class Counting(Regressor):
+    """Its later batches write, into what is asked for: what refused microbatches wrote is gone."""
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx >= 2:
-                self.seen += 1
-            return super().training_step(batch, batch_idx)
+    seen: Tensor
 
-    module = Counting()
-    module.register_buffer("seen", torch.zeros(()))
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=4)
-    with pytest.warns(UserWarning, match="buffers have it more than once"):
-        trainer.fit(module, regression_data())
+    def __init__(self, into: str) -> None:
+        super().__init__()
+        self.into = into
+        self.number = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.layers.insert(1, nn.BatchNorm1d(WIDTH, affine=False))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        writes = batch_idx >= 2
+        if writes and self.into == "a buffer":
+            self.seen += 1
+        if writes and self.into == "a buffer, anew":
+            self.seen = self.seen + batch[0].shape[0]
+        if writes and self.into == "an attribute":
+            self.number += batch[0].shape[0]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[1].train(batch_idx >= 2 and self.into == "a block's buffers")
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe_lightning.engine.chain.pieces.WholeBatchWarning")
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+@pytest.mark.parametrize(
+    "into", ["a buffer", "a buffer, anew", "a block's buffers", "an attribute"]
+)
+def test_what_a_later_batch_writes_is_written_once(tmp_path: Path, kind: Any, into: str) -> None:
+    strategies = ["auto", kind(num_microbatches=2)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, lambda: Counting(into), regression_data(), max_steps=4
+    )
+    assert module.number == one.number
+    for mine, others in zip(module.buffers(), one.buffers(), strict=True):
+        torch.testing.assert_close(mine, others)
+    assert parameter_error(module, one) < 1e-5
 
 
 def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.placeholder import writes_first
 from roundpipe_lightning.engine.capture.view import write_through
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError, StepModeError
 
 ModuleWrites: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
 """Originals with the attributes that were written, `DELETED` for one that was deleted."""
@@ -32,25 +32,39 @@ ModuleWrites: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
 class Writes:
     """The attributes that user code has written, by the original module.
 
+    Args:
+        are_refused: Whether there may be none.
+
     Attributes:
         were_any: Whether the user's code or a block has written attributes or buffers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_refused: bool = False) -> None:
+        self._are_refused = are_refused
         # By identity: the hash of a metric changes with its state. The original is kept alive.
         self._written: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self.were_any = False
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
         """Keep what the user's code has written, or `DELETED`."""
-        self.were_any = True
+        self.mark()
         self._written.setdefault(id(module), (module, {}))[1][name] = value
 
     def renew(self, module: nn.Module, name: str, value: Any) -> None:
         """Hear that a block has written, and the original knows: it is the latest value."""
-        self.were_any = True
+        self.mark()
         if id(module) in self._written and name in self._written[id(module)][1]:
             self.note(module, name, value)
+
+    def mark(self) -> None:
+        """Hear that something was written.
+
+        Raises:
+            StepModeError: It is refused.
+        """
+        self.were_any = True
+        if self._are_refused:
+            raise StepModeError("the step writes attributes of modules")
 
     def within(self, block: nn.Module) -> ModuleWrites:
         if not self._written:

@@ -36,7 +36,7 @@ from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, 
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
-from roundpipe_lightning.errors import CaptureError, StepModeError
+from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind, operations_kept
 
 
@@ -258,23 +258,14 @@ class ForwardPass:
         self.turns.leave()
 
     def write_buffers_back(self) -> None:
-        self._note_buffers(wrote=self.user.write_buffers_back())
+        self.user.writes.were_any |= self.user.write_buffers_back()
 
     def _end_forward(self) -> None:
         if not self.turns.is_active:  # another microbatch has the worker: it may run blocks there
             return
         worker = self.turns.worker
         worker.count_bytes(self.boundary_bytes())
-        self._note_buffers(wrote=worker.end_forward(self.turns.stage))
-
-    def _note_buffers(self, *, wrote: bool) -> None:
-        """Refuse writes into buffers where several microbatches would make them, in any order."""
-        self.user.writes.were_any |= wrote
-        if wrote and self.user.may_write is False:
-            raise StepModeError(
-                "the step writes into buffers (running statistics, for example)",
-                leaves_writes=True,
-            )
+        self.user.writes.were_any |= worker.end_forward(self.turns.stage)
 
     def end_user_code(self) -> None:
         with self.user.suspended():
@@ -354,7 +345,7 @@ class ForwardPass:
         with self._resident(call.block, call.position) as resident:
             outcome = self.run_block(call, resident, take=take, given=given)
             if call.position is None:
-                self._note_buffers(wrote=resident.end_forward())
+                self.user.writes.were_any |= resident.end_forward()
                 if call.wanted:
                     self.user.note_streamed(call.block)
         return outcome
@@ -364,11 +355,11 @@ class ForwardPass:
     ) -> AbstractContextManager[ResidentBlocks]:
         worker, stage = self.turns.worker, self.turns.stage
         if position is None:
-            return worker.streamed(block, StageKind.FORWARD)
+            return worker.streamed(block, StageKind.FORWARD, refuses=self.user.refuses_writes)
         if self._stage is not stage:
             links = self._chain.links[stage.blocks.start : stage.blocks.stop]
             self._stage, self._blocks = stage, tuple(link.block for link in links)
-        return nullcontext(worker.resident(stage, self._blocks))
+        return nullcontext(worker.resident(stage, self._blocks, refuses=self.user.refuses_writes))
 
     def run_block(
         self, call: BlockCall, resident: ResidentBlocks, *, take: Swap, given: Given | None = None

@@ -270,8 +270,10 @@ class DriverForward(ForwardPass):
             return None
         name, forms = self._names[block], self._forms
         gradient = self._backward and torch.is_grad_enabled()
-        key = (name, gradient, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
-        reason = reason_against_pieces(block, self.user.writes.within(block))
+        writes = self.user.writes.within(block)
+        modes = (*(m.training for m in block.modules()), *(w.get("training") for _, w in writes))
+        key = (name, gradient, modes, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
+        reason = reason_against_pieces(block, writes)
         if reason:
             forms.put(key, None, name=name, reason=reason)
         form = forms.known.get(key)

@@ -34,7 +34,7 @@ from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
 from roundpipe_lightning.engine.transfer.weight_buffers import Region
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
-from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.errors import CaptureError, StepModeError
 from roundpipe_lightning.planning.schedule.stages import StageKind
 
 EarlierBuffers: TypeAlias = list[tuple[nn.Module, str, Any]]
@@ -51,11 +51,14 @@ class PlacedBuffers:
     Args:
         device: Where the views compute.
         keep_writes: Whether writes are the user's (forward) or an echo of them (recompute).
+        refuses: Whether there may be none: several microbatches would make them, in any order. They
+            are made in copies then.
     """
 
-    def __init__(self, device: Device, *, keep_writes: bool) -> None:
+    def __init__(self, device: Device, *, keep_writes: bool, refuses: bool = False) -> None:
         self._device = device
         self._keep_writes = keep_writes
+        self._refuses = refuses
         self._placed: dict[Tensor, tuple[Tensor, int]] = {}
 
     def place(self, buffer: Tensor) -> Tensor:
@@ -66,7 +69,8 @@ class PlacedBuffers:
                     # a copy: another microbatch may write the buffer before the upload reads it
                     placed = self._device.upload(buffer.clone())
             else:
-                placed = buffer if self._keep_writes else buffer.clone()
+                in_place = self._keep_writes and not self._refuses
+                placed = buffer if in_place else buffer.clone()
             self._placed[buffer] = (placed, placed._version)
         return self._placed[buffer][0]
 
@@ -80,6 +84,9 @@ class PlacedBuffers:
 
         `owner_of` says where an assigned tensor is, if it may be elsewhere than here. Returns
         whether there was anything to bring.
+
+        Raises:
+            StepModeError: There was, and it is refused.
         """
         if not self._keep_writes:
             return False
@@ -97,8 +104,10 @@ class PlacedBuffers:
                 appears = name not in table.known
                 is_new = name not in buffers
                 if is_new or not appears or not _equal(buffers[name], host):
+                    if not (appears and is_new):
+                        self._check_allowed()
+                        wrote = True
                     buffers[name] = host
-                    wrote |= not (appears and is_new)
                 if owner is self._device and buffers[name] is host and host is not None:
                     self._placed[host] = (value, value._version)
             table.note_written_back()
@@ -184,6 +193,7 @@ class PlacedBuffers:
         """
         if not any(self._placed[b][0]._version != self._placed[b][1] for b in buffers):
             return False
+        self._check_allowed()
         for buffer in buffers:
             placed = self._placed[buffer][0]
             if not self._device.shares_host_memory:
@@ -191,6 +201,10 @@ class PlacedBuffers:
                     buffer.copy_(self._device.download(placed))
             self._placed[buffer] = (placed, placed._version)
         return True
+
+    def _check_allowed(self) -> None:
+        if self._refuses:
+            raise StepModeError("the step writes into buffers (running statistics, for example)")
 
 
 class ResidentBlocks:
@@ -204,6 +218,7 @@ class ResidentBlocks:
         weights: Those of their stage run, whose uploads are in flight; None: they are uploaded
             here, where nothing is uploaded ahead.
         await_upload: Lets compute wait for an upload.
+        refuses: As of `PlacedBuffers`.
     """
 
     def __init__(
@@ -215,6 +230,7 @@ class ResidentBlocks:
         classes: ViewClasses,
         weights: StageWeights | None = None,
         await_upload: Callable[[Event], None] | None = None,
+        refuses: bool = False,
     ) -> None:
         self.kind = kind
         self._weights = weights
@@ -227,7 +243,8 @@ class ResidentBlocks:
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
         self._renewed: dict[nn.Parameter, int] = {}  # by `HostStore.rewritten`
         self._placed: dict[nn.Module, tuple[nn.Parameter, ...]] = {}  # in the order of the layout
-        self._buffers = PlacedBuffers(device, keep_writes=kind is not StageKind.BACKWARD)
+        keeps = kind is not StageKind.BACKWARD
+        self._buffers = PlacedBuffers(device, keep_writes=keeps, refuses=refuses)
         self._writes: list[tuple[nn.Module, str, Any]] = []
         self._overwritten: list[tuple[nn.Module, str, Any]] = []
         self._buffered: dict[nn.Module, list[nn.Module]] = {}  # a block's modules with buffers

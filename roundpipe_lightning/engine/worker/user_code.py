@@ -89,6 +89,7 @@ class UserCode(TorchFunctionMode):
         outside: Asked before every torch function outside the blocks, or None.
         may_write: Whether the code may write into parameters, as it runs once; None: where it
             computes in their memory.
+        writes: Of attributes; None: what it writes is kept.
     """
 
     def __init__(
@@ -101,11 +102,12 @@ class UserCode(TorchFunctionMode):
         classes: ViewClasses,
         outside: Outside | None = None,
         may_write: bool | None = None,
+        writes: Writes | None = None,
     ) -> None:
         super().__init__()
         self.stream = stream
         self.side_outputs = SideOutputs()
-        self.writes = Writes()
+        self.writes = Writes() if writes is None else writes
         #: Gives what a later segment uses for a tensor of an earlier one; None where there is none.
         self.cut: Callable[[Tensor], Tensor] | None = None
         #: Refuses `torch.autograd.grad` of outputs and inputs where it would miss something.
@@ -173,9 +175,17 @@ class UserCode(TorchFunctionMode):
     def _buffer(self, buffer: Tensor) -> Tensor:
         worker = self._worker()
         if worker.index not in self._buffers:
-            self._buffers[worker.index] = PlacedBuffers(worker.device, keep_writes=True)
+            self._buffers[worker.index] = self._new_buffers(worker)
         with self.suspended():
             return self._buffers[worker.index].place(buffer)
+
+    def _new_buffers(self, worker: Worker) -> PlacedBuffers:
+        return PlacedBuffers(worker.device, keep_writes=True, refuses=self.refuses_writes)
+
+    @property
+    def refuses_writes(self) -> bool:
+        """Whether nothing may be written: as the code runs several times."""
+        return self.may_write is False
 
     def write_buffers_back(self) -> bool:
         """Bring to the host what user code wrote into buffers; called at the end of its turn.
@@ -184,7 +194,7 @@ class UserCode(TorchFunctionMode):
             Whether it wrote into any.
         """
         worker = self._worker()
-        placed = self._buffers.get(worker.index) or PlacedBuffers(worker.device, keep_writes=True)
+        placed = self._buffers.get(worker.index) or self._new_buffers(worker)
         return placed.write_back(self.maker.made, owner_of=self.owner_of)
 
     @property

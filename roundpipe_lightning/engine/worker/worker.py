@@ -74,8 +74,13 @@ class Worker:
     def __str__(self) -> str:
         return f"worker {self.index} ({self.device.name})"
 
-    def resident(self, stage: Stage, blocks: Sequence[nn.Module]) -> ResidentBlocks:
-        """Return the needed blocks of a stage, uploading those that are not here already."""
+    def resident(
+        self, stage: Stage, blocks: Sequence[nn.Module], *, refuses: bool = False
+    ) -> ResidentBlocks:
+        """Return the needed blocks of a stage, uploading those that are not here already.
+
+        `refuses` as of `PlacedBuffers`.
+        """
         if self._resident is not None and blocks is self._brought:
             return self._resident
         if self._resident is None or self._stage != stage:
@@ -83,7 +88,7 @@ class Worker:
             weights = None
             if self.transfers is not None:
                 weights = self.transfers.weights.acquire(stage, blocks)
-            self._resident = self._new_resident(stage.kind, weights)
+            self._resident = self._new_resident(stage.kind, weights, refuses=refuses)
             self._stage = stage
         elif self.transfers is not None:
             self.transfers.weights.acquire(stage, blocks)
@@ -93,12 +98,14 @@ class Worker:
         return self._resident
 
     @contextmanager
-    def streamed(self, block: nn.Module, kind: StageKind) -> Iterator[ResidentBlocks]:
+    def streamed(
+        self, block: nn.Module, kind: StageKind, *, refuses: bool = False
+    ) -> Iterator[ResidentBlocks]:
         """Upload one block until the end of the context, beside what is resident.
 
-        `kind` is FORWARD, or BACKWARD for its recompute.
+        `kind` is FORWARD, or BACKWARD for its recompute; `refuses` as of `PlacedBuffers`.
         """
-        blocks = self._new_resident(kind)
+        blocks = self._new_resident(kind, refuses=refuses)
         try:
             blocks.bring([block])
             self._streamed_bytes = blocks.num_bytes
@@ -108,7 +115,9 @@ class Worker:
             self._streamed_bytes = 0
             blocks.close()
 
-    def _new_resident(self, kind: StageKind, weights: StageWeights | None = None) -> ResidentBlocks:
+    def _new_resident(
+        self, kind: StageKind, weights: StageWeights | None = None, *, refuses: bool
+    ) -> ResidentBlocks:
         return ResidentBlocks(
             kind,
             store=self._store,
@@ -116,6 +125,7 @@ class Worker:
             classes=self._classes,
             weights=weights,
             await_upload=self._await_weights,
+            refuses=refuses,
         )
 
     def _await_weights(self, event: Event) -> None:
