@@ -6,10 +6,12 @@ import functools
 import itertools
 import json
 import os
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
 from roundpipe_lightning.errors import FitError, HardwareError
 from roundpipe_lightning.planning.model.hardware import MatrixRates, load_hardware
 from roundpipe_lightning.strategy.planning import inputs
+from tests.kit.moments import PATIENCE_SECONDS
 
 
 def _waiting(event: HostEvent, method: str) -> tuple[threading.Thread, list[object]]:
@@ -421,6 +424,28 @@ def test_an_accelerator_without_a_wait_for_all_waits_for_its_streams() -> None:
     vars(device)["runtime"] = SimpleNamespace(synchronizes=False, has_streams=True)
     device.synchronize()
     assert waited == ["compute", "upload"]
+
+
+def test_a_long_upload_holds_up_no_news_of_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    device, uploaded = AcceleratorDevice(torch.device("xpu", 0)), threading.Event()
+
+    def new_event(_: torch.device) -> Any:
+        event = SimpleNamespace(synchronize=lambda: None)
+        event.record = lambda stream: vars(event).update(synchronize=stream.wait)
+        return event
+
+    done = threading.Event()
+    done.set()
+    vars(device)["runtime"] = SimpleNamespace(new_event=new_event, has_streams=True)
+    vars(device)["_compute"], device._streams[CopyQueue.UPLOAD] = done, uploaded
+    order: queue.SimpleQueue[str] = queue.SimpleQueue()
+    device._recorded(CopyQueue.UPLOAD, "a copy").when_done(partial(order.put, "upload"))
+    device.mark_event("a boundary is made").when_done(partial(order.put, "compute"))
+    assert order.get(timeout=PATIENCE_SECONDS) == "compute"
+    uploaded.set()
+    assert order.get(timeout=PATIENCE_SECONDS) == "upload"
+    device.close()
 
 
 def test_transfers_are_timed() -> None:

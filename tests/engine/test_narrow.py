@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -317,3 +318,31 @@ def test_copies_that_the_optimizer_has_written_are_not_cast_again() -> None:
     assert copy.any()
     store.close()
     optimizer.close()
+
+
+def test_a_write_of_the_step_is_cast_before_anybody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = Regressor(1)
+    store = HostStore(module, list(module.layers), upload_dtype=torch.bfloat16)
+    assert store.copies is not None
+    store.renew_copies()
+    (copy,) = [b.uploaded for b in store.buffers_of(module.layers[0]) if b.uploaded.itemsize == 2]
+    seen: list[Tensor] = []
+
+    def read() -> None:
+        _, end = store.versions.begin_reading()
+        seen.append(copy[:8].clone())
+        end()
+
+    reader, cast = threading.Thread(target=read), store.copies.cast
+
+    def late(values: Any) -> None:
+        reader.start()
+        reader.join(0.05)
+        cast(values)
+
+    monkeypatch.setattr(store.copies, "cast", late)
+    weight = module.layers[0].inner.weight
+    store.rewrite(weight, torch.full_like(weight, 7.0))
+    reader.join()
+    assert torch.equal(seen[0], torch.full((8,), 7.0, dtype=torch.bfloat16))
+    store.close()

@@ -172,7 +172,8 @@ class CompletionThread:
     """Waits for the events of one stream in their order, and calls back.
 
     Its thread sleeps in the driver. Without it every transfer queue would have to ask again and
-    again whether what its copies wait for has been computed.
+    again whether what its copies wait for has been computed. Each stream has one: behind a long
+    upload nobody would hear that a boundary is made.
 
     Args:
         name: Of its thread.
@@ -253,7 +254,7 @@ class AcceleratorDevice(Device):
         self._num_steps = 0
         self._lock = threading.Lock()
         self._streams: dict[CopyQueue | torch.device, Any] = {}
-        self._completions: CompletionThread | None = None
+        self._completions: dict[CopyQueue | None, CompletionThread] = {}  # None: compute's
 
     def upload(self, tensor: Tensor, wait: Callable[[Event], None] | None = None) -> Tensor:
         if tensor.layout is torch.strided:
@@ -273,10 +274,10 @@ class AcceleratorDevice(Device):
 
     def close(self) -> None:
         with self._lock:
-            completions, self._completions = self._completions, None
+            completions, self._completions = self._completions, {}
             self._streams.clear()
-        if completions is not None:
-            completions.close()
+        for thread in completions.values():
+            thread.close()
 
     @functools.cached_property
     def _compute(self) -> Any:
@@ -301,15 +302,15 @@ class AcceleratorDevice(Device):
         """Ask the driver; where it says no, copies go through the host."""
         return self.runtime.reaches(other.torch_device)
 
-    def _recorded(self, stream: Any, name: str) -> StreamEvent:
+    def _recorded(self, queue: CopyQueue | None, name: str) -> StreamEvent:
+        """Record an event on a queue's stream, or that of compute."""
         raw = self.runtime.new_event(self.torch_device)
-        raw.record(stream)
+        raw.record(self._compute if queue is None else self._stream(queue))
         with self._lock:
-            if self._completions is None:
-                self._completions = CompletionThread(f"roundpipe-completion-{self.name}")
-            return StreamEvent(
-                raw, name=name, device=self.torch_device, completions=self._completions
-            )
+            if queue not in self._completions:
+                self._completions[queue] = CompletionThread(f"roundpipe-completion-{self.name}")
+            completions = self._completions[queue]
+        return StreamEvent(raw, name=name, device=self.torch_device, completions=completions)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -350,7 +351,7 @@ class AcceleratorDevice(Device):
             for event in after:
                 self._let_wait(stream, event)
             dst.copy_(src, non_blocking=True)
-            return self._recorded(stream, f"{queue.value} on {self.name}")
+            return self._recorded(queue, f"{queue.value} on {self.name}")
 
     def await_event(self, event: Event) -> None:
         """Let the device's default stream wait; the host waits until the copy has been issued."""
@@ -369,7 +370,7 @@ class AcceleratorDevice(Device):
         if not self.runtime.has_streams:
             return DoneEvent(name)  # what is launched after it runs after it, copies too
         with self._current():
-            return self._recorded(self._compute, name)
+            return self._recorded(None, name)
 
     # --------------------------------------------------------------------------------- compute
 

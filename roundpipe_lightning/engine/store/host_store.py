@@ -223,8 +223,8 @@ class HostStore:
             parameter.copy_(values)
             if served is not None:  # the optimizer is at others of its buffer
                 served.copy_(values)
-        if self.copies is not None:
-            self.copies.cast({parameter: parameter})
+            if self.copies is not None:
+                self.copies.cast({parameter: parameter})
         self._num_rewrites += 1
         self.rewritten[parameter] = self._num_rewrites
         return True
