@@ -434,6 +434,9 @@ class ServedDevice(EmulatedDevice):
         if self.server.checker is not None:
             self.server.checker.name(buffer, f"a host buffer of {buffer.nbytes} bytes")
 
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        return self.server.is_page_locked(tensor)
+
     def unpin(self, buffer: Tensor) -> None:
         self.server.page_locked.pop(buffer.data_ptr(), None)
 

@@ -317,8 +317,7 @@ def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
     block_bytes = sum(parameter.nbytes for parameter in Regressor().layers[0].parameters())
     timing = EmulatedTiming(upload_bytes_per_second=block_bytes / 0.1)
     monitor = PipelineMonitor(every_n_steps=1)
-    # Without tags no copy of a batch, which is not page-locked, holds the host in compute's place.
-    with EmulatedServer(2, timing=timing, tags=False) as server:
+    with EmulatedServer(2, timing=timing) as server:
         hints = {"forward": [2], "backward": [2, 2], "team_size": 1, "round_size": 4}
         strategy = EmulatedStrategy(
             devices=server.devices, num_microbatches=4, replan=False, hints=hints

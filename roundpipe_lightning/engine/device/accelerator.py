@@ -112,6 +112,9 @@ class Runtime:
     def unlock_pages(self, pointer: int) -> None:
         """Undo `lock_pages`."""
 
+    def is_page_locked(self, tensor: Tensor) -> bool:  # noqa: ARG002 - where there are locks
+        return False
+
     def bound_workspaces(self, num_threads: int) -> None:
         """Let the matrix products of so many threads take no more than the plan reserves."""
 
@@ -136,6 +139,9 @@ class CudaRuntime(Runtime):
 
     def unlock_pages(self, pointer: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(pointer)
+
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
 
     def bound_workspaces(self, num_threads: int) -> None:
         # cuBLAS keeps 8 to 32 MiB for each thread. PyTorch 2.11 reads the environment alone, and
@@ -420,6 +426,9 @@ class AcceleratorDevice(Device):
         if self._pinned.pop(buffer.data_ptr(), None) is not None:
             with self._current():
                 self.runtime.unlock_pages(buffer.data_ptr())
+
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        return self.runtime.is_page_locked(tensor)
 
     @property
     def page_locked_bytes(self) -> int:

@@ -54,6 +54,8 @@ class Device(ABC):
         shares_host_memory: Whether host tensors can be used in place. Then uploads and downloads
             are the identity, and gradients are collected per microbatch, in order.
         can_compile: Whether `torch.compile` works for its tensors.
+        staging: Gives so many page-locked bytes, through which uploads of other memory go: they
+            would stop the host.
         chunk_bytes: Longest copy that a more urgent one cannot overtake.
     """
 
@@ -62,6 +64,7 @@ class Device(ABC):
     shares_host_memory: bool = False
     chunk_bytes: int = 2**24
     can_compile: bool = True
+    staging: Callable[[int], Tensor] | None = None
 
     def upload(self, tensor: Tensor, wait: Callable[[Event], None] | None = None) -> Tensor:
         """Return a host tensor's values here, without a graph.
@@ -69,7 +72,19 @@ class Device(ABC):
         The copy is made beside compute, which waits for it by `wait`, if given. A page-locked
         source must not change before it has been made.
         """
-        return self._copied(tensor, wait=wait)
+        must_stage = self.staging is not None and not self.is_page_locked(tensor)
+        return self._copied(self.snapshot(tensor) if must_stage else tensor, wait=wait)
+
+    def snapshot(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a host tensor, which may change before an upload has read it."""
+        if self.staging is None or tensor.layout is not torch.strided:
+            return tensor.detach().clone()
+        flat = self.staging(tensor.nbytes).view(tensor.dtype)
+        return flat.as_strided(tensor.shape, strides_of_copy(tensor)).copy_(tensor.detach())
+
+    def is_page_locked(self, tensor: Tensor) -> bool:  # noqa: ARG002 - for others
+        """Return whether copies of a host tensor to here do not stop the host."""
+        return False
 
     @abstractmethod
     def download(self, tensor: Tensor) -> Tensor:

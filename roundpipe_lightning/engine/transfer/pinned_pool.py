@@ -62,6 +62,11 @@ class PinnedPool:
         """Page-locked bytes."""
         return sum(block.num_bytes for block in list(self._blocks))
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether the device knows its memory as page-locked."""
+        return self._device.is_page_locked(self.take(1))
+
     def take(self, num_bytes: int) -> Tensor:
         """Return flat bytes that nobody else has, as long as this tensor or a view of it lives."""
         length = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES

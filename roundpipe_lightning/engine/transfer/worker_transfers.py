@@ -299,6 +299,7 @@ class WorkerTransfers:
             queue.close()
         self.weights.clear()
         self.gradients.clear()
+        self._device.staging = None
         self._device.close()
 
 
@@ -339,6 +340,8 @@ class Transfers:
             for index, device in enumerate(devices)
         )
         self._moving = tuple(one for one in self.transfers if one is not None)
+        for device in moving:
+            device.staging = self._pool.take if self._pool.is_locked else None
 
     def begin(
         self,

@@ -66,8 +66,8 @@ class PlacedBuffers:
         if buffer not in self._placed:
             if not self._device.shares_host_memory:
                 with torch.inference_mode(buffer.is_inference()):  # else nobody counts its writes
-                    # a copy: another microbatch may write the buffer before the upload reads it
-                    placed = self._device.upload(buffer.clone())
+                    # another microbatch may write the buffer before the upload reads it
+                    placed = self._device.upload(self._device.snapshot(buffer))
             else:
                 in_place = self._keep_writes and not self._refuses
                 placed = buffer if in_place else buffer.clone()
@@ -317,8 +317,9 @@ class ResidentBlocks:
             times = self._store.rewritten.get(parameter, 0)
             if times != self._renewed.get(parameter, 0):
                 self._renewed[parameter] = times
-                # Of a copy: the parameter may be written into again before the upload is made.
-                self._leaves[parameter].data.copy_(self._device.upload(parameter.detach().clone()))
+                # It may be written into again before the upload is made.
+                values = self._device.upload(self._device.snapshot(parameter))
+                self._leaves[parameter].data.copy_(values)
 
     @contextmanager
     def written(self, writes: ModuleWrites) -> Iterator[None]:

@@ -218,8 +218,8 @@ class Worker:
         """Give a copy of a parameter here the values that a step has written into it."""
         if parameter in self._store.rewritten and not self.device.shares_host_memory:
             with self.device.activate():
-                # Of a copy: the parameter may be written into again before the upload is made.
-                values.copy_(self.device.upload(parameter.detach().clone()))
+                # It may be written into again before the upload is made.
+                values.copy_(self.device.upload(self.device.snapshot(parameter)))
 
     def add_outside(self, transfers: WorkerTransfers, gradients: Gradients, rows: Rows) -> None:
         """Add gradients of such parameters to those of the present stage run.
