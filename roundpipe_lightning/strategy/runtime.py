@@ -365,6 +365,9 @@ class PipelineRuntime:
         """Run the parts of a batch until the user's steps have returned, or to the end."""
         is_one = len(cut.parts) == 1
         hosts = self.hosts
+        if hosts is not None:
+            steps = self._module.trainer.global_step
+            hosts.place = f"batch {self._batch_number}, after {steps} optimizer steps"
         calls: list[list[LogCall]] = [[] for _ in cut.parts]
         scale = self._precision.loss_scale / self._module.trainer.accumulate_grad_batches
         planned = self._plan_for(cut, arguments)

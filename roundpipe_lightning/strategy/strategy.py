@@ -407,7 +407,7 @@ class RoundPipeStrategy(OneProcessStrategy):
     def setup_environment(self) -> None:
         """Prepare the devices, and meet the other hosts."""
         super().setup_environment()
-        if self.num_nodes > 1 and self._hosts is None:
+        if self.num_nodes > 1:
             assert self.cluster_environment is not None
             self._hosts = launch.connect(
                 self.cluster_environment,
@@ -415,6 +415,7 @@ class RoundPipeStrategy(OneProcessStrategy):
                 num_nodes=self.num_nodes,
                 timeout_seconds=self._options.timeout_seconds,
             )
+            self._hosts.watch.trains = True
 
     def _check_on_hosts(self, trainer: Trainer) -> None:
         """Refuse what does not work on several hosts yet."""
@@ -448,7 +449,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         """Let the last step end; what the optimizer raises besides is not the cause."""
         self._has_failed = True
         if self._hosts is not None:  # nobody is waited for: others cannot know of the error
-            self._hosts.close()
+            self._hosts.close(f"raised {type(exception).__name__}: {exception}")
         with contextlib.suppress(Exception):
             self.join_updates()
         super().on_exception(exception)
@@ -486,6 +487,8 @@ class RoundPipeStrategy(OneProcessStrategy):
             warnings.warn(f"A checkpoint was lost besides: {error}", stacklevel=2)
         finally:
             self._lightning_module = module
+            if self._hosts is not None:
+                self._hosts.watch.trains = False
             if has_failed and self._hosts is not None:
                 self._hosts = None
                 launch.disconnect()  # the others notice at once

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,31 +193,63 @@ def test_a_fault_shows(tmp_path: Path, expected: dict[str, Any]) -> None:
         assert difference(seen[name]["parameters"], one["parameters"]) > 1e-4, name
 
 
+class EndOrWait(Callback):
+    """Ends the last host in the middle; the others are busy before, or when it happens."""
+
+    def __init__(self, how: str, *, is_last: bool, process: Path) -> None:
+        self._how, self._is_last, self._process = how, is_last, process
+
+    def on_train_batch_start(self, trainer: Trainer, _: Any, __: Any, batch_idx: int) -> None:
+        if not self._is_last:
+            if self._how == "stopped" and batch_idx == 1:
+                ctypes.PyDLL(None).sleep(3)  # with Python's lock, and longer than others wait
+            if self._how == "busy" and batch_idx == 2:
+                time.sleep(60)  # is interrupted
+        elif batch_idx == 2:
+            self._process.write_text(str(os.getpid()))
+            if self._how == "raises":
+                raise ZeroDivisionError("of one host")
+            os.kill(os.getpid(), signal.SIGSTOP if self._how == "stopped" else signal.SIGKILL)
+
+
 def end_at(rank: int, num: int, folder: Path, how: str) -> None:
     """Train on hosts of which the last one ends in the middle."""
-
-    def on_step(_: Any, __: Any, batch_idx: int) -> None:
-        if rank == num - 1 and batch_idx == 2:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ZeroDivisionError("of one host")
-
     torch.manual_seed(3)
-    module = Regressor(num_blocks=2, on_step=on_step)
-    trainer = make_trainer(folder, strategy=RoundPipeStrategy(timeout_seconds=60), num_nodes=num)
-    trainer.fit(module, regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num))
+    process = folder / "process"
+    trainer = make_trainer(
+        folder,
+        strategy=RoundPipeStrategy(timeout_seconds=60),
+        num_nodes=num,
+        callbacks=[EndOrWait(how, is_last=rank == num - 1, process=process)],
+    )
+    data = regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num)
+    try:
+        with mock.patch("roundpipe_lightning.engine.exchange.watch.PATIENCE_SECONDS", 2.0):
+            trainer.fit(Regressor(num_blocks=2), data)
+    except HostError:
+        if how == "stopped":
+            os.kill(int(process.read_text()), signal.SIGKILL)
+        raise
 
 
 @pytest.mark.parametrize(
-    ("how", "error"), [("killed", ProcessLookupError), ("raises", ZeroDivisionError)]
+    ("how", "num", "lost_error", "message"),
+    [
+        ("killed", 3, ProcessLookupError, "it has ended"),
+        ("raises", 2, ZeroDivisionError, ": it raised ZeroDivisionError: of one host"),
+        ("stopped", 2, ProcessLookupError, "it is stopped"),
+        ("busy", 2, ProcessLookupError, "it has ended"),
+    ],
 )
-def test_who_is_left_says_so(tmp_path: Path, how: str, error: Any) -> None:
-    *left, lost = run_on_hosts(3, end_at, 3, tmp_path, how)
-    assert type(lost) is error
+def test_who_is_left_says_so(
+    tmp_path: Path, how: str, num: int, lost_error: Any, message: str
+) -> None:
+    *left, lost = run_on_hosts(num, end_at, num, tmp_path, how)
+    assert type(lost) is lost_error
     for each in left:
         assert type(each) is HostError
         assert re.search(
-            r"Host \d lost another host while it exchanged \w+ \(batch \d\)", str(each)
+            rf"lost host {num - 1} \(.*batch \d, after \d .*{message}", str(each), re.DOTALL
         )
 
 

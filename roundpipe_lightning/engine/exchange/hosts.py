@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roundpipe_lightning.engine.exchange.watch import Watch
 from roundpipe_lightning.errors import ConfigurationError, HostError
 
 _POLL = timedelta(seconds=0.5)
 _SHORT = timedelta(milliseconds=1)
+_NAMED_SECONDS = 2.0  # after which the heartbeat has said who has ended
 
 T = TypeVar("T")
 
@@ -29,26 +31,39 @@ T = TypeVar("T")
 class Hosts:
     """All hosts of a training, as one of them sees it. Made by all at once.
 
-    The default group of torch.distributed must be there.
+    The default group of torch.distributed must be there; it is watched if it is a `WatchedGroup`.
 
     Args:
         timeout_seconds: After so long without an answer the others are given up.
+        main: Address and port of host 0.
 
     Attributes:
         rank: The number of this host.
         num: How many there are.
         control: For small objects, from the Trainer's thread.
         place: Where in the training this host is, for messages.
+        watch: Whether the others live.
     """
 
-    def __init__(self, *, timeout_seconds: float) -> None:
+    def __init__(self, *, timeout_seconds: float, main: tuple[str, int]) -> None:
         self.rank, self.num = dist.get_rank(), dist.get_world_size()
         self.place = "before the first step"
         self.is_closed = False
-        self._timeout = timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        self._watch: Watch | None = None
         self.control = Line(self, "step")
         self.gradients = Line(self, "gradients")
         self.weights = Line(self, "weights")
+        self._watch = Watch(
+            self.rank, main=main, all_gather=self.control.objects, interrupt=self._raise_lost
+        )
+        if isinstance(dist.group.WORLD, WatchedGroup):
+            dist.group.WORLD.hosts = self
+
+    @property
+    def watch(self) -> Watch:
+        assert self._watch is not None
+        return self._watch
 
     def check_same(self, what: Mapping[str, Any]) -> None:
         """Refuse hosts that are not set up alike.
@@ -69,12 +84,31 @@ class Hosts:
                         "configuration everywhere; see docs/nodes.md."
                     )
 
-    def close(self) -> None:
-        """Wait for nobody any more. Whoever waits in another thread gets a `HostError`."""
-        self.is_closed = True
+    def close(self, why: str) -> None:
+        """Wait for nobody any more. Whoever waits in another thread gets a `HostError`.
+
+        Args:
+            why: What others are told; without another host that was lost.
+        """
+        if not self.is_closed:
+            self.is_closed = True
+            self.watch.close(why)
+
+    def check_open(self) -> None:
+        """Refuse to begin anything with others while an error travels.
+
+        Raises:
+            HostError: `close` was called.
+        """
+        if self.is_closed:
+            raise HostError(f"Host {self.rank} has given up what it does with others.")
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for the end of an operation.
+
+        Args:
+            work: A collective: a wait for a send or receive that ends early breaks its group.
+            what: Is exchanged, for messages.
 
         Raises:
             HostError: Another host has ended, or does not answer.
@@ -86,22 +120,79 @@ class Hosts:
                 work.wait(patience)
             except RuntimeError as error:
                 if is_over:
-                    raise HostError(
-                        f"Host {self.rank} lost another host while it exchanged {what} "
-                        f"({self.place}): that one has ended, or its link is down. Its own output "
-                        f"says why. ({error})"
-                    ) from error
+                    if self._watch is not None:
+                        self._watch.look(_NAMED_SECONDS)
+                    raise self._lost(what, str(error)) from error
             else:
                 return
             if self.is_closed:
                 raise HostError(f"The exchange of {what} was given up on host {self.rank}.")
-            if time.monotonic() - begun > self._timeout:
+            if self._watch is not None and self._watch.lost is not None:
+                raise self._lost(what)
+            if time.monotonic() - begun > self.timeout_seconds:
                 raise HostError(
-                    f"Host {self.rank} waited {self._timeout:g} s for others while it exchanged "
-                    f"{what} ({self.place}): one of them hangs, or is much slower. "
+                    f"Host {self.rank} waited {self.timeout_seconds:g} s for others while it "
+                    f"exchanged {what} ({self.place}): one of them hangs, or is much slower. "
                     "RoundPipeStrategy(timeout_seconds=...) sets how long."
                 )
             patience = _POLL
+
+    def _lost(self, what: str | None, otherwise: str = "") -> HostError:
+        found = None if self._watch is None else self._watch.look(0)
+        host, why = found or (None, f"a connection ended: {otherwise}")
+        where = self.place if what is None else f"while it exchanged {what}, {self.place}"
+        if host == self.rank:
+            return HostError(f"The other hosts gave up host {host} ({where}), because it {why}.")
+        name = "another host" if host is None else f"host {host}"
+        return HostError(
+            f"Host {self.rank} lost {name} ({where}): it {why}. Its own output may say more. Start "
+            "again from the last checkpoint; see docs/nodes.md."
+        )
+
+    def _raise_lost(self) -> None:
+        raise self._lost(None)
+
+
+class WatchedGroup(dist.ProcessGroup):
+    """The group that Lightning, torchmetrics and user code use: waits there can be given up, too.
+
+    Args:
+        inner: Does the work.
+
+    Attributes:
+        hosts: Watch over it; None: nobody yet.
+    """
+
+    hosts: Hosts | None = None
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # as in its C++
+        self.inner = inner
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "gloo"
+
+
+def _watched(name: str, *, waits: bool) -> Any:
+    def run(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+        if self.hosts is not None:
+            self.hosts.check_open()
+        work = getattr(self.inner, name)(*args, **kwargs)
+        if self.hosts is not None and waits:
+            self.hosts.wait(work, f"values ({name})")
+        return work
+
+    return run
+
+
+for _name in (
+    *("allgather", "_allgather_base", "allgather_coalesced", "allreduce", "allreduce_coalesced"),
+    *("alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier"),
+    *("reduce", "reduce_scatter", "_reduce_scatter_base", "scatter", "send", "recv"),
+    *("recv_anysource",),
+):
+    _waits = _name not in ("send", "recv", "recv_anysource", "monitored_barrier")
+    setattr(WatchedGroup, _name, _watched(_name, waits=_waits))
 
 
 class Line:
@@ -122,12 +213,11 @@ class Line:
         Raises:
             HostError: As `Hosts.wait`.
         """
-        if self._hosts.is_closed:  # nothing is begun while an error travels
-            raise HostError(f"Host {self._hosts.rank} has given up what it does with others.")
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         num = self._hosts.num
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num)]
         mine = torch.tensor([packed.numel()])
+        self._hosts.check_open()
         self._wait(dist.all_gather(sizes, mine, group=self._group, async_op=True))
         counts = [int(size) for size in sizes]
         taken = self.swap([packed] * num, counts)
@@ -149,6 +239,7 @@ class Line:
         taken = given[0].new_empty(sum(sizes))
         sent = torch.cat(list(given))
         counts = [each.numel() for each in given]
+        self._hosts.check_open()
         self._wait(
             dist.all_to_all_single(
                 taken, sent, list(sizes), counts, group=self._group, async_op=True

@@ -86,7 +86,6 @@ class GlobalBatch:
     """
 
     def __init__(self, mine: HostPart, hosts: Hosts) -> None:
-        hosts.place = f"batch {mine.batch_number}"
         parts = hosts.control.objects(mine)
         for host, part in enumerate(parts):
             if part.batch_number != mine.batch_number:

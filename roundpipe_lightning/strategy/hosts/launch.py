@@ -10,11 +10,12 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-from roundpipe_lightning.engine.exchange.hosts import Hosts
+from roundpipe_lightning.engine.exchange.hosts import Hosts, WatchedGroup
 from roundpipe_lightning.errors import ConfigurationError, HostError
 
+_BACKEND = "roundpipe"
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
@@ -85,22 +86,28 @@ def connect(
         ConfigurationError: They were started for another number of hosts.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    main = (environment.main_address, environment.main_port)
     if not dist.is_initialized():
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        server = TCPStore(
-            environment.main_address,
-            environment.main_port,
-            is_master=rank == 0 and not by_agent,
-            wait_for_workers=False,
-            timeout=timeout,
-        )
+        is_server = rank == 0 and not by_agent
+        server = TCPStore(*main, is_master=is_server, wait_for_workers=False, timeout=timeout)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"roundpipe/{attempt}", server)
         _check_num_nodes(store, rank=rank, num_nodes=num_nodes)
+        if _BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_BACKEND, _watched_gloo, devices=["cpu"])
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_nodes, timeout=timeout
+            _BACKEND, store=store, rank=rank, world_size=num_nodes, timeout=timeout
         )
-    return Hosts(timeout_seconds=timeout_seconds)
+    world = dist.group.WORLD
+    known = world.hosts if isinstance(world, WatchedGroup) else None
+    hosts = known or Hosts(timeout_seconds=timeout_seconds, main=main)
+    hosts.timeout_seconds = timeout_seconds
+    return hosts
+
+
+def _watched_gloo(store: Store, rank: int, num: int, timeout: timedelta) -> WatchedGroup:
+    return WatchedGroup(ProcessGroupGloo(store, rank, num, timeout))
 
 
 def disconnect() -> None:
