@@ -109,7 +109,6 @@ def _has_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
     value = 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

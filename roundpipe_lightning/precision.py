@@ -114,7 +114,6 @@ class RoundPipePrecision(Precision):
         """Device type the workers compute on; the strategy sets it, autocast needs it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the training that it is used in."""
         return {**vars(self), "takes_clipping": None}
 
     @classmethod
@@ -160,7 +159,6 @@ class RoundPipePrecision(Precision):
 
     @property
     def loss_scale(self) -> float:
-        """The factor the loss is multiplied by before its backward, now; 1.0 without a scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def thread_context(self) -> AbstractContextManager[Any]:
@@ -243,7 +241,6 @@ class RoundPipePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled gradients, later where they are still to come."""
         if clip_val > 0 and self.scaler is not None and _unscales_by_itself(optimizer):
             raise ConfigurationError(
                 f"gradient_clip_val={clip_val} with precision='16-mixed': "

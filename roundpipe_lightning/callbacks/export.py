@@ -94,7 +94,6 @@ class ExportPretrained(Callback):
         self._export(trainer, pl_module)
 
     def folder(self, trainer: Trainer) -> Path:
-        """The folder that is written."""
         return self._dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export"
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -143,7 +143,6 @@ class PipelineMonitor(Callback):
         batch: Any,
         *_: Any,
     ) -> None:
-        """Add the batch to the window, and log where it is time to."""
         now = time.perf_counter()
         measured = self._measure(batch, now)
         self._batch_ended = now
@@ -291,7 +290,6 @@ class FetchClock:
         )
 
     def take_seconds(self) -> float:
-        """Return the sums since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

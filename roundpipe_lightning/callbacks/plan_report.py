@@ -114,7 +114,6 @@ def _change_lines(event: PlanEvent, before: Plan) -> list[str]:
 
 
 def _step_lines(event: PlanEvent) -> list[str]:
-    """The predicted or measured time of a step, if one is known."""
     measured, described = event.planned.measured, event.description
     if not (event.planned.knows_activations or measured.is_ready):
         return [

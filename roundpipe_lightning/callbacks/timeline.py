@@ -130,7 +130,6 @@ class PipelineTimeline(Callback):
         self._forget()
 
     def _keep(self, record: StepRecord) -> None:
-        """Keep the timeline of a step that has ended, if it is one of the chosen."""
         assert self._strategy is not None, "the strategy calls this"
         number, self._num_batches = self._num_batches, self._num_batches + 1
         if record.plan != self._strategy.plan:
@@ -171,7 +170,6 @@ class PipelineTimeline(Callback):
         write_text(folder / "timeline.svg", render_svg(drawn, notes=notes))
 
     def _idle_note(self, timeline: Timeline) -> str:
-        """The parts of a timeline's idle share."""
         assert self._plan is not None
         parts = idle_seconds(timeline, partition=self._plan.partition)
         available = timeline.num_workers * timeline.makespan_seconds

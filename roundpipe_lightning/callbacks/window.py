@@ -32,7 +32,6 @@ class MeasuredBatch:
 
     @property
     def operations(self) -> Operations | None:
-        """Operations of the whole batch; None where they are not known."""
         record = self.record
         if record is None:
             return None

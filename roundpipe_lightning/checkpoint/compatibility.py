@@ -244,7 +244,6 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _first(lines: Iterable[str]) -> str:
-    """Name the first few."""
     found = list(lines)
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return f"{'; '.join(found[:_MOST_NAMED])}{more}"

@@ -116,7 +116,6 @@ def write_folder(
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether there is a checkpoint of this form."""
     return (path / INDEX).is_file()
 
 

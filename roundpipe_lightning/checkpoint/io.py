@@ -95,7 +95,6 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         _write(local_path, self._records(checkpoint), take=nullcontext)
 
     def _records(self, checkpoint: dict[str, Any]) -> _Records:
-        """Pickle all but the memory of tensors."""
         parts: dict[str, Any] = {_ONE_FILE: checkpoint}
         if self.form == "sharded":
             parts = split_checkpoint(checkpoint, max_file_bytes=self.max_file_bytes)
@@ -210,7 +209,6 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self.snapshots.release(unchanged=unchanged)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, after all that was asked for before."""
         remove = super().remove_checkpoint
         self._queue.submit(lambda: remove(path))
 
@@ -315,6 +313,5 @@ def read_checkpoint(
 
 
 def _local_path(path: str | Path) -> Path | None:
-    """`path` as a local file's, or None where it names a remote one."""
     filesystem, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None

@@ -135,7 +135,6 @@ class Snapshots:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is protected."""
         return not self._present
 
     def protect(self, storages: Iterable[Storage]) -> Snapshot:
@@ -237,7 +236,6 @@ class Snapshot:
             yield memory
 
     def abandon(self) -> None:
-        """Let go of what was not taken."""
         with self._owner._changed:  # noqa: SLF001
             for member in self._members.values():
                 self._owner._done(member)  # noqa: SLF001

@@ -51,7 +51,6 @@ class WriteQueue:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until nothing is left to do."""
         with self._changed:
             thread = self._thread
             while self._jobs:
@@ -60,7 +59,6 @@ class WriteQueue:
             thread.join()
 
     def raise_error(self) -> None:
-        """Raise the first error since the last call, if there was one."""
         with self._changed:
             error, self._error = self._error, None
         if error is not None:

@@ -149,7 +149,6 @@ class CopyEvent(EmulatedEvent):
         self._callbacks: list[Callback] = []
 
     def finish(self, seconds: float, error: BaseException | None) -> None:
-        """Set the end of the copy, or the error that it failed with."""
         with self._mutex:
             self._seconds, self._error = seconds, error
             self._is_made = True
@@ -320,7 +319,6 @@ class LinkQueue:
         self._end = 0.0
 
     def put(self, copy: Copy) -> None:
-        """Issue a copy."""
         with self._mutex:
             self._copies.append(copy)
             if self._is_busy:
@@ -339,7 +337,6 @@ class LinkQueue:
         self._await(copy, list(copy.after), ready=copy.issued_seconds)
 
     def _await(self, copy: Copy, left: list[Event], *, ready: float) -> None:
-        """Begin a copy when the events that are left have happened."""
         while left:
             event = left.pop()
             if not has_happened(event):

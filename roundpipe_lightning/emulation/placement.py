@@ -104,7 +104,6 @@ def operands_of(
     *,
     place_of: Callable[[torch.Tensor], str | None],
 ) -> Iterator[Operand]:
-    """The tensors among an operation's arguments, lists of tensors taken apart."""
     for i, (name, written) in enumerate(_arguments(func)):
         value: Any = args[i] if i < len(args) else kwargs.get(name)
         if value is None:

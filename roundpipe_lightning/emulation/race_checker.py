@@ -102,7 +102,6 @@ class ProtocolChecker:
             _merge(self._clock(line), stamp)
 
     def stamp(self, line: str) -> Stamp:
-        """Return the stamp of the moment at which all work of a line so far has ended."""
         with self._mutex:
             return dict(self._clock(line))
 
@@ -112,7 +111,6 @@ class ProtocolChecker:
     # ---------------------------------------------------------------------------------- memory
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Name the storage of a tensor for messages."""
         with self._mutex:
             self._memory(tensor).name = name
 

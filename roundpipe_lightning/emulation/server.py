@@ -201,7 +201,6 @@ class EmulatedServer:
 
     @contextlib.contextmanager
     def activated(self, device: ServedDevice) -> Iterator[None]:
-        """Let the calling thread launch its work on a device."""
         before = self.active_device
         self._active.device = device
         try:
@@ -210,7 +209,6 @@ class EmulatedServer:
             self._active.device = before
 
     def is_page_locked(self, tensor: Tensor) -> bool:
-        """Return whether a host tensor lies in a buffer that was pinned."""
         start = tensor.data_ptr()
         locked = list(self.page_locked.items())
         return any(first <= start < first + size for first, size in locked)
@@ -226,7 +224,6 @@ class EmulatedServer:
         return getattr(self._active, "device", None)
 
     def launch(self, seconds: float) -> None:
-        """Let the calling thread's device compute for so long."""
         device = self.current_device
         if self.timing.launch_seconds:
             end = time.thread_time() + self.timing.launch_seconds
@@ -307,7 +304,6 @@ class ServedDevice(EmulatedDevice):
 
     @functools.cached_property
     def autograd(self) -> ThreadPoolExecutor:
-        """The thread of this device's backward passes."""
         return ThreadPoolExecutor(1, f"autograd of {self.name}")
 
     def close(self) -> None:
@@ -352,7 +348,6 @@ class ServedDevice(EmulatedDevice):
     def copy(
         self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
     ) -> Event:
-        """Give one copy to a link."""
         target, source = _values_of(dst), _values_of(src)
         events = [event.issued() for event in after]
         name = f"{queue.value} on {self.name}"
@@ -473,7 +468,6 @@ class ServedDevice(EmulatedDevice):
         super().start_clock()
 
     def mark(self) -> float:
-        """Return the time at which all work launched so far will have been done."""
         return self.compute.mark()
 
 

@@ -252,7 +252,6 @@ class TaggedMode(ExitStack):
 
 
 def _placed(tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
-    """A copy of `tensor` in another place, outside of any graph."""
     raw = tensor._raw if isinstance(tensor, TaggedTensor) else tensor.detach()
     copy = raw.clone()
     return copy if device_name is None else TaggedTensor(copy, device_name)
@@ -308,7 +307,6 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _execute_to(place: str | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation with an argument for its result's device: a transfer or a factory."""
     if place is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     out = func(*_raw(args), **_raw(kwargs))

@@ -72,7 +72,6 @@ class EmulatedTiming:
                 raise ConfigurationError(f"{name}={seconds} must be a time of 0 s or more.")
 
     def delays(self, name: str) -> Callable[[], float]:
-        """Return a source of random times for the queue of that name."""
         if not self.max_delay_seconds:
             return lambda: 0.0
         numbers = random.Random(f"{self.seed} {name}")
@@ -91,7 +90,6 @@ class HostClock:
         self._epoch += 1
 
     def now(self) -> float:
-        """Return the calling thread's time."""
         return time.perf_counter() - self._late
 
     @property
@@ -163,7 +161,6 @@ class ServerClock:
         return due
 
     def _rouse(self) -> None:
-        """Let the sleeping thread look again."""
         self._sleeps_until = 0.0
         self._wake.release()
 
@@ -232,7 +229,6 @@ class ComputeQueue:
                 self._end = max(self._end, self._host.now(), after) + seconds
 
     def mark(self) -> float:
-        """Return the time at which all work launched so far will have ended."""
         with self._mutex:
             now = self._host.now()
             delay = self._delay()
@@ -241,7 +237,6 @@ class ComputeQueue:
             return max(self._end, now)
 
     def restart(self) -> None:
-        """Forget the spans so far."""
         with self._mutex:
             self._spans.clear()
 

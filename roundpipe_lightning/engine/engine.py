@@ -204,7 +204,6 @@ class Engine:
 
     @property
     def store(self) -> HostStore:
-        """The parameters; there is none before the engine is entered."""
         return self._open.store
 
     @property

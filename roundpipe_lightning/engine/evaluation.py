@@ -71,7 +71,6 @@ class Evaluation:
 
     @property
     def place(self) -> str:
-        """Stage and worker, for messages."""
         return f"{self.stage.kind.name} stage {self.stage.index} of an evaluation, {self.worker}"
 
     def _go_to(self, position: int) -> None:
@@ -177,7 +176,6 @@ class Evaluation:
         return outcome.handed_out(lambda slot, in_object: tensors[slot])
 
     def _take(self, tensor: Any, in_object: bool) -> Any:  # noqa: ARG002, FBT001 - a `Swap`
-        """Return a tensor on the present worker."""
         device = self.worker.device
         if device.holds(tensor):
             return tensor

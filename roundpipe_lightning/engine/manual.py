@@ -149,12 +149,10 @@ class _BlockRun:
         return _Numbered(len(self._tensors) - 1)
 
     def take_tensors(self) -> list[Tensor]:
-        """Return the tensors among the arguments, to be kept by whoever recomputes."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the block on the tensors of `take_tensors`."""
         step = self._step
         if self._forward is not None:
             (args, kwargs), self._forward = self._forward, None

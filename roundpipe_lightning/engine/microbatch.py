@@ -371,7 +371,6 @@ class Microbatch:
             self.loss = None if loss is None else send(loss)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor that has a tensor's values when `await_output` returns."""
         worker = self._user.worker_of(tensor)
         transfers = None if worker is None else worker.transfers
         if worker is None or transfers is None or tensor.layout is not torch.strided:
@@ -385,7 +384,6 @@ class Microbatch:
         return host
 
     def await_output(self) -> None:
-        """Wait until what the user's step has returned is on the host."""
         for landed in self._downloads:
             landed.wait()
         self._downloads.clear()

@@ -161,7 +161,6 @@ class Step:
         return tuple(one.loss for one in self.microbatches if one.runs_user_code)
 
     def result(self) -> StepResult:
-        """Wait for its end; raises as `outputs` does."""
         self._steps.finish(self)
         assert self._result is not None, "it has not been given up"
         return self._result
@@ -184,7 +183,6 @@ class Step:
         self._tasks = team.start([one.execute for one in self.microbatches], on_failure=failed)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all microbatches have ended, but not longer than this."""
         return self._tasks is None or self._tasks.wait(seconds)
 
     def watch(self, is_over: Callable[[float], bool], *, timeout_seconds: float) -> None:
@@ -238,7 +236,6 @@ class Step:
         return Shortage(worker, workers=workers, place=place, plan=plan)
 
     def forget_tasks(self) -> None:
-        """Break the circle of references, so that memory is free at once."""
         self._tasks = None
 
     def end(self, traffic: Callable[[Turns], tuple[WorkerTraffic, ...]] | None) -> None:
@@ -427,7 +424,6 @@ class StepsInFlight:
             self._finish_first()
 
     def finish_all(self) -> None:
-        """Wait for the end of all steps; raises as `finish` does."""
         while self._steps:
             self._finish_first()
 
@@ -528,7 +524,6 @@ class StepsInFlight:
         self._transfers.end(failed=failed, grace_seconds=grace_seconds(self._timeout_seconds))
 
     def close(self) -> None:
-        """Give up what is in flight and join the threads."""
         if self._steps:
             self._give_up()
         for team in list(self._teams):

@@ -85,7 +85,6 @@ def _largest_list(module: nn.Module) -> BlockStack | None:
 
 
 def _all_lists(module: nn.Module, main: BlockStack) -> Iterator[BlockStack]:
-    """The main list and every other of its kind that is not inside of a block."""
     taken: set[nn.Module] = set()
     for name, child in _lists(module):
         if child in taken or not _repeated_bytes(child):

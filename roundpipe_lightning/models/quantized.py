@@ -48,7 +48,6 @@ class _Encoding:
     dtype: torch.dtype
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a weight."""
         if weight.is_meta:
             return self._without_values()
         functional = _functional()
@@ -68,7 +67,6 @@ class _Encoding:
         return codes, torch.empty(-(-count // _BLOCK), dtype=torch.int32, device="meta")
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The weight, on the device of its codes."""
         _functional()  # registers the operations
         absmax = scales.view(torch.float32)
         operations = torch.ops.bitsandbytes
@@ -211,7 +209,6 @@ def encodings_of(layer: nn.Module) -> Mapping[str, _Encoding]:
 
 
 def dequantize_layer(layer: nn.Module) -> None:
-    """Make the weights of a quantised layer ordinary parameters again, in place."""
     weights = {name: getattr(layer, name).detach() for name in encodings_of(layer)}
     layer.__class__ = type(layer).__mro__[2]
     del layer.encodings

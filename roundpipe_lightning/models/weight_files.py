@@ -161,7 +161,6 @@ class _TensorSlice:
         return tuple(self._slice.get_shape())
 
     def get_shape(self) -> list[int]:
-        """As safetensors calls it."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
@@ -346,7 +345,6 @@ def bring_into_memory(model: nn.Module) -> None:
 def _replace_parameters(
     model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter | None]
 ) -> None:
-    """Replace the parameters for which there is a replacement, wherever they are held."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             new = replacement(parameter)

@@ -60,11 +60,9 @@ class WeightGroup:
     model: PreTrainedModel | None
 
     def like(self) -> dict[str, Tensor]:
-        """Names, shapes and dtypes in the checkpoint, without values."""
         return self._in_layout({weight.name: weight.like for weight in self.weights})
 
     def tensors(self) -> dict[str, Tensor]:
-        """The checkpoint's tensors, detached, on the host."""
         return self._in_layout({weight.name: weight.make().detach() for weight in self.weights})
 
     def _in_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

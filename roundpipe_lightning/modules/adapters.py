@@ -148,7 +148,6 @@ def _method(config: PeftConfig) -> str:
 
 
 def _check_targets(model: nn.Module, config: PeftConfig) -> None:
-    """Find every module and parameter that is to be adapted or trained whole."""
     modules = [name for name, _ in model.named_modules() if name]
     adaptable = [name for name, m in model.named_modules() if m._parameters]  # noqa: SLF001
     parameters = dict(model.named_parameters())
@@ -177,7 +176,6 @@ def _check_names(
     offered: Sequence[str],
     kind: str = "layer",
 ) -> None:
-    """Raise unless every name is that of something in the model, or ends the name of something."""
     for name in names:
         if not any(full == name or full.endswith(f".{name}") for full in present):
             parts = 1 + name.count(".")

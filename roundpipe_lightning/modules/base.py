@@ -77,12 +77,10 @@ class TransformersModule(LightningModule):
         return self.model
 
     def configure_model(self) -> None:
-        """Build the model once; called again for every validate, test and predict."""
         if self.model is None:
             self.model = self.build_model(self.source)
 
     def build_model(self, source: ModelSource) -> Any:
-        """The model of a source, with its adapters if there are any."""
         model = source.build()
         return model if self.adapters is None else self.adapters.apply(model, task=self.task)
 

@@ -87,7 +87,6 @@ class DirectPreferenceModule(TransformersModule):
         self.reference: nn.Module | None = None
 
     def configure_model(self) -> None:
-        """Build the model and its reference once."""
         if self.model is not None:
             return
         reference = self.source.build().requires_grad_(requires_grad=False)
@@ -127,7 +126,6 @@ class DirectPreferenceModule(TransformersModule):
         self._loss("val", self(batch), on_step=False, on_epoch=True)
 
     def test_step(self, batch: PreferenceBatch) -> None:
-        """Log `test_loss`, `test_margin` and `test_accuracy`."""
         self._loss("test", self(batch), on_step=False, on_epoch=True)
 
     def predict_step(self, batch: PreferenceBatch) -> Tensor:
@@ -137,14 +135,12 @@ class DirectPreferenceModule(TransformersModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the reference out."""
         state = checkpoint["state_dict"]
         for name in [name for name in state if name.startswith(_REFERENCE)]:
             del state[name]
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the reference as it was built."""
         assert self.reference is not None, "configure_model ran before"
         own = self.reference.state_dict(prefix=_REFERENCE)
         checkpoint["state_dict"].update(own)

@@ -41,7 +41,6 @@ class Head(str, enum.Enum):
 
     @property
     def auto_class(self) -> Any:
-        """The class of transformers that builds such models."""
         if self is Head.SEQUENCE_CLASSIFICATION:
             return AutoModelForSequenceClassification
         return AutoModelForCausalLM
@@ -129,7 +128,6 @@ class ModelSource:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the weights are loaded rather than drawn."""
         if self.weights == "auto":
             return self.hub_name not in (None, self.architecture_of)
         return self.weights == "pretrained"
@@ -219,7 +217,6 @@ class ModelSource:
 
     @property
     def quantizes(self) -> bool:
-        """Whether the weights of linear layers are quantised."""
         return self.frozen_bits < 16
 
     @property

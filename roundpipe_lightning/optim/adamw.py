@@ -256,7 +256,6 @@ class HostAdamW(Optimizer):
         self._kernel.copies = flat
 
     def close(self) -> None:
-        """End the threads and finish what is being written; a later step starts them again."""
         self._kernel.close()
 
     # ------------------------------------------------------------------------------ checkpoints

@@ -61,12 +61,10 @@ class PowerCode:
 
     @property
     def largest(self) -> int:
-        """The code of the scale itself."""
         return 127 if self.signed else 255
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the stored codes."""
         return torch.int8 if self.signed else torch.uint8
 
     def decode(self, codes: Tensor, scales: Tensor, *, out: Tensor) -> Tensor:
@@ -116,7 +114,6 @@ class PowerCode:
         codes.copy_(rounded.copysign_(numbers) if self.signed else rounded)
 
     def _rounded(self, x: Tensor, random: Noise | None) -> Tensor:
-        """Return codes of magnitudes relative to the scale."""
         root = x.sqrt()
         for _ in range(self.squarings - 1):
             root.sqrt_()
@@ -144,7 +141,6 @@ SECOND_MOMENT = PowerCode(signed=False, squarings=2)
 
 
 def num_blocks(count: int) -> int:
-    """Return the number of scales of so many numbers."""
     return math.ceil(count / BLOCK)
 
 

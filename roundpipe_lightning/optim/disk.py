@@ -190,7 +190,6 @@ class StateFiles:
             self._pool = None
 
     def _write_error(self) -> BaseException | None:
-        """Return why the window before could not be written, once it has ended; None: it was."""
         writing, self._writing = self._writing, None
         return None if writing is None else writing.exception()
 

@@ -183,5 +183,4 @@ def _is_readable(parameter: FlatParameter, moments: MomentFormat) -> bool:
 
 
 def _array(tensor: Tensor) -> Any:
-    """Return a tensor's memory for numpy, which knows no bfloat16: 16 bits as whole numbers."""
     return (tensor.view(torch.uint16) if tensor.dtype in _NARROW else tensor).numpy()

@@ -103,7 +103,6 @@ class Scratch:
         self._used = 0
 
     def allocate(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory for so many numbers, until `clear`."""
         start, stop = self._used, self._used + count
         if dtype is not torch.float32 or stop > self._memory.numel():
             return torch.empty(count, dtype=dtype)

@@ -136,7 +136,6 @@ class BlockwiseMoment(Moment):
 
 
 def working_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's step: float32, or float64 for float64."""
     return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 
@@ -162,16 +161,13 @@ class StateLayout:
         return Moment("exp_avg", dtype=dtype), Moment("exp_avg_sq", dtype=dtype)
 
     def fields(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors, without memory, of a parameter's moments."""
         first, second = (moment.fields(parameter) for moment in self.moments)
         return {**first, **second}
 
     def rounds(self, parameter: Tensor) -> bool:
-        """Return whether something of a parameter is rounded at random."""
         return self.form is not MomentFormat.FP32 or parameter.dtype is torch.bfloat16
 
     def allocate(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors, in memory, for moments of zero."""
         fields = self.fields(parameter).items()
         return {name: torch.zeros_like(field, device="cpu") for name, field in fields}
 

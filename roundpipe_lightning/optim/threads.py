@@ -90,7 +90,6 @@ class KernelThreads(Generic[T]):
             one.result()
 
     def close(self) -> None:
-        """End the threads; a later `process` starts new ones."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

@@ -131,7 +131,6 @@ def check_steps(module: LightningModule, what: TrainerFn | None) -> None:
 
 
 def tell_of_compiled_modules(module: LightningModule) -> None:
-    """Say that modules which the user has compiled run as they are."""
     compiled = [name for name, part in module.named_modules() if is_compiled(part)]
     if compiled:
         rank_zero_info(

@@ -39,22 +39,18 @@ set_sampler_epoch = _set_sampler_epoch
 
 
 def skips_backward(trainer: Trainer) -> bool:
-    """Whether training steps run without a backward pass: SWA's pass for BatchNorm."""
     return bool(trainer.fit_loop._skip_backward)
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the optimizer does not step after the present batch."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def detects_anomalies(trainer: Trainer) -> bool:
-    """Whether `Trainer(detect_anomaly=True)` was given."""
     return bool(trainer._detect_anomaly)
 
 
 def syncs_batchnorm(strategy: Strategy) -> bool:
-    """Whether `Trainer(sync_batchnorm=True)` was given."""
     return getattr(strategy, "_layer_sync", None) is not None
 
 
@@ -76,7 +72,6 @@ def divides_no_data(trainer: Trainer) -> bool:
 
 
 def current_hook(trainer: Trainer) -> str | None:
-    """Return the name of the hook that runs."""
     return trainer.lightning_module._current_fx_name
 
 
@@ -104,7 +99,6 @@ def unloaded_states(trainer: Trainer) -> list[Any]:
 
 
 def load_loader_states(combined: CombinedLoader, states: list[Any]) -> None:
-    """Load the states of loaders that can do that."""
     combined._load_state_dicts(states)
 
 
@@ -114,7 +108,6 @@ def consumed_loaders(combined: CombinedLoader | None) -> list[bool]:
 
 
 def set_consumed_loaders(combined: CombinedLoader, consumed: Sequence[bool]) -> None:
-    """Restore what `consumed_loaders` returned."""
     iterator: Any = combined._iterator
     iterator._consumed = list(consumed)
 
@@ -184,19 +177,16 @@ def latest_metrics(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def set_latest_metrics(trainer: Trainer, latest: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore what `latest_metrics` returned."""
     for name in _LATEST:
         setattr(trainer._logger_connector, name, latest[name])
 
 
 def merge_logged(trainer: Trainer) -> None:
-    """Bring what was logged just now into the latest values."""
     connector = trainer._logger_connector
     _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
 
 
 def set_first_loop_iter(trainer: Trainer, value: bool | None) -> None:  # noqa: FBT001 - three states
-    """Set what Lightning resets results by: on None and True it does."""
     trainer._logger_connector._first_loop_iter = value
 
 
@@ -211,7 +201,6 @@ _DUE = "_should_check_val_fx"
 
 
 def has_last_batch(trainer: Trainer) -> bool:
-    """Whether the last batch of the epoch has been fetched."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
@@ -265,12 +254,10 @@ def count_stepped_batches(trainer: Trainer, count: int) -> None:
 
 
 def end_epoch_metrics(trainer: Trainer) -> None:
-    """Begin the end of an epoch for what was logged in it."""
     trainer._logger_connector.on_epoch_end()
 
 
 def log_epoch_metrics(trainer: Trainer) -> None:
-    """Give loggers and callbacks the epoch's values."""
     trainer._logger_connector.update_train_epoch_metrics()
 
 
@@ -290,5 +277,4 @@ def can_stop_early(trainer: Trainer) -> bool:
 
 
 def timer_seconds(timer: Timer) -> float | None:
-    """Return the duration after which a `Timer` ends the training."""
     return timer._duration

@@ -91,7 +91,6 @@ class _RefusedMetric(nn.Module):
 
 
 def _metric_roots(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Metrics and collections of metrics with their names, the outermost ones only."""
     for name, child in module.named_children():
         if isinstance(child, (Metric, MetricCollection, MetricTracker)):
             yield path + name, child
@@ -140,7 +139,6 @@ def _follow_arguments(metric: Metric) -> Callable[[], None]:
 
 
 def _move(metric: Metric, device: torch.device, *, lists: bool) -> None:
-    """Move a metric's tensors, and the elements of its list states only if `lists`."""
     kept: list[tuple[Metric, str, Any]] = []
     if not lists:
         for part in _parts(metric):

@@ -139,7 +139,6 @@ class ModeChoice:
     def _split(
         self, batch: Any, count: int, chosen: str, fusion: Outside | None
     ) -> MicrobatchedBatch:
-        """Split a batch; a small one into fewer microbatches, if their number is not the user's."""
         if self._shrinks and count > 1:
             count = min(count, max(1, batch_size_of(batch)))
         parts = split_batch(batch, count)

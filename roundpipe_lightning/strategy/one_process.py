@@ -37,7 +37,6 @@ class OneProcessStrategy(ParallelStrategy):
     """Whether the precision is to round stochastically."""
 
     def __repr__(self) -> str:
-        """Say which Lightning it is for: another one shows this in its error."""
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         return f"<{name}, a strategy for lightning.pytorch.Trainer>"
 
@@ -48,12 +47,10 @@ class OneProcessStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The host: that is where the masters, the batches and the optimizer are."""
         return torch.device("cpu")
 
     @property
     def world_size(self) -> int:
-        """Number of processes: one per host, whatever the number of workers."""
         return self.num_nodes
 
     @property
@@ -71,7 +68,6 @@ class OneProcessStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data is divided among processes."""
         return self.num_nodes > 1
 
     @property

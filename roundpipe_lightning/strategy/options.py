@@ -119,7 +119,6 @@ class Options:
 
     @property
     def block_names(self) -> list[str] | None:
-        """Dotted names of the block lists that the user named, or None."""
         if self.blocks is None:
             return None
         return [self.blocks] if isinstance(self.blocks, str) else list(self.blocks)

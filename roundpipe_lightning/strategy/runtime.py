@@ -230,7 +230,6 @@ class PipelineRuntime:
         return {n: b for s in self._stacks for n, b in zip(s.names, s.blocks, strict=True)}
 
     def close(self) -> None:
-        """Join the workers and free what they held. Closing twice is allowed."""
         updater, self.updater = self.updater, None
         if updater is not None:
             with suppress(Exception):  # of an update that nobody joined for
@@ -264,7 +263,6 @@ class PipelineRuntime:
 
     @property
     def fused_losses(self) -> FusedLosses | None:
-        """Counts of lazy logits; None where the loss is not fused."""
         return None if self._fusion is None else self._fusion.report
 
     # A training batch ----------------------------------------------------------------------------
@@ -362,7 +360,6 @@ class PipelineRuntime:
     def _run(
         self, cut: MicrobatchedBatch, arguments: Sequence[Any], *, trains: bool
     ) -> tuple[InFlightBatch, StepOutputs, Sequence[Sequence[LogCall]]]:
-        """Run the parts of a batch until the user's steps have returned, or to the end."""
         is_one = len(cut.parts) == 1
         hosts = self.hosts
         if hosts is not None:
@@ -426,7 +423,6 @@ class PipelineRuntime:
     def _choose(
         self, before: list[Any], batch: Any, arguments: Sequence[Any], result: StepResult
     ) -> None:
-        """Choose where microbatches begin in the batches to come."""
         assert self._engine is not None
         reason = "it writes into attributes or buffers of modules" if result.wrote else ""
         if self._engine.forms.whole:
@@ -614,7 +610,6 @@ class PipelineRuntime:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned."""
         self._planner.load_state_dict(state)
         self._choice.load_state_dict(state.get("microbatching", {}))
         if self.compiler is not None and "compiler" in state:

@@ -107,7 +107,6 @@ class InFlightBatch:
     # In the Trainer's thread, in this order ------------------------------------------------------
 
     def end(self) -> StepResult:
-        """Wait for the end of the engine's step, and keep what is known of it."""
         assert self._step is not None
         result = self._step.result()
         self.timeline, self.chain = result.timeline, result.chain
@@ -116,7 +115,6 @@ class InFlightBatch:
         return result
 
     def weigh(self, share: float) -> None:
-        """Let the gradients count for a share of a batch of which other hosts have the rest."""
         self._share = share
 
     def precomputed(self, loss: Tensor, result: StepResult) -> Tensor:

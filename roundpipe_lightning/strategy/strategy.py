@@ -246,7 +246,6 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     @property
     def options(self) -> Options:
-        """The settings, as they were given."""
         return self._options
 
     @property
@@ -255,7 +254,6 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches of a full batch, as far as it is known."""
         if self.plan is not None:
             return self.plan.num_microbatches
         wanted = self._wanted_microbatches
@@ -306,7 +304,6 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     @property
     def fused_losses(self) -> FusedLosses | None:
-        """Counts of lazy logits; None with `loss="eager"` and before a set-up."""
         return self._seen.fused_losses if self._seen else None
 
     @property
@@ -340,7 +337,6 @@ class RoundPipeStrategy(OneProcessStrategy):
     # Set-up and teardown -------------------------------------------------------------------------
 
     def _devices(self) -> list[Device]:
-        """Make the workers' devices: neighbouring workers are on different ones."""
         devices = (self.parallel_devices or []) * self._options.workers_per_device
         self.precision_plugin.compute_device_type = devices[0].type
         return [
@@ -349,7 +345,6 @@ class RoundPipeStrategy(OneProcessStrategy):
         ]
 
     def setup(self, trainer: Trainer) -> None:
-        """Check the module, make its optimizers and a first plan."""
         connected = compat.parallel_devices(trainer)
         checks.check_trainer_is_alone(is_alone=connected is self.parallel_devices)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -405,7 +400,6 @@ class RoundPipeStrategy(OneProcessStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Prepare the devices, and meet the other hosts."""
         super().setup_environment()
         if self.num_nodes > 1:
             assert self.cluster_environment is not None
@@ -521,7 +515,6 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     @_without_stop_iteration
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the microbatches of a batch through the engine."""
         with self.precision_plugin.train_step_context():
             assert self._runtime is not None
             return self._runtime.training_step(*args, *kwargs.values())
@@ -554,7 +547,6 @@ class RoundPipeStrategy(OneProcessStrategy):
             self._resume.validation_begins()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Note that the batch's gradients have been added."""
         super().post_backward(closure_loss)
         self._resume.gradients_were_added()
 
@@ -568,7 +560,6 @@ class RoundPipeStrategy(OneProcessStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the batch and make the optimizer's step, or have it made while Lightning goes on."""
         io, lightnings = self._checkpoint_io, super().optimizer_step
 
         def computed() -> Any:
@@ -613,7 +604,6 @@ class RoundPipeStrategy(OneProcessStrategy):
         return updater.hosts.whole_state(optimizer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state after the last step, without what is to be left out."""
         self.join_updates()
         if self._runtime is not None and self._runtime.watch is not None:
             self._runtime.watch.may_be_kept = True  # by who is given the checkpoint

@@ -99,7 +99,6 @@ class Copies:
         self._pairs: list[_Pair] = []
 
     def arguments(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Return copies of a call's arguments, positional and by keyword."""
         args, kwargs = given
         return tuple([self.copied(arg) for arg in args]), {
             key: self.copied(value) for key, value in kwargs.items()
@@ -129,11 +128,9 @@ class Copies:
 
     @property
     def hold_objects(self) -> bool:
-        """Whether there is an object among the copies, rather than plain containers alone."""
         return any(pair.in_object for pair in self._pairs)
 
     def originals(self) -> dict[int, Any]:
-        """Return the originals, by the identity of their copies."""
         return {id(twin): original for original, twin in self._memo.values()}
 
     def changes(self) -> Iterator[Change]:
@@ -195,7 +192,6 @@ def _children(node: Any) -> dict[Any, Any]:
 
 
 def _slots(node: Any) -> list[str]:
-    """Names of the attributes that an object has outside of its `__dict__`."""
     declared = [vars(kind).get("__slots__", ()) for kind in type(node).__mro__]
     names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
     return [name for name in names if not name.startswith("__")]

@@ -37,14 +37,12 @@ class Autocast:
 
 
 def autocast_now() -> list[Autocast]:
-    """Return the state of this thread, for every type of device here."""
     accelerator = torch.accelerator.current_accelerator()
     types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return [Autocast.now(kind) for kind in types]
 
 
 def autocast_as(states: Iterable[Autocast]) -> AbstractContextManager[Any]:
-    """Compute under such states until the end of the context."""
     others = [state for state in states if state != Autocast.now(state.device_type)]
     if not others:
         return nullcontext()
@@ -56,7 +54,6 @@ def autocast_as(states: Iterable[Autocast]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def variables_as(context: Context | None) -> Iterator[None]:
-    """Give context variables the values of a context until the end of this one."""
     missing = object()
     tokens = [
         (variable, variable.set(value))

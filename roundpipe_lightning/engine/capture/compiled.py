@@ -86,7 +86,6 @@ class BlockCompiler:
         return self._known and name not in self._left
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the findings, so that a resumed training compiles from its first step on."""
         return {
             "known": self._known,
             "left": dict(self._left),

@@ -46,7 +46,6 @@ class Writes:
         self.were_any = False
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
-        """Keep what the user's code has written, or `DELETED`."""
         self.mark()
         self._written.setdefault(id(module), (module, {}))[1][name] = value
 
@@ -73,7 +72,6 @@ class Writes:
         return [(entry[0], dict(entry[1])) for entry in found if entry is not None]
 
     def tell(self) -> None:
-        """Write everything into the originals, and forget it."""
         written, self._written = self._written, {}
         for module, attributes in written.values():
             for name, value in attributes.items():

@@ -66,7 +66,6 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def standing_for(value: Any, *, form: Form, requires_grad: bool) -> LazyTensor:
-        """Make the lazy tensor of a value."""
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
             LazyTensor,
             form.shape,

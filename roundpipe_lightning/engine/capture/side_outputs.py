@@ -104,7 +104,6 @@ class SideOutputs:
         self.looks_at_arguments = self.looks_at_results = False
 
     def observe(self, result: Any) -> None:
-        """Take notice of what a torch function has returned."""
         if not self.looks_at_results:
             return
         self._num_functions += 1

@@ -40,7 +40,6 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def attribute_or_name(func: Callable[..., Any]) -> str:
-    """Return the name of the attribute that a function gets, or else its own."""
     name: str = getattr(func, "__name__", str(func))
     if name == "__get__":
         return str(getattr(getattr(func, "__self__", None), "__name__", ""))

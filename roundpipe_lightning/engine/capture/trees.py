@@ -69,7 +69,6 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
 
 
 def containers_in(node: Any) -> Iterator[list[Any] | dict[Any, Any]]:
-    """Return all lists and dicts in nested containers, itself included."""
     if isinstance(node, list | dict):
         yield node
     for _, child in children_of(node):

@@ -64,7 +64,6 @@ def write_through(module: nn.Module, name: str, value: Any) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module runs compiled: `torch.compile(module)`, or after `module.compile()`."""
     return is_compiled_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -139,14 +138,12 @@ class LazyTable(dict[str, V], Generic[V]):
         super().__setitem__(key, self._entries[key])
 
     def assigned(self) -> dict[str, Any]:
-        """Return the entries that the user's code has put in and that are not written back."""
         return {k: dict.__getitem__(self, k) for k, is_fresh in self._own.items() if is_fresh}
 
     def note_written_back(self) -> None:
         self._own = dict.fromkeys(self._own, False)
 
     def reset(self) -> None:
-        """Forget the entries that the user's code has put in."""
         for key in self._own:
             self.pop(key)
             if key in self._entries:
@@ -252,7 +249,6 @@ def _is_view(value: Any) -> bool:
 
 
 def _is_entry(module: nn.Module, name: str) -> bool:
-    """Return whether a module has it in a table: of what is in tables, a view has its own."""
     return any(name in module.__dict__[table] for table in _TABLES)
 
 
@@ -406,7 +402,6 @@ class ViewMaker:
 
     @property
     def made(self) -> Mapping[nn.Module, nn.Module]:
-        """Every original that has a view here, with it."""
         return self._made
 
     def add_stand_ins(self, stand_ins: Mapping[nn.Module, nn.Module]) -> None:

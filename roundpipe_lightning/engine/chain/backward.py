@@ -94,7 +94,6 @@ class BackwardPass:
     # -------------------------------------------------------------------------------- segments
 
     def _run_segment(self, number: int) -> None:
-        """Run a segment backward from what others have taken of it."""
         segment = self._segments[number]
         roots: list[tuple[Tensor, Tensor]] = []
         for source in list(self._gradients):
@@ -154,7 +153,6 @@ class BackwardPass:
         self._recompute(group, self._turns.worker.resident(stage, blocks))
 
     def _go_to(self, position: int) -> Stage:
-        """Wait for the turn of the BACKWARD stage that has a position."""
         turns = self._turns
         while not (turns.stage.kind is StageKind.BACKWARD and position in turns.stage.blocks):
             self._send_ahead(position)

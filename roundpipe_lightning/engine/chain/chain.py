@@ -162,7 +162,6 @@ class Chain:
 
     @cached_property
     def repeated(self) -> frozenset[nn.Parameter]:
-        """Parameters of blocks that stand in it more than once."""
         counts = Counter(link.block for link in self.links)
         return frozenset(p for b, count in counts.items() if count > 1 for p in b.parameters())
 

@@ -170,7 +170,6 @@ class ForwardPass:
         given: Given,  # noqa: ARG002
         position: int | None,
     ) -> int | None:
-        """Return the position of a call that is about to be made."""
         return position
 
     def _new_call(self, block: nn.Module, given: Given, position: int | None) -> BlockCall:
@@ -312,7 +311,6 @@ class ForwardPass:
     # --------------------------------------------------------------------------- running blocks
 
     def _is_in_one_graph(self, tensor: Tensor) -> bool:
-        """Return whether user code may ask for gradients by a leaf that a block takes."""
         one_graph = self.segments.number == 0 and tensor.requires_grad
         return one_graph and self.turns.worker.device.holds(tensor)
 

@@ -136,7 +136,6 @@ class PostedCall:
         return given
 
     def clear(self) -> None:
-        """Break the circles of references."""
         self.calls.clear()
         self.values.clear()
         self.given, self.taken, self.versions = ((), {}), (), ()
@@ -216,7 +215,6 @@ class PieceBoard:
                 return
 
     def await_all(self) -> None:
-        """Wait until the pieces have done all that is posted."""
         self._wait(lambda: min(self._num_done[1:], default=len(self._posted)) == len(self._posted))
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
@@ -286,7 +284,6 @@ class JoinedValue(Value):
 
     @property
     def pieces(self) -> Sequence[int]:
-        """Numbers of the pieces whose parts make the whole."""
         if self.dim is None:
             return (0,)
         return tuple(index for index, size in enumerate(self.sizes) if size)

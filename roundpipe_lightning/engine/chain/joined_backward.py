@@ -94,7 +94,6 @@ class DriverBackward(BackwardPass):
         super()._run_segment(number)
 
     def _join(self, tensor: Tensor, dim: int | None, parts: Sequence[Tensor]) -> None:
-        """Make the gradient of a tensor of user code from those of its parts."""
         worker, board = self._turns.worker, self._forward.board
         found = [
             board.forwards[piece].sources.gradients.pop(part, None)

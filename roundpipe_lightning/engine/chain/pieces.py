@@ -104,7 +104,6 @@ class PieceForward(ForwardPass):
         self._posted: PostedCall | None = None
 
     def replay(self, posted: PostedCall) -> None:
-        """Run a call."""
         if not posted.sizes[self._piece]:
             return
         self._posted = posted
@@ -140,7 +139,6 @@ class PieceForward(ForwardPass):
             joined.watch(value, piece=self._piece)
 
     def leave(self, left: Left) -> None:
-        """Leave the turns that the driver has left."""
         turns = self.turns
         while turns.number <= left.number and not turns.is_last:
             if turns.in_forward_stage:
@@ -149,7 +147,6 @@ class PieceForward(ForwardPass):
                 turns.leave()
 
     def range_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the own numbers of a range of the driver's calls."""
         return bisect_left(self._numbers, start), bisect_left(self._numbers, stop)
 
 
@@ -183,7 +180,6 @@ class DriverForward(ForwardPass):
     # ------------------------------------------------------------------------------- before a call
 
     def _prepare(self, block: nn.Module, given: Given, position: int | None) -> int | None:
-        """Choose between pieces and the whole batch, and make the arguments ready."""
         self._sources, self._posted, self._form = {}, None, None
         if self.board.num_pieces == 1:
             return self._in_turn(position)
@@ -292,7 +288,6 @@ class DriverForward(ForwardPass):
         arguments: Sequence[Argument],
         position: int | None,
     ) -> tuple[CallForm, Sequence[int]] | None:
-        """Find the form of a call on a few rows."""
         for tensor, joined in arguments:  # what is looked at can end the turn
             if joined is None or joined.shadow is None:
                 self._whole(tensor)

@@ -246,7 +246,6 @@ def _is_kept(func: Any, names: frozenset[str], args: Any, kwargs: Any) -> bool:
 
 
 def _for_a_graph(func: Any, args: Sequence[Any]) -> list[Any]:
-    """Return an operation's arguments as they are where a graph is kept."""
     arguments = func._schema.arguments  # noqa: SLF001
     return [
         True if argument.name == _NEEDED_FOR_BACKWARD else value

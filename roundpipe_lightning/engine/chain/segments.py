@@ -88,7 +88,6 @@ class Segments:
 
     @property
     def last(self) -> Segment:
-        """The one whose code runs at present."""
         return self._all[-1]
 
     @property
@@ -109,7 +108,6 @@ class Segments:
         )
 
     def made_in(self, tensor: Tensor) -> int:
-        """Return the number of the segment that made a tensor; 0 for leaves."""
         node = tensor.grad_fn
         if node is None:
             return 0

@@ -110,7 +110,6 @@ class Value(Reference):
         return 0 if self.host is None else self.host.num_bytes
 
     def lazy(self) -> LazyTensor:
-        """Return the tensor that the user's code hands on."""
         known = None if self._lazy is None else self._lazy()
         if known is not None:
             return known
@@ -439,7 +438,6 @@ class Sources:
         self.gradients[source] = BoundaryTensor(whole, worker)
 
     def fetch_gradients(self, leaves: dict[Source, Tensor]) -> None:
-        """Take the gradients of leaves and forget the leaves."""
         for source, leaf in leaves.items():
             if leaf.grad is not None:
                 self.gradients[source] = self.pack(leaf.grad, for_next=True)

@@ -95,13 +95,11 @@ class Runtime:
         )
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Return the generators from which operations draw by default."""
         module, index = torch.get_device_module(self.device), self.device.index
         getattr(module, "init", lambda: None)()  # before it CUDA has none
         return tuple(getattr(module, "default_generators", ()))[index : index + 1]
 
     def fraction(self) -> float:
-        """Return the share of the device's memory that this process may have."""
         module = torch.get_device_module(self.device)
         found = getattr(module, "get_per_process_memory_fraction", None)
         return 1.0 if found is None else float(found(self.device))
@@ -119,7 +117,6 @@ class Runtime:
         """Let the matrix products of so many threads take no more than the plan reserves."""
 
     def reaches(self, other: torch.device) -> bool:
-        """Return whether the device copies from another one's memory."""
         return self.device == other
 
 
@@ -170,7 +167,6 @@ def _can(ask: Callable[[], object]) -> bool:
 
 @functools.cache
 def runtime_of(device: torch.device) -> Runtime:
-    """Return what is known of an accelerator."""
     return (CudaRuntime if device.type == "cuda" else Runtime)(device)
 
 
@@ -238,7 +234,6 @@ class StreamEvent(Event):
             self.raw.synchronize()
 
     def when_done(self, callback: Callback) -> None:
-        """Call back once the device has come to it, from the completion thread."""
         self._completions.watch(self, callback)
 
 
@@ -287,7 +282,6 @@ class AcceleratorDevice(Device):
 
     @functools.cached_property
     def _compute(self) -> Any:
-        """The device's default stream: the one that is current in a thread that has set none."""
         found: list[Any] = []
         ask = functools.partial(self.runtime.current_stream, self.torch_device)
         thread = threading.Thread(target=lambda: found.append(ask()))
@@ -305,11 +299,9 @@ class AcceleratorDevice(Device):
             return self._streams[use]
 
     def reaches(self, other: Device) -> bool:
-        """Ask the driver; where it says no, copies go through the host."""
         return self.runtime.reaches(other.torch_device)
 
     def _recorded(self, queue: CopyQueue | None, name: str) -> StreamEvent:
-        """Record an event on a queue's stream, or that of compute."""
         raw = self.runtime.new_event(self.torch_device)
         raw.record(self._compute if queue is None else self._stream(queue))
         with self._lock:
@@ -322,7 +314,6 @@ class AcceleratorDevice(Device):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the upload stream's memory, which compute will read."""
         if not self.runtime.records_streams:
             return self._empty_of_compute(shape, dtype)
         compute = self._compute
@@ -342,7 +333,6 @@ class AcceleratorDevice(Device):
     def copy(
         self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
     ) -> Event:
-        """Give a copy to a stream. It does not wait for the host where that is page-locked."""
         if not self.runtime.has_streams:
             with self.activate():
                 return super().copy(dst, src, queue=queue, after=after)

@@ -183,7 +183,6 @@ class Device(ABC):
         return self.name == other.name
 
     def has_spare_memory(self) -> bool:
-        """Return whether tensors may stay here that could also wait on the host."""
         return True
 
     # --------------------------------------------------------------------------------- compute
@@ -211,7 +210,6 @@ class Device(ABC):
 
     @property
     def page_locked_bytes(self) -> int:
-        """Bytes of host memory that are page-locked for copies to here."""
         return 0
 
     def synchronize(self) -> None:

@@ -71,7 +71,6 @@ def check_host_memory(num_bytes: float, *, what: str, way_out: str) -> None:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of this process's control groups, from its own to the root's."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:  # not on this system

@@ -143,7 +143,6 @@ class _Machine:
 
     @property
     def reaches_itself(self) -> bool:
-        """Whether all accelerators reach each other's memory."""
         return not self.is_cpu and all_reach(self.devices)
 
     @property
@@ -207,7 +206,6 @@ class _Machine:
 
 
 def _name(device: torch.device) -> str:
-    """What a kind of device calls itself; its type where it does not say."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     return device.type if properties is None else getattr(properties(device), "name", device.type)
 
@@ -247,7 +245,6 @@ def _give_back() -> None:
 
 
 def _matrix_rates(device: torch.device, *, share: float) -> MatrixRates:
-    """Operations per second of square products, times a share of the device."""
     rates = {}
     for dtype in _DTYPES:
         seconds, size = 0.0, 128
@@ -290,7 +287,6 @@ def _transfer_rate(devices: Sequence[torch.device], *, upload: bool) -> float:
 
 
 def _read(path: Path) -> HardwareSpec | None:
-    """An earlier measurement; None where there is none that can be used."""
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
         return hardware_from_mapping(figures) if isinstance(figures, dict) else None

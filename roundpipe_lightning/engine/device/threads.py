@@ -60,7 +60,6 @@ class Countdown:
         return not self._left
 
     def wait(self, seconds: float) -> bool:
-        """Wait for all of them, but not longer than this; return whether they have happened."""
         is_over = self._over.acquire(timeout=seconds)
         if is_over:
             self._over.release()
@@ -182,7 +181,6 @@ class ThreadTeam:
         return not any(thread.is_alive() for thread in self._threads)
 
     def dismiss(self) -> None:
-        """End the threads, but for the calling one; for an owner that is collected, anywhere."""
         for jobs in self._queues:
             jobs.put(None)
         for thread in self._threads:

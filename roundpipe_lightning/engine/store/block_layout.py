@@ -104,7 +104,6 @@ class Form:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Length of a region for gradients."""
         if not self.gradients:
             return 0
         last = self.gradients[-1]
@@ -213,7 +212,6 @@ class Layouts:
             return self._of_gradients[blocks]
 
     def of(self, block: nn.Module) -> BlockLayout:
-        """Return a block's layout as it was when it was last renewed."""
         known = self._known.get(block)
         return self.renewed(block) if known is None else known[1]
 

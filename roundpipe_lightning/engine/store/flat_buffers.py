@@ -50,7 +50,6 @@ class FlatBuffer:
         return self.values if self.narrow is None else self.narrow
 
     def view_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return a parameter's place in `values`."""
         return view_like(self.values, self.members[parameter], parameter)
 
     def present_members(self) -> list[tuple[nn.Parameter, int]]:

@@ -249,7 +249,6 @@ class HostStore:
         self._await_updates(self._of_block[block])
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """Return the tensor that workers compute with, once the optimizer is done with it."""
         self._await_updates([parameter])
         return self.current_values(parameter)
 

@@ -54,7 +54,6 @@ class NarrowCopies:
         return parameter.requires_grad and parameter.dtype is torch.float32 and is_matrix
 
     def add(self, places: Mapping[nn.Parameter, Tensor]) -> None:
-        """Take places for copies, of the shapes and strides of their parameters."""
         self._places |= places
 
     def written_by(self, optimizers: Iterable[Optimizer]) -> None:

@@ -97,7 +97,6 @@ class BoundaryTensor:
         self._host = host  # now that it will be written
 
     def release(self) -> None:
-        """Release the boundary's memory: nothing uses the boundary any more."""
         self._here = self._host = self._arriving = None
 
     def take(self, worker: TransferEndpoint | None) -> Tensor:

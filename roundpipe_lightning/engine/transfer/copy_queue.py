@@ -200,7 +200,6 @@ class TransferQueue:
 
     @property
     def staging_bytes(self) -> int:
-        """Page-locked bytes of these buffers."""
         return sum(buffer.nbytes for buffer in self._staging)
 
     def _unstage(self) -> None:
@@ -342,7 +341,6 @@ class TransferQueue:
         job.event.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Give all jobs up, and let what is in flight come to its end."""
         self._on_failure(error, f"{self.name}: {self._present}")
         self.abort()
         while self._in_flight:

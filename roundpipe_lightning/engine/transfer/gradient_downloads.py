@@ -74,7 +74,6 @@ class HostSums:
         self._thread.submit(execute)
 
     def drain(self) -> None:
-        """Wait for all that was given so far."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
@@ -261,7 +260,6 @@ class GradientDownloads:
         )
 
     def _copied(self, tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Add a tensor's copy to the host to others, and return what will have the values."""
         whole = tensor if fills_its_memory(tensor) else tensor.contiguous()
         flat = self._sums.pool.take(whole.nbytes)
         copies.append((flat, bytes_of(whole)))

@@ -141,7 +141,6 @@ class GradientAccumulator:
 
     @property
     def sums(self) -> Gradients:
-        """The sums by parameter."""
         if self._flat is not None:
             self._sums, self._flat = self._flat.expanded(), None
         return self._sums
@@ -351,7 +350,6 @@ class GradientReducer:
         return first is not None and first <= microbatch
 
     def await_all(self, seconds: float) -> bool:
-        """Wait until all has been added, but not longer than this; return whether it has."""
         return self._open.wait(seconds)
 
     def note_elsewhere(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -364,7 +362,6 @@ class GradientReducer:
                 self._elsewhere.update(parameters)
 
     def add_shared(self, microbatch: int, gradients: Gradients) -> None:
-        """Add gradients of parameters with several uses."""
         self.reserve_shared(microbatch)(gradients)
 
     def reserve_shared(self, microbatch: int) -> AddShared:
@@ -383,7 +380,6 @@ class GradientReducer:
             self._open.count()
 
     def close_microbatch(self, microbatch: int) -> None:
-        """Say that a microbatch reserves nothing more."""
         if self._shared.close(microbatch):
             self._open.count()
 

@@ -59,12 +59,10 @@ class PinnedPool:
 
     @property
     def num_bytes(self) -> int:
-        """Page-locked bytes."""
         return sum(block.num_bytes for block in list(self._blocks))
 
     @property
     def is_locked(self) -> bool:
-        """Whether the device knows its memory as page-locked."""
         return self._device.is_page_locked(self.take(1))
 
     def take(self, num_bytes: int) -> Tensor:
@@ -111,7 +109,6 @@ class PinnedPool:
         return block
 
     def end_step(self) -> None:
-        """Count a step, of which none is in flight."""
         self._num_steps += 1
 
     def close(self) -> None:

@@ -240,7 +240,6 @@ class WeightPrefetcher:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots, of blocks that stay, and of parameters outside the blocks."""
         return sum(memory.num_bytes for memory in self._memories) + self.outside_bytes
 
     def clear(self) -> None:
@@ -458,7 +457,6 @@ class WeightPrefetcher:
         after: Sequence[Event],
         is_staged: bool = False,
     ) -> Event:
-        """Submit an upload that chooses when it begins which of two versions it reads."""
         job = Job(name=name, priority=priority, pieces=(), after=after, is_staged=is_staged)
 
         def opens() -> Sequence[tuple[Tensor, Tensor]]:

@@ -193,7 +193,6 @@ class WorkerTransfers:
         )
 
     def _staged_bytes(self, runs: Iterable[StageRun]) -> int:
-        """Return the bytes that buffers for staged uploads need."""
         blocks = {block for run in runs for block in run.blocks}
         # A job with one piece that is not page-locked stages all of its pieces.
         layouts = (self._layouts.of(block) for block in blocks)
@@ -251,7 +250,6 @@ class WorkerTransfers:
     # ------------------------------------------------------------------------------ the end of it
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait for everything that is in flight; return whether that was done in time."""
         end = monotonic() + timeout_seconds
         return all(
             queue.drain(timeout_seconds=max(0.0, end - monotonic()))
@@ -398,7 +396,6 @@ class Transfers:
                 transfers.weights.begin_overlapped(step.runs)
 
     def end_first(self) -> None:
-        """End the step that has begun first; another one goes on."""
         for transfers in self._moving:
             transfers.weights.end_first()
 

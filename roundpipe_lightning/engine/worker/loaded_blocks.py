@@ -62,7 +62,6 @@ class PlacedBuffers:
         self._placed: dict[Tensor, tuple[Tensor, int]] = {}
 
     def place(self, buffer: Tensor) -> Tensor:
-        """Return the copy of a host buffer here; the same tensor every time."""
         if buffer not in self._placed:
             if not self._device.shares_host_memory:
                 with torch.inference_mode(buffer.is_inference()):  # else nobody counts its writes
@@ -114,7 +113,6 @@ class PlacedBuffers:
         return wrote
 
     def assigned(self, original: nn.Module, view: nn.Module) -> dict[str, Any]:
-        """Return the buffers that were assigned anew on a view and are not written back yet."""
         found = {}
         for name, value in _buffers(view).assigned().items():
             host = original.__dict__["_buffers"].get(name)
@@ -302,7 +300,6 @@ class ResidentBlocks:
         return self._leaves[parameter]
 
     def block(self, block: nn.Module) -> nn.Module:
-        """Return the stand-in for a block: the same code, with parameters that are here."""
         if self._weights is not None:
             event = self._weights.events.pop(block, None)
             if event is not None:
@@ -400,18 +397,15 @@ class ResidentBlocks:
             self._writes.clear()
 
     def assigns_buffers(self, block: nn.Module) -> bool:
-        """Return whether a block has assigned buffers anew since they were written back."""
         return any(
             self._buffers.assigned(module, self._maker.view_of(module))
             for module in self._buffered[block]
         )
 
     def restored(self, buffers: EarlierBuffers) -> AbstractContextManager[None]:
-        """Let the blocks see earlier buffers until the context ends."""
         return self._buffers.replaced(buffers, self._maker)
 
     def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the tensor of a parameter here; None if no block here has it."""
         return self._leaves.get(parameter)
 
     def original_of(self, leaf: Tensor) -> Tensor:
@@ -440,7 +434,6 @@ class ResidentBlocks:
         return microbatches
 
     def placed(self) -> list[tuple[BlockLayout, Sequence[nn.Parameter]]]:
-        """Return the layouts and leaves of the blocks of a stage run, in the order of the stage."""
         assert self._weights is not None, "it is a stage run's"
         return [
             (region.layout, self._placed[block])

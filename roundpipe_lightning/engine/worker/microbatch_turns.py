@@ -90,7 +90,6 @@ class MicrobatchTurns:
 
     @property
     def next_worker(self) -> Worker | None:
-        """The worker of the next turn; None if there is none."""
         return None if self.is_last else self._workers[self._path[self.number + 1].worker]
 
     @property
@@ -103,12 +102,10 @@ class MicrobatchTurns:
         )
 
     def last_end(self, worker: Worker) -> Event | None:
-        """Return the end of the last turn on a worker; None if there was none."""
         return self._ends.get(worker)
 
     @property
     def place(self) -> str:
-        """Stage, blocks, microbatch and worker, for messages."""
         blocks, names = self.stage.blocks, self.plan.block_names
         covered = ["the head segment"] if self.number == 0 else []
         if blocks:
@@ -178,7 +175,6 @@ class MicrobatchTurns:
             self.next_turn()
 
     def end_all(self) -> None:
-        """Pass the turns that are left, in which nothing is computed."""
         if not self.is_over:
             self.go_to_last()
         if not self.is_over:

@@ -37,7 +37,6 @@ _LARGE_SHARE = 0.1  # of the device's memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that a device, or the host, had no memory left."""
     if isinstance(error, DeviceMemoryError):
         return False  # explained already
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

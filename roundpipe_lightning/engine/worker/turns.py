@@ -137,7 +137,6 @@ class Turns:
                 self._gates[key].release()
 
     def call_at_end(self, key: ActionKey, callback: Callable[[], None]) -> None:
-        """Call back when an action has ended; at once if it has."""
         with self._mutex:
             if key not in self._ended:
                 self._callbacks.setdefault(key, []).append(callback)
@@ -171,7 +170,6 @@ class Turns:
             callback()
 
     def abort(self) -> None:
-        """Release every waiter; each raises `StepAborted`."""
         with self._mutex:
             if self._aborted:
                 return

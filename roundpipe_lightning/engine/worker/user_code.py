@@ -203,7 +203,6 @@ class UserCode(TorchFunctionMode):
         return {parameter for _, parameter in self._leaves} | self._streamed
 
     def note_streamed(self, block: nn.Module) -> None:
-        """Note that a block runs outside the stages, with a gradient."""
         self._streamed.update(block.parameters())
 
     def check_frozen(self) -> None:
@@ -266,11 +265,9 @@ class UserCode(TorchFunctionMode):
 
     @property
     def leaves(self) -> Mapping[tuple[int, nn.Parameter], nn.Parameter]:
-        """What stands for parameters, by the worker's number."""
         return self._leaves
 
     def leaves_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """Return the leaves that stand for a parameter, one a worker."""
         return [leaf for (_, known), leaf in self._leaves.items() if known is parameter]
 
     def close(self) -> None:
@@ -385,7 +382,6 @@ class UserCode(TorchFunctionMode):
     def _outside_blocks(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Return what a function outside the blocks gives, or `NotImplemented`, and arguments."""
         name = name_of(func)
         if name in QUESTIONS:
             return NotImplemented, args, kwargs
@@ -426,7 +422,6 @@ class UserCode(TorchFunctionMode):
     def _on_resident_leaves(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a block's function with leaves in place of masters."""
         args = tuple([self._resident_leaf_for(x) for x in args])
         if kwargs:
             kwargs = {key: self._resident_leaf_for(x) for key, x in kwargs.items()}

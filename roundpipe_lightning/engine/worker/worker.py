@@ -215,7 +215,6 @@ class Worker:
         return self._store.rewrite(parameter, self.device.download(values.detach()))
 
     def renew(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Give a copy of a parameter here the values that a step has written into it."""
         if parameter in self._store.rewritten and not self.device.shares_host_memory:
             with self.device.activate():
                 # It may be written into again before the upload is made.
@@ -250,7 +249,6 @@ class Worker:
         self._peak_bytes = max(self._peak_bytes, in_use)
 
     def held_memory(self, *, boundaries: int) -> HeldMemory:
-        """Return the memory in use here now, beside `boundaries` bytes of a microbatch."""
         resident = self._resident
         weights = 0 if resident is None else resident.num_bytes
         outside = sum(parameter.nbytes for parameter in self._outside)

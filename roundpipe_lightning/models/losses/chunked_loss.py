@@ -193,7 +193,6 @@ class LossSweep:
         return logits
 
     def _add_gradients(self, tokens: Tensor, hidden: Tensor, slopes: Tensor) -> None:
-        """Add what a chunk gives, whose losses have these gradients by the outputs of the layer."""
         narrow = slopes.to(hidden.dtype)
         if self._hidden_sum is not None:
             product = narrow @ self._weight

@@ -104,7 +104,6 @@ class LogitSource:
             yield
 
     def materialize(self) -> Tensor:
-        """Return the logits, made once."""
         if self._logits is None:
             if not isinstance(self.inputs[0], LazyLogits):
                 self.check_unchanged()
@@ -131,7 +130,6 @@ class LazyLogits(Tensor):
         return logits
 
     def materialize(self) -> Tensor:
-        """Return the plain logits."""
         if self.has_other_graph:
             values: Tensor = _Values.apply(self)  # type: ignore[no-untyped-call]
             return values
@@ -386,7 +384,6 @@ class LossFusion:
             self._thread.is_paused = before
 
     def remember(self, logits: LazyLogits) -> None:
-        """Add lazy logits of this thread to those that are pending."""
         self._thread.pending[next(self._thread.numbers)] = logits
 
     def materialize_pending(self) -> None:

@@ -119,7 +119,6 @@ def form_after(
 
 
 def _cast(form: LogitForm, dtype: torch.dtype) -> LogitForm | None:
-    """Accept a type that holds every value of the present one."""
     if not dtype.is_floating_point or torch.promote_types(form.dtype, dtype) != dtype:
         return None
     return replace(form, dtype=dtype)
@@ -293,7 +292,6 @@ def _reduced(
     *,
     function: Callable[..., Tensor],
 ) -> Tensor | None:
-    """Return the result of one of PyTorch's losses for these arguments, if it is of our kind."""
     if form.log_softmax != (function is functional.nll_loss):
         return None
     given = inspect.signature(function).bind(None, *args, **kwargs)

@@ -83,7 +83,6 @@ class MetaCopy:
         self.module.__dict__.update(settings or {})
 
     def module_copy(self, module: nn.Module) -> nn.Module:
-        """Return the copy of a module, the same one every time."""
         known = self._made.get(id(module))
         if known is None:
             copy: Any = object.__new__(class_like(type(module), (_Copied, type(module))))
@@ -94,7 +93,6 @@ class MetaCopy:
         return result
 
     def original(self, copy: nn.Module) -> nn.Module:
-        """Return the module that a copy was made of; the copy itself where there is none."""
         return self._modules.get(copy, copy)
 
     @property

@@ -175,8 +175,6 @@ class _Recorder:
     def measured_forward(
         self, index: int, kind: int, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return the function that runs in place of a block's forward."""
-
         def measured(*args: Any, **kwargs: Any) -> Any:
             if index == 0 and self._in_head:
                 self._end_head(args, kwargs)

@@ -268,7 +268,6 @@ def transformers_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the result that transformers expects of an attention function, by the fused kernel."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and query.shape[2] > 1
     result = _fused_attention(query, key, value, is_causal=causal, window=sliding_window)

@@ -143,7 +143,6 @@ def _segments(module: nn.Module, stack: Blocks) -> tuple[list[nn.Module], list[n
 
 
 def owned_tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
-    """The parameters and buffers of modules, those of their children apart."""
     owned = [(*m._parameters.values(), *m._buffers.values()) for m in owners]  # noqa: SLF001
     return {tensor for tensors in owned for tensor in tensors if tensor is not None}
 
@@ -154,7 +153,6 @@ def quantizable_tensors(module: nn.Module) -> set[Tensor]:
 
 
 def num_parameters(tensors: Iterable[Tensor]) -> int:
-    """Count the numbers in the parameters among some tensors; the others are buffers."""
     return sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
 
 

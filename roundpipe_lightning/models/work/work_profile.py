@@ -325,8 +325,6 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _without_fusion(fusion: LossFusion, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward, in which no logits are lazy."""
-
     def unfused(*args: Any, **kwargs: Any) -> Any:
         with fusion.paused():
             return forward(*args, **kwargs)

@@ -143,7 +143,6 @@ class StageCosts:
     speeds: tuple[float, ...] = ()
 
     def of(self, kind: StageKind, index: int, worker: int = 0) -> ActionCost:
-        """Return the cost of a stage on a worker."""
         cost = self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
         return cost.times(1 / self.speeds[worker]) if self.speeds else cost
 

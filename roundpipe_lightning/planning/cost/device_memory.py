@@ -146,13 +146,11 @@ class Footprint:
         return self.need(layout).lack_bytes <= 0
 
     def most_bytes(self, layout: PipelineLayout) -> float:
-        """Return the memory of a device at the stage that needs the most."""
         if layout.resident:
             return self.need(layout).total_bytes
         return float(_total(self.stage_bytes(layout)).max())
 
     def fits_each(self, table: PartitionTable, *, config: PipelineConfig) -> npt.NDArray[np.bool_]:
-        """Return whether every stage of each of many partitions fits its workers."""
         short = _total(self._sizes(config, table)) - self.room(table, config=config)
         fits = np.where(table.is_stage, short, 0.0) <= 0
         fit: npt.NDArray[np.bool_] = np.all(fits, axis=1)
@@ -202,7 +200,6 @@ class Footprint:
         return worst
 
     def stage_bytes(self, layout: PipelineLayout) -> dict[MemoryKind, Floats]:
-        """Return bytes by kind while a device runs each stage; no block stays on it."""
         return {
             kind: row[0]
             for kind, row in self._sizes(layout, PartitionTable.of([layout.partition])).items()

@@ -95,13 +95,11 @@ class PartitionTable:
 
     @cached_property
     def stop(self) -> Counts:
-        """Block behind every stage's last one."""
         stop: Counts = self.start + np.concatenate([self.forward, self.backward], axis=1)
         return stop
 
     @cached_property
     def is_stage(self) -> npt.NDArray[np.bool_]:
-        """Mask of the stages that a partition has; the fused one may have no blocks."""
         here = self.stop > self.start
         here[:, self.fused] = True
         return here
@@ -212,7 +210,6 @@ class Evaluator:
         )
 
     def seconds(self, table: PartitionTable) -> Floats:
-        """Return whole steps."""
         host, rows = self.host, np.arange(len(table))
         sizes = table.part_sums(self.profile, "parameter_bytes")
         gradients = table.part_sums(self.profile, "trainable_bytes")[:, table.fused :]
@@ -306,14 +303,12 @@ class Evaluator:
         return result
 
     def _upload_durations(self, table: PartitionTable) -> Floats:
-        """Return the seconds to upload each stage's weights, of shape (stages, partitions)."""
         sizes = table.part_sums(self.profile, "parameter_bytes")
         sizes[:, : table.fused] *= self.forward_upload_seconds
         sizes[:, table.fused :] *= self.backward_upload_seconds
         return np.ascontiguousarray(sizes.T)
 
     def _durations(self, table: PartitionTable) -> tuple[Floats, Floats]:
-        """Return recompute and remaining seconds, each of shape (stages, partitions)."""
         blocks, head, tail = self.profile.blocks, self.profile.head, self.profile.tail
         fused, rows = table.fused, np.arange(len(table))
         forward = table.block_sums(prefix_sums([block.forward_seconds for block in blocks]))

@@ -114,7 +114,6 @@ class StepModel:
 
     @cached_property
     def links(self) -> HardwareSpec:
-        """The machine with the uploads that the weights' place allows."""
         return self.hardware if self._placed is None else self._placed.links(self.hardware)
 
     @cached_property

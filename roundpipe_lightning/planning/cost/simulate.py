@@ -206,7 +206,6 @@ class Simulation:
         return Timeline(num_workers=len(self._workers), entries=tuple(self._entries))
 
     def _step(self) -> None:
-        """Go to the next moment at which an action or a flow ends."""
         action_end = self._ends[0][0] if self._ends else math.inf
         if self._flow_end <= action_end:
             self._now = self._flow_end
@@ -222,7 +221,6 @@ class Simulation:
             self._share_links()
 
     def _advance_flows(self) -> None:
-        """Bring what remains of every flow up to now."""
         seconds = self._now - self._flows_seen
         for flow in self._flows:
             flow.remaining_bytes -= flow.bytes_per_second * seconds
@@ -287,7 +285,6 @@ class Simulation:
             self._try_start(waiter)
 
     def _next_transfers(self, index: int) -> None:
-        """Begin the upload and the download that the worker's slots allow, one at a time each."""
         worker = self._workers[index]
         runs = worker.runs
         last_upload = min(worker.run + self._weight_slots, len(runs))

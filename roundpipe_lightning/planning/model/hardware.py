@@ -193,7 +193,6 @@ class HardwareSpec:
 
     @property
     def workers(self) -> tuple[HardwareSpec, ...]:
-        """Every device's own figures."""
         return self.unequal or (self,) * self.num_devices
 
     @property
@@ -208,11 +207,9 @@ class HardwareSpec:
         return operations / (rate * self.efficiency.attention)
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Time to read and write as many bytes of one device's memory."""
         return num_bytes / (self.memory_bytes_per_second * self.efficiency.memory)
 
     def host_seconds(self, num_bytes: float) -> float:
-        """Time of the processor to read and write as many bytes of host memory."""
         return num_bytes / (self.host_bytes_per_second * self.efficiency.host)
 
     def upload_seconds(self, num_bytes: float, *, num_devices: int = 1) -> float:
@@ -254,7 +251,6 @@ T = TypeVar("T")
 
 
 def device_names() -> tuple[str, ...]:
-    """Names of the GPUs with a file in `conf/hardware`."""
     paths = sorted(_folder().glob("*.yaml"))
     return tuple(path.stem for path in paths if {"defaults", "device_name"} <= _read(path).keys())
 
@@ -458,7 +454,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=100)
 def _parsed(path: Path, _changed: int) -> dict[str, Any]:
-    """The content of a file; those of all devices are read again and again."""
     text = path.read_text(encoding="utf-8")
     try:
         content = yaml.load(text, Loader=_Loader)

@@ -145,7 +145,6 @@ class MeasuredProfile:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements, in plain numbers."""
         return {
             "fingerprint": self._estimate.fingerprint,
             "num_steps": self.num_steps,

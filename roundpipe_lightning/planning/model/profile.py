@@ -66,7 +66,6 @@ class BlockProfile:
         return self.forward_seconds if self.has_backward else 0.0
 
     def seconds_to_recompute(self, policy: RecomputePolicy) -> float:
-        """Duration of the recompute under a policy."""
         if policy is RecomputePolicy.SELECTIVE and self.attention_bytes:
             return max(self.recompute_seconds - self.attention_seconds, 0.0)
         return self.recompute_seconds
@@ -103,7 +102,6 @@ class ModelProfile:
 
     @property
     def parts(self) -> tuple[BlockProfile, ...]:
-        """Head, blocks and tail."""
         return (self.head, *self.blocks, self.tail)
 
     def each(self, change: Callable[[BlockProfile], BlockProfile]) -> ModelProfile:

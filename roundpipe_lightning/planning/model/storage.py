@@ -131,7 +131,6 @@ class ParameterStorage:
         return rate
 
     def saved_bytes(self, num_parameters: int, num_bytes: int) -> float:
-        """Return the bytes by which parameters of so many bytes shrink where they are quantised."""
         if self.frozen_bits == _COMPUTE_BITS:
             return 0.0
         codes_and_scales = num_parameters * (self.frozen_bits / 8 + 4 / SCALE_BLOCK)

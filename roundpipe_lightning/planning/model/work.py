@@ -65,7 +65,6 @@ class Amount:
     per_square: float = 0.0
 
     def of(self, shape: MicrobatchShape) -> float:
-        """Return the value for a shape."""
         squares = shape.sequences * shape.seq_len**2
         return self.fixed + self.per_token * shape.tokens + self.per_square * squares
 
@@ -142,7 +141,6 @@ class Work:
         return Work(**{name: value * factor for name, value in vars(self).items()})
 
     def operations(self, shape: MicrobatchShape) -> float:
-        """Operations of matrix products and attention."""
         return self.matrix_operations.of(shape) + self.attention_operations.of(shape)
 
 
@@ -188,7 +186,6 @@ class BlockWork:
     peak_bytes: Peak = Peak()
 
     def part(self, share: float) -> BlockWork:
-        """Return the work on a share of the rows."""
         amounts: dict[str, Any] = {
             name: value * share
             for name, value in vars(self).items()
@@ -228,12 +225,10 @@ class WorkProfile:
 
     @property
     def segments(self) -> tuple[BlockWork, ...]:
-        """Head, blocks and tail."""
         return (self.head, *self.blocks, self.tail)
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, tied ones once."""
         return sum(part.num_parameters for part in self.segments) - self.tied_parameters
 
     @property
@@ -258,7 +253,6 @@ class WorkProfile:
         return replace(self, blocks=blocks, head=spread(self.head), tail=spread(self.tail))
 
     def each(self, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
-        """Return the model with every block and segment changed."""
         blocks = tuple(map(change, self.blocks))
         return replace(self, blocks=blocks, head=change(self.head), tail=change(self.tail))
 

@@ -49,7 +49,6 @@ class StepProgress:
         return "\n".join(lines)
 
     def _doing(self, action: Action) -> str:
-        """Name what a worker does whose first unfinished action this is."""
         seconds = self.running.get(action.key)
         if seconds is not None:
             return f"runs {action.key} for {seconds:.1f} s"

@@ -180,7 +180,6 @@ def _tick_seconds(longest: float) -> float:
 
 
 def _legend(top: int) -> Iterator[str]:
-    """Draw what the colours mean."""
     x = float(_MARGIN)
     words: list[tuple[tuple[str, ...], str]] = [
         (

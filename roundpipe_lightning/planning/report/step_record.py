@@ -194,7 +194,6 @@ class StepRecord:
 
     @property
     def busy_seconds(self) -> float:
-        """Time in which workers computed, summed over the workers."""
         return max(0.0, self.timeline.busy_seconds - self._unseen_wait_seconds)
 
     @property

@@ -39,7 +39,6 @@ def call_lengths(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def cuts_before(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Return the cuts inside the first blocks."""
     return tuple(cut for cut in cuts if cut < num_blocks)
 
 

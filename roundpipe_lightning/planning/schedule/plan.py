@@ -287,7 +287,6 @@ class Plan(PipelineLayout):
         check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
 
     def to_json(self) -> str:
-        """JSON form, which `from_json` reads back."""
         counts = {name: getattr(self, name) for name in (*_COUNTS, "num_batches", "weight_slots")}
         values = {
             "format_version": FORMAT_VERSION,

@@ -127,7 +127,6 @@ def _may_rotate(plan: Plan) -> bool:
 
 
 def rotated(plan: Plan, num_workers: int) -> Plan:
-    """Return a plan with its schedule moved on by a number of workers."""
     num, rows = plan.num_workers, plan.schedule.workers
     if not num_workers % num:
         return plan

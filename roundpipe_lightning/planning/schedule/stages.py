@@ -155,7 +155,6 @@ class Partition:
 
     @property
     def num_backward(self) -> int:
-        """Number of BACKWARD stages, the fused one not counted."""
         return len(self.backward) - 1
 
     @property

@@ -91,7 +91,6 @@ class Timeline:
         return replace(self, entries=tuple(entries))
 
     def rows(self) -> tuple[tuple[TimelineEntry, ...], ...]:
-        """Return every worker's entries by their beginning."""
         rows: list[list[TimelineEntry]] = [[] for _ in range(self.num_workers)]
         for entry in self.entries:
             rows[entry.action.worker].append(entry)

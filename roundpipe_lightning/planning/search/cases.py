@@ -96,7 +96,6 @@ class Case:
         return fit
 
     def beginnings(self, admits: Admits | None) -> tuple[Partition, ...]:
-        """Return the partitions that are asked for, or even ones, as far as they fit."""
         partitions = self.request.partitions
         if not partitions:
             partitions = self._even(self.limits)
@@ -164,7 +163,6 @@ class Case:
         )
 
     def predict(self, partition: Partition) -> StepPrediction:
-        """Predict a step with all its transfers."""
         request, layout = self.request, self.config.with_stages(partition)
         resident = resident_blocks(
             self.footprint,

@@ -200,7 +200,6 @@ class _Island:
                 return
 
     def results(self, count: int) -> tuple[Partition, ...]:
-        """The best partitions that fit."""
         best = self._parents()[:count]
         return tuple(each for each in best if self.makespans[each] < math.inf)
 
@@ -209,7 +208,6 @@ class _Island:
         return ranked[: self.effort.num_parents]
 
     def child(self, parents: list[Partition]) -> Partition:
-        """Vary a parent, a good one more often than a bad one."""
         random, limits = self.random, self.limits
         parent = parents[int(len(parents) * random.random() ** 2)]
         fused, *backward_counts = parent.backward

@@ -71,7 +71,6 @@ class TrainingJob:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Model of the memory that plans for this job need."""
         return MemoryModel(work=self.work, hardware=self.hardware, storage=self.storage)
 
     @cached_property
@@ -101,7 +100,6 @@ class TrainingJob:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of an optimizer step."""
         sequences = self.batch_sequences or self.shape.sequences * self.num_microbatches
         return sequences * self.shape.seq_len * self.num_batches
 
@@ -111,7 +109,6 @@ class TrainingJob:
     def predict(
         self, layout: PipelineLayout, *, profile: ModelProfile | None = None
     ) -> StepPrediction:
-        """Predict an optimizer step; `profile` is the model with measured durations."""
         return StepModel(
             profile=self.profile if profile is None else profile,
             hardware=self.hardware,
@@ -151,7 +148,6 @@ class FitAnswer:
 
     @property
     def optimizer_disk_bytes(self) -> float:
-        """Bytes of the optimizer's state on disk."""
         return self.job.work.num_trainable * self.job.storage.disk_bytes
 
     @property

@@ -97,7 +97,6 @@ def _are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConf
 
 
 def _narrower(limits: StageLimits) -> StageLimits:
-    """One block fewer in the largest kind of stage."""
     forward, fused, backward = limits.forward, limits.fused, limits.backward
     if forward > max(backward, fused):
         forward -= 1

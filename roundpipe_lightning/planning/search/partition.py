@@ -48,12 +48,10 @@ class StageLimits:
 
     @classmethod
     def none(cls, num_blocks: int) -> StageLimits:
-        """Limits that allow every partition of a number of blocks."""
         most = max(num_blocks, 1)
         return cls(forward=most, backward=most, fused=num_blocks)
 
     def within(self, other: StageLimits) -> StageLimits:
-        """The tighter limits of both."""
         return StageLimits(
             forward=min(self.forward, other.forward),
             backward=min(self.backward, other.backward),
@@ -240,7 +238,6 @@ def _filled(
 
 
 def _fewest(calls: Sequence[int], limit: int) -> int:
-    """Fewest stages that keep the cuts and a limit."""
     return sum(-(-call // limit) for call in calls)
 
 

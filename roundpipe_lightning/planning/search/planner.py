@@ -81,7 +81,6 @@ class PlannedTraining:
 
     @property
     def timeline(self) -> Timeline:
-        """When every action is predicted to run, transfers included."""
         return self.prediction.timeline
 
     @property
@@ -217,7 +216,6 @@ class _Choice:
         self._lack: FitError | None = None
 
     def best(self) -> tuple[Case, StepPrediction]:
-        """Return the best partition found and its case."""
         estimates = {case: case.estimates(even).tolist() for case, even in self._even.items()}
         ranked = sorted(self._even, key=lambda case: min(estimates[case]))
         limit = _PROMISING * min(estimates[ranked[0]])
@@ -245,7 +243,6 @@ class _Choice:
         return found.step_seconds
 
     def _search(self, case: Case) -> None:
-        """Simulate the best partitions that a search finds, or those that were asked for."""
         if self._request.partitions:
             for partition in self._even[case]:
                 self._consider(case, partition)

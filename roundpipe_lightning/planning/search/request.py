@@ -190,7 +190,6 @@ class PartitionHints:
         return cls(**values, recompute=_policies(policy))
 
     def keys_given(self) -> list[str]:
-        """Return the keys of the configuration that fix something, e.g. `limits.fused`."""
         given = [name for name, value in vars(self).items() if value is not None]
         return [_key(name).removeprefix("partition.") for name in given]
 
@@ -243,7 +242,6 @@ class PartitionHints:
                 )
 
     def limited(self, limits: StageLimits) -> StageLimits:
-        """Return limits that keep the hints too."""
         given = {
             "forward": self.most_forward,
             "backward": self.most_backward,

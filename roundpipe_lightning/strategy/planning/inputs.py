@@ -134,7 +134,6 @@ def _devices(num_devices: int, accelerators: Sequence[torch.device]) -> Sequence
 
 
 def rate_name(machine: HardwareSpec, dtype: torch.dtype) -> str:
-    """Return the name of a dtype's matrix rate; that of float32 where a machine has none."""
     name = str(dtype).removeprefix("torch.")
     try:
         machine.matrix_rates.of(name)
@@ -289,7 +288,6 @@ class TransferSizes:
 
 
 def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
-    """Return the calls of the user's own plan, else a call of each stack."""
     if given_plan is not None:
         with contextlib.suppress(PlanError):  # the plan is checked against the chain
             return Chain.named(given_plan.block_names, stacks)

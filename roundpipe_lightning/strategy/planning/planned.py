@@ -80,7 +80,6 @@ class PlanEvent:
 
     @cached_property
     def description(self) -> PlanDescription:
-        """The plan, what it is for and what it needs."""
         planned, measured = self.planned, self.planned.measured
         profile = measured.profile() if measured.is_ready else None
         return PlanDescription.of(planned.plan, job=planned.job, profile=profile)
@@ -101,7 +100,6 @@ class StepWork:
     is_joined: bool = False
 
     def pieces(self, count: int) -> StepWork:
-        """Return the work of a step whose microbatches are pieces, inside the calls of blocks."""
         return replace(self, work=self.work.pieces(count), is_joined=True)
 
 

@@ -358,7 +358,6 @@ class StepPlanner:
         return planned.measured.num_steps >= planned.next_look and planned.measured.is_ready
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a resumed training, in plain numbers."""
         return {
             "machine": self.machine.name,
             "num_workers": self._num_workers,
@@ -382,7 +381,6 @@ class StepPlanner:
             self._restored = list(state["averages"])
 
     def _take_over(self, planned: Planned) -> None:
-        """Give a plan the averages that an earlier run measured with batches of this shape."""
         for state in self._restored:
             if (state["num_microbatches"], state["size"]) == (
                 planned.plan.num_microbatches,

@@ -108,7 +108,6 @@ class RecordedSampler:
 
 
 def skips_indices(loader: Any) -> bool:
-    """Whether batches of a loader can be skipped without loading them."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__

@@ -78,7 +78,6 @@ class PositionedLoader:
 
 
 def position_of(loader: Any) -> LoaderPosition | None:
-    """The position of a loader that has one here."""
     return vars(loader)["position"] if type(loader) is PositionedLoader else None
 
 
@@ -110,7 +109,6 @@ class LoaderPosition:
 
     @property
     def keeps_workers(self) -> bool:
-        """Whether the loader's processes outlive an epoch."""
         return self.sampler is not None and bool(self.loader.persistent_workers)
 
     def iterate(self) -> Iterator[Any]:
@@ -132,7 +130,6 @@ class LoaderPosition:
         return None if self._last is None else self._last()
 
     def open(self) -> None:
-        """Begin the present iteration if that was deferred."""
         iteration = self._iteration
         if iteration is not None and not iteration.is_open:
             iteration.open()

@@ -61,7 +61,6 @@ class LogSnapshot:
         self._metrics = _metric_states(trainer, metrics)
 
     def state(self) -> dict[str, Any]:
-        """Return the values that had been logged then, as tensors, numbers and names."""
         results = {key: _result_state(result, then) for key, result, then in self._results}
         return {"latest": _clone(self._latest), "results": results, "metrics": self._metrics}
 
@@ -72,7 +71,6 @@ def set_latest(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def set_log_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Restore what `log_state` returned."""
     set_latest(trainer, state)
     compat.set_first_loop_iter(trainer, _first_loop_iter(trainer))
     metrics = metrics_of(trainer.lightning_module)
@@ -91,7 +89,6 @@ def _first_loop_iter(trainer: Trainer) -> bool | None:
 
 
 def _changing(result: ResultMetric) -> dict[str, Any]:
-    """Return the part of a result that a batch changes."""
     cache = result._forward_cache  # noqa: SLF001
     names = result._defaults if result.is_tensor else ()  # noqa: SLF001
     return {
@@ -150,7 +147,6 @@ def _result(
 
 
 def metrics_of(module: LightningModule) -> dict[str, Metric]:
-    """Return the metrics of a module by name; to be kept, where it is asked for often."""
     named = module.named_modules(remove_duplicate=False)
     return {name: part for name, part in named if isinstance(part, Metric)}
 

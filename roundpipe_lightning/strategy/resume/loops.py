@@ -44,7 +44,6 @@ class LoopPosition(str, Enum):
 
 
 def position_in_loops(trainer: Trainer) -> LoopPosition:
-    """Return the trainer's position in its loops."""
     hook = compat.current_hook(trainer)
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if trainer.validating:

@@ -118,7 +118,6 @@ class Randomness:
     samplers: Mapping[str, Any]
 
     def packed(self) -> dict[str, Any]:
-        """Return tensors and numbers."""
         return {"host": self.host.packed(), "own": dict(self.own), "samplers": dict(self.samplers)}
 
     @classmethod
@@ -146,7 +145,6 @@ class LoaderRandomness:
         )
 
     def restore(self, randomness: Randomness) -> None:
-        """Put the generators back, but no sampler's state."""
         randomness.host.restore()
         self.restore_own(randomness.own)
 

@@ -73,12 +73,10 @@ class ResumePoint:
         self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
 
     def begin(self) -> None:
-        """Forget an earlier training."""
         self._loaded, self._stateful, self._logged_before = None, [], None
         self._has_gradients, self._latest = False, None
 
     def end(self) -> None:
-        """Put back what was changed in this process, and in the Trainer."""
         self._put_limits_back()
         if self._latest is not None:  # no batch was left; a sanity check forgets what is logged
             set_latest(*self._latest)
@@ -90,7 +88,6 @@ class ResumePoint:
     # Called by the strategy ----------------------------------------------------------------------
 
     def train_loader(self, loader: Any) -> Any:
-        """Return the wrapper of a training loader; the loader itself if it has a state."""
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             return loader
         return PositionedLoader(loader, waits=self._loaded is not None)
@@ -118,7 +115,6 @@ class ResumePoint:
     # In a checkpoint -----------------------------------------------------------------------------
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the state for `load`, as tensors, numbers and names."""
         place = position_in_loops(trainer)
         combined = compat.combined_loader(trainer)
         inside_batch = place is LoopPosition.INSIDE_BATCH
@@ -237,7 +233,6 @@ class ResumePoint:
             finish_training(trainer, validates=validates)
 
     def _put_limits_back(self) -> bool:
-        """Return whether the training ends with what is still due."""
         put_back, self._put_back = self._put_back, None
         return put_back is not None and put_back()
 

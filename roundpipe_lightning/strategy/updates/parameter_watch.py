@@ -140,7 +140,6 @@ class ParameterWatch:
         self._num_uses = self._uses()
 
     def close(self) -> None:
-        """Give parameters and optimizers their own classes back."""
         _watches.discard(self)
         for handle in self._handles:
             handle.remove()
@@ -253,7 +252,6 @@ class _WatchedState(defaultdict[Tensor, Any]):
 
 
 def _deepcopy_plain(parameter: Any, memo: dict[int, Any]) -> Any:
-    """Copy a watched parameter: its copy is nobody's business."""
     if id(parameter) not in memo:
         _ = parameter.data  # waits
         kind = type(parameter)

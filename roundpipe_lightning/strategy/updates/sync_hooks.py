@@ -37,7 +37,6 @@ def _owners(trainer: Trainer) -> list[Any]:
 
 
 def needs_gradients(owner: Any, hook: str) -> bool:
-    """Return whether a hook of a callback or a module is to find all gradients."""
     if hook in vars(owner):  # a function put into the object, as LambdaCallback does
         return True
     defining = next((c for c in type(owner).__mro__ if hook in vars(c)), None)
