@@ -5,7 +5,8 @@
 Each case trains a random tiny model for two steps with a random plan, on devices whose copies and
 computations take random times; a step accumulates one batch or more, which are in flight together,
 or its blocks are updated while its backward pass runs, or the next step begins before its update
-with parameters of one update ago. Weights go up as they are, or rounded.
+with parameters of one update ago. Weights go up as they are, or rounded. The model runs once per
+microbatch, or once, its blocks on pieces.
 Losses, gradients and parameters must be those of a plain loop to the bit, and the checker must find
 every access ordered by an event. Targets of copies hold not-a-numbers until they are filled.
 
@@ -71,6 +72,7 @@ class Case:
         is_direct: Whether devices reach each other.
         is_early: Whether blocks are updated as soon as their gradients are there.
         is_stale: Whether steps compute with parameters of one update ago.
+        is_joined: Whether the model runs once per batch, its blocks on pieces.
         seed: Of all else.
     """
 
@@ -90,6 +92,7 @@ class Case:
     is_direct: bool
     is_early: bool
     is_stale: bool
+    is_joined: bool
     seed: int
 
     @classmethod
@@ -97,7 +100,10 @@ class Case:
         """Draw the case of a seed, with few blocks and microbatches if it is to be small."""
         numbers = random.Random(seed)
         spec = ModelSpec.drawn(numbers, most_blocks=2 if is_small else 4)
+        is_joined = random.Random(f"joined {seed}").random() < 0.3
         planned = numbers.randint(1, spec.num_passes)
+        if is_joined:  # blocks without a plan would run on the whole batch, with other bits
+            planned = spec.num_passes
         num_workers = numbers.randint(1, 8)
         teams = [size for size in range(1, num_workers + 1) if num_workers % size == 0]
         num_microbatches = numbers.randint(1, 3 if is_small else 4)
@@ -113,26 +119,28 @@ class Case:
         counts = spec.num_passes == 1 and others.random() < 0.3
         if counts:
             num_microbatches = 1
+        team_size, round_size = numbers.choice(teams), numbers.randint(1, num_microbatches)
         return cls(
             model=replace(spec, rounds=rounds, counts=counts),
             planned_passes=planned,
             num_microbatches=num_microbatches,
             num_batches=num_batches,
             num_workers=num_workers,
-            team_size=numbers.choice(teams),
-            round_size=numbers.randint(1, num_microbatches),
+            team_size=team_size,
+            round_size=num_microbatches if is_joined else round_size,
             weight_slots=numbers.choice((1, 2, 2)),
             resident=tuple(
                 tuple(block for block in range(num_blocks) if stays and numbers.random() < 0.4)
                 for _ in range(num_workers)
             ),
-            partition=_partition(lengths, numbers),
+            partition=_partition(lengths, numbers, fuses=not is_joined),
             is_checked=numbers.random() < (0.2 if is_small else 0.4),
             max_delay_seconds=numbers.choice((0.0002, 0.001) if is_small else (0.001, 0.003)),
             bytes_per_second=numbers.choice((1e6, 1e9) if is_small else (2e5, 1e6, 1e9)),
             is_direct=is_direct,
             is_early=is_early,
             is_stale=is_stale,
+            is_joined=is_joined,
             seed=seed,
         )
 
@@ -157,9 +165,9 @@ class Case:
         )
 
 
-def _partition(lengths: Sequence[int], numbers: random.Random) -> Partition:
+def _partition(lengths: Sequence[int], numbers: random.Random, *, fuses: bool) -> Partition:
     """Draw stages that span no place between two calls of stacks."""
-    fused = numbers.randint(0, lengths[-1])
+    fused = numbers.randint(0, lengths[-1]) * fuses
     total = sum(lengths)
     cuts = [sum(lengths[:index]) for index in range(1, len(lengths))]
 
@@ -323,7 +331,16 @@ def _plain_step(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     torch.manual_seed(seed)
     step_seed = int(torch.randint(0, 2**62, (), device="cpu"))
-    return plain.step(make_batches(case.num_microbatches, seed=seed), step_seed=step_seed)
+    num_pieces = case.num_microbatches if case.is_joined else 1
+    return plain.step(_batches(case, seed), step_seed=step_seed, num_pieces=num_pieces)
+
+
+def _batches(case: Case, seed: int) -> list[tuple[Tensor, Tensor]]:
+    batches = make_batches(case.num_microbatches, seed=seed)
+    if not case.is_joined:
+        return batches
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return [(x, y)]
 
 
 def _run_step(case: Case, engine: Engine, seeds: Sequence[int]) -> list[StepResult]:
@@ -337,12 +354,13 @@ def _run_step(case: Case, engine: Engine, seeds: Sequence[int]) -> list[StepResu
 
 
 def _begun(case: Case, engine: Engine, seed: int) -> Step:
-    batches = make_batches(case.num_microbatches, seed=seed)
+    batches = _batches(case, seed)
     torch.manual_seed(seed)
     return engine.begin_step(
         batches,
         lambda view, batch, index: view.training_step(batch, index),
         loss_scales=[1 / len(batches)] * len(batches),
+        joined=case.is_joined,
     )
 
 
@@ -389,6 +407,7 @@ def hunt(
         kinds["in flight"] += case.num_batches > 1
         kinds["early updates"] += case.is_early
         kinds["stale updates"] += case.is_stale
+        kinds["blocks"] += case.is_joined
         if found := _run_seed(number, fault=fault, is_small=is_small):
             wrong[number] = found[:3]
     return wrong, kinds

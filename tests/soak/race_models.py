@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
+from roundpipe_lightning.engine.chain.joined import piece_sizes
 
 WIDTH = 4
 _STEPS_PER_ONE = 1024.0
@@ -263,49 +265,84 @@ class _Streams(TorchFunctionMode):
 
 
 class _Called(nn.Module):
-    """A block that draws its own random numbers. It finds the streams in a list of one."""
+    """A block that runs on so many rows after the other, each with random numbers of its own."""
 
-    def __init__(self, block: nn.Module, streams: list[_Streams]) -> None:
+    def __init__(self, block: nn.Module, pieces: list[_Piece]) -> None:
         super().__init__()
         self.block = block
-        self.streams = streams
+        self.pieces = pieces
 
-    def forward(self, *args: Tensor) -> Any:
-        with self.streams[0].block():
-            return self.block(*args)
+    def forward(self, *args: Tensor) -> Tensor:
+        made = []
+        for piece in self.pieces:
+            parts = [piece.part_of(tensor) for tensor in args]
+            with piece.stream, piece.stream.block():
+                made.append(self.block(*parts))
+        whole = made[0] if len(made) == 1 else torch.cat(made)
+        for piece, part in zip(self.pieces, made, strict=True):
+            piece.known.append((whole, part))
+        return whole
+
+
+@dataclass
+class _Piece:
+    """Some rows of a batch, and what they were given of tensors of the whole batch, each once."""
+
+    rows: slice
+    stream: _Streams
+    known: list[tuple[Tensor, Tensor]]
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        for whole, part in self.known:
+            if whole is tensor:
+                return part
+        part = (
+            tensor if self.rows.stop == len(tensor) and not self.rows.start else tensor[self.rows]
+        )
+        self.known.append((tensor, part))
+        return part
 
 
 class PlainModel:
-    """A copy of the model, trained by a plain loop over the microbatches."""
+    """A copy of the model, trained by a plain loop over the microbatches, or blocks on pieces."""
 
     def __init__(self, model: RaceModel) -> None:
         self._model = copy.deepcopy(model)
-        self._streams: list[_Streams] = []
+        self._pieces: list[_Piece] = []
         self.parameters = list(self._model.parameters())
         self.buffers = list(self._model.buffers())
         for stack in (self._model.first, self._model.second):
             for index, block in enumerate(stack):
-                stack[index] = _Called(block, self._streams)
+                stack[index] = _Called(block, self._pieces)
 
     def step(
-        self, batches: Sequence[Any], *, step_seed: int
+        self, batches: Sequence[Any], *, step_seed: int, num_pieces: int = 1
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the microbatches' losses, and the gradients of their mean."""
+        """Return the losses of batches, and gradients of their mean; blocks see pieces of each."""
         losses = []
-        for index, batch in enumerate(batches):
-            stream = RandomStream(
-                StepDraws(threading.Lock()),
-                step_seed=step_seed,
-                microbatch=index,
-                generators=lambda: (torch.default_generator,),
-            )
-            mode = _Streams(stream)
-            self._streams[:] = [mode]
-            with mode:
-                loss = self._model.training_step(batch, 0)
+        for number, batch in enumerate(batches):
+            sizes = piece_sizes(len(batch[0]), num_pieces)
+            stops = accumulate(sizes)
+            self._pieces[:] = [
+                _Piece(slice(stop - size, stop), _streams(step_seed, number + index), [])
+                for index, (size, stop) in enumerate(zip(sizes, stops, strict=True))
+                if size
+            ]
+            loss = self._model.training_step(batch, 0)
             loss.backward(torch.full_like(loss, 1 / len(batches)))
             losses.append(loss.detach())
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return losses, gradients
+
+
+def _streams(step_seed: int, microbatch: int) -> _Streams:
+    return _Streams(
+        RandomStream(
+            StepDraws(threading.Lock()),
+            step_seed=step_seed,
+            microbatch=microbatch,
+            generators=lambda: (torch.default_generator,),
+        )
+    )

@@ -25,10 +25,11 @@ def test_every_result_is_that_of_plain_pytorch(first: int, cases: int, is_small:
     assert not wrong
     assert kinds["checked"] > 3
     assert kinds["in flight"] > 3
+    assert kinds["blocks"] > 3
 
 
 def test_the_cases_are_of_every_kind() -> None:
-    cases = [Case.drawn(seed) for seed in range(300)]
+    cases = [Case.drawn(seed) for seed in range(400)]
     plans = [case.plan([f"b{i}" for i in range(case.partition.num_blocks)]) for case in cases]
     assert {plan.num_workers for plan in plans} == set(range(1, 9))
     assert {plan.weight_slots for plan in plans} == {1, 2}
@@ -47,6 +48,8 @@ def test_the_cases_are_of_every_kind() -> None:
         lambda case: case.planned_passes < case.model.num_passes,
         lambda case: case.model.dropout and case.model.frozen,
         lambda case: case.model.shares or case.model.tied,
+        lambda case: case.is_joined and case.is_stale,
+        lambda case: case.is_joined and case.num_batches > 1 and case.num_microbatches > 1,
     ):
         assert sum(map(bool, map(wanted, cases))) > 20
 
@@ -70,8 +73,8 @@ def test_a_wait_that_is_left_out_is_found(fault: str) -> None:
 def test_a_wrong_number_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     step = PlainModel.step
 
-    def off_by_a_bit(self: PlainModel, batches: Any, *, step_seed: int) -> object:
-        losses, gradients = step(self, batches, step_seed=step_seed)
+    def off_by_a_bit(self: PlainModel, batches: Any, **options: int) -> object:
+        losses, gradients = step(self, batches, **options)
         return [losses[0] * 1.001, *losses[1:]], gradients
 
     monkeypatch.setattr(PlainModel, "step", off_by_a_bit)
