@@ -107,7 +107,7 @@ def _launch(name: str) -> None:
     except SystemExit as ended:
         if not jobs and isinstance(ended.__context__, Exception):
             errors.truncate(0)
-            screen.write(f"Error: {_explain(ended.__context__, name, folder)}\n")
+            screen.write(f"Error: {explain(ended.__context__, name, folder)}\n")
             sys.exit(EXIT_BAD_INPUT)
         if len(jobs) <= 1 or ended.code != 1:  # of several jobs, the others have run as well
             raise
@@ -158,7 +158,7 @@ def _compare(jobs: list[dict[str, Any]]) -> None:
     sys.stdout.write(f"Each job's folder is in {Path(jobs[0]['folder']).parent}\n")
 
 
-def _explain(error: Exception, name: str, folder: Path) -> str:
+def explain(error: Exception, name: str, folder: Path) -> str:
     """One line for what Hydra has refused, with the names that are near."""
     lines = [line.strip() for line in str(error).splitlines()]
     first = next(filter(None, lines), type(error).__name__)

@@ -4,6 +4,8 @@ Importing this package makes `lightning.pytorch.Trainer(strategy="roundpipe")` k
 nothing else: no thread is started, no device is touched, no setting is changed.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from roundpipe_lightning import errors, optim
 from roundpipe_lightning.callbacks import (
     ExportPretrained,
@@ -24,6 +26,9 @@ from roundpipe_lightning.strategy.registry import register as _register
 from roundpipe_lightning.strategy.registry import replace_pytorch_lightning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
+if TYPE_CHECKING:
+    from roundpipe_lightning.cli.finetune import finetune
+
 __all__ = [
     "ExportPretrained",
     "HardwareSpec",
@@ -38,6 +43,7 @@ __all__ = [
     "RoundPipePrecision",
     "RoundPipeStrategy",
     "errors",
+    "finetune",
     "linear_cross_entropy",
     "optim",
     "plan_training",
@@ -48,3 +54,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _register(RoundPipeStrategy, name=RoundPipeStrategy.strategy_name)
+
+
+def __getattr__(name: str) -> Any:
+    """Load `finetune` when it is asked for: it brings Hydra, which training in code needs not."""
+    if name != "finetune":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from roundpipe_lightning.cli.finetune import finetune
+
+    return finetune

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,26 @@ def test_the_example_learns(name: str, steps: int, tmp_path: Path) -> None:
         settings: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())
         assert settings["peft_type"] == "LORA"
         assert "with the adapter in chat_lora/adapter" in process.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.* does not have many workers")
+@pytest.mark.parametrize("notebook", [*EXAMPLES.glob("*.ipynb")], ids=lambda path: path.stem)
+def test_the_notebook_runs_from_top_to_bottom(notebook: Path, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "data", tmp_path / "data")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+
+    def cells_in_order() -> None:
+        for source in sources:
+            exec(source, names)
+
+    process = run_program(cells_in_order, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert not any(cell.get("outputs") for cell in cells)
+    figures = names["result"].figures
+    assert figures["loss_last"] < figures["loss_first"] - 1
 
 
 def test_every_example_is_tested() -> None:

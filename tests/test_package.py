@@ -27,6 +27,7 @@ PUBLIC_NAMES = [
     "RoundPipePrecision",
     "RoundPipeStrategy",
     "errors",
+    "finetune",
     "linear_cross_entropy",
     "optim",
     "plan_training",

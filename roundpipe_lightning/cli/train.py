@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning
 from hydra.core.hydra_config import HydraConfig
@@ -50,6 +50,13 @@ def train(config: DictConfig) -> float | None:
         KeyboardInterrupt: Ctrl-C; the last checkpoint is in the folder.
         SystemExit: Another signal asked the run to stop, likewise; 128 plus its number.
     """
+    run, metrics, figures = run_training(config)
+    print_summary(run, figures)
+    return _choose_metric(run.config.optimized_metric, metrics)
+
+
+def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, Any]]:
+    """As `train`: the run that has ended, what it measured, and the figures of its summary."""
     whole("seed", config.seed, least=0)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(_with_interval(_with_own_folder(config)))
@@ -73,8 +80,7 @@ def train(config: DictConfig) -> float | None:
     figures = summarize(run, metrics)
     log.info("Finished: %s", figures)
     write_text(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
-    print_summary(run, figures)
-    return _choose_metric(run.config.optimized_metric, metrics)
+    return run, metrics, figures
 
 
 def _run_stages(run: Run, metrics: dict[str, float]) -> None:
