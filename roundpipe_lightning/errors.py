@@ -16,11 +16,7 @@ class ConfigurationError(RoundPipeError, ValueError):
 
 
 class StepModeError(ConfigurationError):
-    """A step does what cannot be done once per microbatch, in the mode that does so.
-
-    Args:
-        reason: What it does.
-    """
+    """A step does what cannot be done once per microbatch, in the mode that does so."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(

@@ -125,7 +125,6 @@ class RoundPipePrecision(Precision):
         Args:
             plugin: One of Lightning's own plugins for a plain precision, or one of ours (returned
                 as it is, unless it is to round).
-            stochastic_rounding: Whether to round stochastically.
 
         Raises:
             ConfigurationError: The plugin does something else (quantisation, sharding, ...), or

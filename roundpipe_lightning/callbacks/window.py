@@ -18,7 +18,6 @@ class MeasuredBatch:
         wall_seconds: From the end of the batch before to its own, without validation.
         data_seconds: Part of it in which the Trainer waited for the data loader.
         optimizer_seconds: Part of it from the last backward to the end: the optimizer.
-        counts: What the batch has.
         record: What the pipeline did; None where none ran.
         before: What it did in the batch before.
     """

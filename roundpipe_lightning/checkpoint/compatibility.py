@@ -40,8 +40,6 @@ def check_versions(checkpoint: Mapping[str, Any], *, path: Any, newest: int) -> 
     """Refuse a checkpoint of a newer version of Lightning or of this package.
 
     Args:
-        checkpoint: As it was read.
-        path: Where from.
         newest: The newest form of our own part that is understood.
 
     Raises:
@@ -208,7 +206,6 @@ def load_state(
 
     Args:
         module: As the checkpoint's was, in the names and shapes of its parameters.
-        checkpoint: As it was read.
         strict: Whether every tensor must be there and have its place.
         assign: Whether the checkpoint's tensors take the place of the module's.
 

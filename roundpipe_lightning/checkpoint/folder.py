@@ -43,7 +43,6 @@ def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> d
     Tensors that share memory go into the same file and share it again when they are read.
 
     Args:
-        checkpoint: What Lightning's `dump_checkpoint` made.
         max_file_bytes: Size of a file; one that has a larger tensor has no other.
 
     Returns:
@@ -84,7 +83,6 @@ def write_folder(
 
     Args:
         path: The folder; or a file, which it replaces.
-        names: Names of the parts.
         version: Tells these files from those of the checkpoint before.
         write: Writes a part into a file.
     """
@@ -123,11 +121,6 @@ def read_folder(
     path: Path, *, map_location: Any = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Read a checkpoint; its tensors stay in their files until they are used.
-
-    Args:
-        path: The folder.
-        map_location: As in `torch.load`.
-        weights_only: As in `torch.load`.
 
     Raises:
         CheckpointError: It is no sharded checkpoint, a file is missing, damaged or lies outside

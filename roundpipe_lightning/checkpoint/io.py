@@ -165,9 +165,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         """Write `checkpoint` as it is now, without copies of what is steady.
 
         Args:
-            checkpoint: What Lightning's `dump_checkpoint` made.
             path: A local path; remote ones are written before this returns.
-            storage_options: As Lightning's.
             steady: Memory that changes after the next `release` only.
 
         Raises:
@@ -233,7 +231,6 @@ def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool
     """Write a sharded checkpoint as one file, without holding it in memory.
 
     Args:
-        folder: A checkpoint of the sharded form.
         file: The file to write; what is there is replaced as a whole.
         weights_only: As in `torch.load`: False for a checkpoint that holds objects of other
             classes, which run their code when they are read.
@@ -254,11 +251,7 @@ _ONE_FILE = ""
 
 
 def _write(path: Path, records: _Records, *, take: TakeStorage) -> None:
-    """Write a file or a folder.
-
-    Raises:
-        CheckpointError: It could not be written.
-    """
+    """Write a file or a folder; CheckpointError: it could not be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_remains(path)
@@ -292,8 +285,6 @@ def read_checkpoint(
 
     Args:
         path: A file, or a folder of the sharded form.
-        map_location: As in `torch.load`.
-        weights_only: As in `torch.load`.
         mmap: Whether tensors stay in a file until they are used, as those of a folder do.
 
     Raises:

@@ -37,7 +37,6 @@ class Record:
     Attributes:
         name: Its name in the archive.
         data: Text, bytes, or host memory.
-        num_bytes: Its size.
     """
 
     name: str
@@ -63,11 +62,7 @@ def record(content: Any) -> tuple[Record, ...]:
 
 
 def write_records(records: Sequence[Record], file: IO[bytes], *, take: TakeStorage) -> None:
-    """Write what `torch.load` reads into an empty file.
-
-    Raises:
-        OSError: The file could not be written.
-    """
+    """Write what `torch.load` reads into an empty file; OSError: the file could not be written."""
     keeper = _ErrorKeepingFile(file)
     try:
         with torch.serialization._open_zipfile_writer(keeper) as archive:  # type: ignore[arg-type]  # noqa: SLF001 - asks for write() and flush()
@@ -107,7 +102,6 @@ class _Protected:
     Attributes:
         storage: The memory itself, then a copy of it, then None.
         num_readers: Files that it is still to be written into.
-        is_read: Whether it is being written now.
     """
 
     def __init__(self, storage: Storage) -> None:

@@ -31,7 +31,6 @@ class EmulatedEvent(Event):
     """A moment of a device's queue.
 
     Args:
-        name: For messages.
         host: The time of the threads that wait for it.
         checker: Learns what they know, or None.
         stamp: What will have ended.
@@ -96,9 +95,6 @@ class MarkEvent(EmulatedEvent):
     """The end of what a device had to compute, which is known when the mark is made.
 
     Args:
-        name: For messages.
-        compute: The device's queue.
-        clock: The server's.
         host: The time of the threads that wait for it.
         checker: Learns what they know, or None.
         stamp: What will have ended.
@@ -180,7 +176,6 @@ class _RateGroup:
     """Copies in flight on links of one rate, all equally fast at every moment.
 
     Attributes:
-        bytes_per_second: The links' rate.
         done_bytes: Of a copy that has always been in flight.
         copies: A heap by `done_bytes` at their end; a number; called with the end.
     """
@@ -194,7 +189,6 @@ class HostMemory:
     """The memory that all links of a server share, equally at every moment.
 
     Args:
-        bytes_per_second: Its rate.
         clock: The server's, in whose thread everything here happens.
     """
 
@@ -218,9 +212,6 @@ class HostMemory:
         """Begin a copy.
 
         Args:
-            seconds: When.
-            num_bytes: Its length.
-            bytes_per_second: The link's rate.
             arrived: Called with its end.
         """
         if math.isinf(self._bytes_per_second):
@@ -272,12 +263,8 @@ class Copy:
     """A copy on a link.
 
     Attributes:
-        num_bytes: Its size.
-        issued_seconds: When the host issued it.
         after: What it waits for.
-        begin: Called when it begins.
         copy: Copies, when its time is up.
-        event: Its end.
     """
 
     num_bytes: int
@@ -292,11 +279,7 @@ class LinkQueue:
     """One direction of a device's link: makes its copies in order.
 
     Args:
-        bytes_per_second: The link's rate.
         copy_seconds: What each copy takes beside its bytes.
-        memory: The host's.
-        clock: The server's.
-        delay: Gives random times.
     """
 
     def __init__(

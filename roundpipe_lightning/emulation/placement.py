@@ -80,10 +80,7 @@ class Operand:
 
     Attributes:
         name: The argument's name in the operation's schema.
-        tensor: The tensor.
-        place: Where it is.
         column: Its position, where the argument is a list of tensors.
-        written: Whether the operation writes to it.
     """
 
     name: str

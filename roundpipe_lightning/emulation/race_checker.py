@@ -85,7 +85,6 @@ class ProtocolChecker:
         """Begin the next piece of work of a line: it has been launched by the host.
 
         Args:
-            line: Where.
             after: The stamps that it waits for.
         """
         with self._mutex:
@@ -131,12 +130,6 @@ class ProtocolChecker:
 
     def access(self, tensor: Tensor, *, line: str, writes: bool, what: str) -> None:
         """Note that the present piece of work of a line uses a tensor's memory.
-
-        Args:
-            tensor: A plain tensor.
-            line: Where.
-            writes: Whether it writes.
-            what: What it does, for messages.
 
         Raises:
             ProtocolError: If it is in no order with an earlier access.
@@ -212,7 +205,6 @@ class WatchedOperations(TorchDispatchMode):
     """Tells the checker of every operation of a thread.
 
     Args:
-        checker: The checker.
         lines: Compute queues by the name of their device.
         is_unnamed: Returns whether the calling thread has made no device its current one.
     """

@@ -99,19 +99,15 @@ class EmulatedServer:
     """Devices that share a host's memory. A context manager: leaving it joins their clock's thread.
 
     Args:
-        num_devices: How many.
         timing: What takes how long; by default nothing takes time.
-        checker: Watches the accesses to memory.
         poison: Whether targets of copies and new buffers hold not-a-numbers until they are filled.
         tags: Whether tensors refuse to mix. Without, they are plain ones, and cost the host less.
         chunk_bytes: Longest copy that a more urgent one cannot overtake; None: that of hardware.
         speeds: How fast each device computes; None: all at speed 1.
 
     Attributes:
-        devices: The devices.
         host: The time of the host's threads.
         clock: Does what is due.
-        memory: The host's.
     """
 
     def __init__(
@@ -267,12 +263,7 @@ class _Work(torch.autograd.Function):
 
 
 class ServedDevice(EmulatedDevice):
-    """A device of an emulated server.
-
-    Args:
-        index: Its number.
-        server: The server.
-    """
+    """A device of an emulated server."""
 
     def __init__(self, index: int, *, server: EmulatedServer) -> None:
         super().__init__(index)

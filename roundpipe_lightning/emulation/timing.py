@@ -44,7 +44,6 @@ class EmulatedTiming:
         launch_seconds: What a piece of compute takes the host, with the interpreter's lock.
         max_delay_seconds: Every copy and every mark on a compute queue takes a random time more,
             up to this.
-        seed: Of the random times.
 
     Raises:
         ConfigurationError: If a rate is not positive or a time is negative.
@@ -101,7 +100,6 @@ class HostClock:
         """Note that the calling thread has waited for something that happened at a moment.
 
         Args:
-            seconds: The moment.
             since: The thread's time when it began to wait.
         """
         late = time.perf_counter() - max(since, seconds)
@@ -130,9 +128,6 @@ class ServerClock:
     """Calls when moments have come. Its thread starts with the first and ends with `close`.
 
     What is called later than its moment has not happened later: whoever is called knows the moment.
-
-    Args:
-        name: The thread's.
     """
 
     def __init__(self, name: str) -> None:
@@ -201,12 +196,7 @@ class ServerClock:
 
 
 class ComputeQueue:
-    """The compute queue of a device, in order: all times are known at the launch.
-
-    Args:
-        host: The threads that launch.
-        delay: Gives random times.
-    """
+    """The compute queue of a device, in order: all times are known at the launch."""
 
     def __init__(self, *, host: HostClock, delay: Callable[[], float]) -> None:
         self._host = host

@@ -81,7 +81,6 @@ class Engine:
             stay ordinary parameters.
         stack: The blocks to pipeline, of one stack or of several; None runs the module as one
             stage.
-        devices: One per worker.
         plan: The stages and the schedule; further plans can be given per step.
         chain: The calls of blocks that the plan is for; None: each stack once.
         timeout_seconds: A step in which no action begins or ends for so long is given up.
@@ -276,7 +275,6 @@ class Engine:
             plan: Another plan than the engine's, for another number of microbatches.
             joined: Whether the user's code runs once, on the one batch that is given, and the
                 plan's microbatches are pieces of it, inside the calls of blocks.
-            **options: See `StepOptions`.
 
         Raises:
             BatchError: If there are more or fewer microbatches than planned.
@@ -373,7 +371,6 @@ class Engine:
         Args:
             call: Takes a view of the module and the batch.
             batch: On the host.
-            overrides: Attributes of the root view.
             stand_ins: Modules that are something else in the view.
             outside: Asked before each torch function of the user's code outside the blocks.
 

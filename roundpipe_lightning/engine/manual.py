@@ -45,9 +45,7 @@ class ManualStep:
     """One call of user code that steps its optimizers itself.
 
     Args:
-        module: The user's module.
         blocks: What is on the device only while it runs.
-        device: Where the code computes.
     """
 
     def __init__(self, module: nn.Module, *, blocks: Sequence[nn.Module], device: Device) -> None:
@@ -129,11 +127,6 @@ class _BlockRun:
 
     The forward pass gets what the user's code gave. A recompute gets copies of the containers and
     objects among it, as they were at the time of the call, and the buffers of that time.
-
-    Args:
-        step: The step that it is part of.
-        block: The block.
-        given: Positional and keyword arguments.
     """
 
     def __init__(self, step: ManualStep, block: nn.Module, given: Given) -> None:
@@ -188,10 +181,6 @@ class _MeetingPlace(TorchFunctionMode):
     """Brings the tensors of every operation together, differentiably: on the device, as a rule.
 
     What is written into stays where it is, and the others come to it. Numbers may stay on the host.
-
-    Args:
-        module: The user's module.
-        device: The device.
     """
 
     def __init__(self, module: nn.Module, device: Device) -> None:

@@ -93,12 +93,7 @@ class StepContext:
     """State that the microbatches of one step share. The rest is as of `StepOptions`.
 
     Attributes:
-        chain: The calls of blocks that are planned.
         repeated: Parameters of blocks that stand in the chain more than once.
-        outside_blocks: Parameters that no block has.
-        turns: The gates of the plan's actions.
-        reducer: Where gradients are summed.
-        call: Runs the user's step.
         returned: Counts down the microbatches whose user code has not returned.
         forms: What is known of calls, where the user's code runs once on the whole batch and the
             microbatches are pieces of it; None: it runs for every microbatch.
@@ -136,14 +131,11 @@ class Microbatch:
     """One microbatch's way through a step.
 
     Args:
-        context: What it shares with the others.
-        index: Its number.
         batch: Its part of the batch, on the host.
         loss_scale: What its loss is multiplied by for the backward pass; 0 skips it.
         outside: The user code outside the blocks; None: its own.
 
     Attributes:
-        turns: The stages that it passes.
         output: What the user's step has returned, on the host when `await_output` returns.
         loss: The loss in it, likewise.
         links: The calls of blocks that it made.
@@ -390,11 +382,7 @@ class Microbatch:
 
 
 class Driver(Microbatch):
-    """The first piece of a batch, whose thread runs the user's code on all of it.
-
-    Args:
-        board: What it posts to the other pieces.
-    """
+    """The first piece of a batch, whose thread runs the user's code on all of it."""
 
     def __init__(self, context: StepContext, *, board: PieceBoard, **given: Any) -> None:
         super().__init__(context, index=0, **given)
@@ -426,11 +414,7 @@ class Driver(Microbatch):
 
 
 class Piece(Microbatch):
-    """Another piece of a batch: its thread replays what the driver posts.
-
-    Args:
-        driver: The first piece.
-    """
+    """Another piece of a batch: its thread replays what the driver posts."""
 
     runs_user_code = False
 

@@ -24,7 +24,6 @@ class PreparedPlan:
     """A plan with what follows from it, made when first asked for.
 
     Args:
-        plan: The plan.
         chain: The calls of blocks that it is for.
     """
 
@@ -102,7 +101,6 @@ def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, 
     """Return the stage runs of each worker.
 
     Args:
-        plan: The plan.
         chain: The calls of blocks that it is for.
         backward: Whether BACKWARD stages have anything to do.
 

@@ -78,7 +78,6 @@ class StepResult(StepOutputs):
     Attributes:
         gradients: Sum over the microbatches of the gradients of their scaled losses, on the host. A
             parameter that no loss depends on is missing.
-        timeline: When every action ran.
         clock_seconds: Where the timeline begins on that of the steps before, with which the step
             overlaps; None: none was in flight when it began, and others continue its timeline.
         chain: The calls of blocks that the first microbatch made.
@@ -102,11 +101,7 @@ class Step:
     """A step in flight. Its methods are called by the Trainer's thread.
 
     Args:
-        microbatches: Its microbatches.
-        context: What they share.
-        steps: All steps in flight.
         waits_for_end: Whether `outputs` waits for its end.
-        on_success: Called when it has ended well.
 
     Attributes:
         team: Its threads, from `start` on.
@@ -305,8 +300,6 @@ class StepsInFlight:
     """The steps of one engine that have begun and not ended. All but `abort` by one thread.
 
     Args:
-        workers: The workers.
-        transfers: The copies.
         timeout_seconds: A step in which no action begins or ends for so long is given up.
         prepare_thread: Called in every thread of a microbatch.
     """
@@ -348,10 +341,6 @@ class StepsInFlight:
 
     def begin(self, step: Step, stage_runs: Sequence[WorkerRuns]) -> None:
         """Begin a step, for which there is capacity.
-
-        Args:
-            step: The step.
-            stage_runs: What each worker runs of it.
 
         Raises:
             Exception: What a step that is in flight has failed with.

@@ -137,7 +137,6 @@ def find_pretrained(module: nn.Module, name: str | None = None) -> Pretrained:
     """The model of transformers or peft in a user's module.
 
     Args:
-        module: The user's module.
         name: Dotted name of the model in it; None finds it.
 
     Raises:

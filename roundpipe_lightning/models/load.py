@@ -98,9 +98,7 @@ def load_pretrained(
     """A model with the weights of a local folder or of a name on the hub.
 
     Args:
-        name: The folder or the name.
         config: The configuration that is published with the weights.
-        options: How they are read.
         auto_class: Transformers' automatic class of the model; None: `AutoModelForCausalLM`.
 
     Raises:
@@ -155,11 +153,7 @@ def load_pretrained(
 def _check_memory(
     skeleton: PreTrainedModel, *, config: PreTrainedConfig, options: LoadOptions, name: str
 ) -> None:
-    """Refuse weights that have no room before any is read.
-
-    Raises:
-        FitError: They have none.
-    """
+    """Refuse weights that have no room before any is read; FitError: they have none."""
     if options.mapped:
         return
     dtype = options.dtype or getattr(config, "dtype", None) or torch.float32

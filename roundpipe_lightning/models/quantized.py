@@ -112,11 +112,7 @@ class _Quantized(nn.Module):
 
 
 class _Whole:
-    """The weights of a layer while it runs.
-
-    Attributes:
-        weights: Those that the layer has asked for.
-    """
+    """The weights of a layer while it runs."""
 
     def __init__(self, layer: _Quantized) -> None:
         self.weights: dict[str, Tensor] = {}

@@ -52,7 +52,6 @@ class WeightGroup:
     """Tensors that a checkpoint's layout may have in other parts than the model.
 
     Attributes:
-        weights: The model's tensors.
         model: Knows the layout; None: the model's own.
     """
 

@@ -60,7 +60,6 @@ class Adapters:
         """Put adapters into a model, in place, and freeze all else.
 
         Args:
-            model: The base.
             task: What it is for, as peft spells it: `CAUSAL_LM`, `SEQ_CLS`, `SEQ_2_SEQ_LM`, ...
 
         Raises:

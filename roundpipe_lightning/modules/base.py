@@ -64,11 +64,7 @@ class TransformersModule(LightningModule):
 
     @property
     def built_model(self) -> Any:
-        """The model.
-
-        Raises:
-            ConfigurationError: `configure_model` was not called.
-        """
+        """The model; ConfigurationError: `configure_model` was not called."""
         if self.model is None:
             raise ConfigurationError(
                 "The model is not built yet. A Trainer builds it; without one, call "

@@ -128,9 +128,6 @@ def check_documents_apart(model: Any) -> None:
     forward pass of a few tokens, where the model is. Flash attention, which may not run there, is
     left out: its rows are told apart by transformers itself.
 
-    Args:
-        model: A causal language model.
-
     Raises:
         ConfigurationError: The documents are not kept apart.
     """

@@ -25,8 +25,6 @@ class MetaModel:
     """A module on the meta device, and what it does, measured when it is first asked for.
 
     Attributes:
-        module: The module.
-        stacks: Its stacks of blocks.
         compute_dtype: What autocast computes in; None: what the parameters are.
         is_fused: Whether logits are read once.
     """

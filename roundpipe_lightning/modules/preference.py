@@ -173,7 +173,6 @@ def log_likelihoods(model: Any, batch: PreferenceBatch) -> Tensor:
     Chosen and rejected ones go through the model in one call.
 
     Args:
-        model: A causal language model of transformers.
         batch: Pairs, on one device.
     """
     labels = batch["labels"].flatten(0, 1)

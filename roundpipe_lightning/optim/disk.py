@@ -119,11 +119,7 @@ class StateFiles:
         self._writing: Future[None] | None = None
 
     def allocate(self, fields: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Make a file for the state of parameters, all zero.
-
-        Raises:
-            OffloadError: The disk has no room.
-        """
+        """Make a file for the state of parameters, all zero; OffloadError: the disk has no room."""
         places: list[dict[str, int]] = []
         end = 0
         for tensors in fields:

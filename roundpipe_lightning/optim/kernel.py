@@ -42,7 +42,6 @@ class StepKernel:
         stochastic_rounding: Whether masters of bfloat16 are rounded at random.
         num_threads: Number of threads; None: as `KernelThreads` decides.
         choice: `"auto"`, `"torch"` or `"native"`, as of `HostAdamW(kernel=...)`.
-        piece_elements: Elements of a task.
 
     Raises:
         ConfigurationError: Machine code is wanted, and cannot be made here.

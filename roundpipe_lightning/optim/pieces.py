@@ -47,7 +47,6 @@ class FlatParameter:
         step: Number of this step, a scalar tensor; 1 is the first.
         copy: Where the new values are also written, cast to its dtype.
         seed: Of the roundings of this parameter in this step.
-        settings: Those of its group.
     """
 
     values: Tensor

@@ -93,7 +93,6 @@ class BlockwiseMoment(Moment):
 
     Args:
         name: As `torch.optim.AdamW` calls it.
-        code: What the codes stand for.
     """
 
     def __init__(self, name: str, *, code: PowerCode) -> None:
@@ -141,11 +140,7 @@ def working_dtype(parameter: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Layout of the state.
-
-    Attributes:
-        form: Of the moments.
-    """
+    """Layout of the state."""
 
     form: MomentFormat
 

@@ -111,7 +111,6 @@ def check_steps(module: LightningModule, what: TrainerFn | None) -> None:
     On CPU workers they are right, if slow: parameters and buffers lie where the module has them.
 
     Args:
-        module: The user's module.
         what: What the Trainer is about to do with it.
 
     Raises:
@@ -170,10 +169,7 @@ def check_optimizers(
     """Refuse optimizers that cannot step here.
 
     Args:
-        module: The user's module.
-        optimizers: Its optimizers.
         update: `"exact"` or `"async"`.
-        precision: The precision plugin.
 
     Raises:
         ConfigurationError: Naming the optimizer.
@@ -202,11 +198,7 @@ def check_optimizers(
 
 
 def refuse_fabric(**_: Any) -> NoReturn:
-    """Say why Fabric cannot use the strategy.
-
-    Raises:
-        ConfigurationError: Always.
-    """
+    """Raise a ConfigurationError that says why Fabric cannot use the strategy."""
     raise ConfigurationError(
         "Fabric(strategy='roundpipe'): with Fabric your own loop calls the model and then "
         "backward(), but a roundpipe step computes losses and gradients in one go, from the "

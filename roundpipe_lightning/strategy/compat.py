@@ -130,8 +130,6 @@ def listen_to_fetches(
 
     Args:
         trainer: A trainer that has fetched a batch of this epoch.
-        began: Called before a fetch.
-        ended: Called after it.
         known: What the last call returned: nothing changes where that still listens.
     """
     fetcher = trainer.fit_loop._data_fetcher

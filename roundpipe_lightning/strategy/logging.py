@@ -66,7 +66,6 @@ def host_log(
     """Return what stands in for `self.log` in a step on the whole batch.
 
     Args:
-        module: The user's module.
         into: Gets what is to be a mean, which `log_means` takes over all hosts.
         syncs: Whether other hosts have parts of the batch: Lightning reduces over them then.
     """
@@ -141,7 +140,6 @@ def log_means(
 
     Args:
         logged: Every microbatch's calls, their values on the host.
-        shares: The microbatches' shares of the loss.
         losses: Their losses, on the host.
         log: The original `LightningModule.log`; called in the order of the first calls.
         batch_size: Samples of the whole batch where Lightning would look for them in a part.

@@ -74,13 +74,7 @@ def _num_targets(
 
 
 class ModeChoice:
-    """Chooses the mode of a training.
-
-    Args:
-        module: The user's module.
-        stacks: Its blocks.
-        options: The strategy's settings.
-    """
+    """Chooses the mode of a training."""
 
     def __init__(
         self, module: LightningModule, stacks: Sequence[BlockStack], options: Options
@@ -100,11 +94,9 @@ class ModeChoice:
         """Return what is to be run of a batch.
 
         Args:
-            batch: The batch.
             count: Microbatches of a full batch.
             is_whole: Whether some block has to run on whole batches.
             fusion: Asked before every torch function outside the blocks.
-            trains: Whether gradients are wanted.
 
         Raises:
             BatchError: `microbatching="step"`, and it cannot be split.
@@ -171,7 +163,6 @@ class ModeChoice:
 
         Args:
             batch: The batch; nothing was updated yet.
-            error: What it was refused for.
         """
         if self._mode != "auto":
             return False
@@ -194,8 +185,6 @@ class ModeChoice:
         """Choose, when the first batch has ended.
 
         Args:
-            batch: The batch.
-            arguments: The other arguments of `training_step`.
             before: `contents_of` the module before it.
             num_microbatches: Of a batch in the other mode.
             reason: What speaks against it already; empty: nothing.

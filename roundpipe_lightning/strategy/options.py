@@ -207,10 +207,6 @@ def upload_dtype_of(options: Options, precision: RoundPipePrecision) -> torch.dt
 class GradientFormat:
     """Sums up a module's gradients in the dtype that was asked for.
 
-    Args:
-        options: The strategy's.
-        precision: The precision plugin.
-
     Raises:
         ConfigurationError: The loss is scaled, which small formats of gradients do not bear.
     """

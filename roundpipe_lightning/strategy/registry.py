@@ -33,7 +33,6 @@ def register(strategy: type[Strategy], *, name: str) -> None:
     and the class for the same reason: an instance that it accepts raises the error.
 
     Args:
-        strategy: The class.
         name: What `Trainer(strategy=...)` calls it.
     """
     if name not in StrategyRegistry:
@@ -52,9 +51,6 @@ class WorkersOnCuda(CUDAAccelerator):
     """Gives the memory figures of all workers' devices where it is asked for those of the host.
 
     `DeviceStatsMonitor` asks for the root device's, which is the host for this strategy.
-
-    Args:
-        devices: Returns the devices.
     """
 
     def __init__(self, devices: Callable[[], Sequence[torch.device]]) -> None:
@@ -75,12 +71,7 @@ class WorkersOnCuda(CUDAAccelerator):
 def with_workers(
     accelerator: Accelerator | None, devices: Callable[[], Sequence[torch.device]]
 ) -> Accelerator | None:
-    """Return an accelerator that knows the workers' devices; any but Lightning's own as it is.
-
-    Args:
-        accelerator: Lightning's.
-        devices: Returns the devices.
-    """
+    """Return an accelerator that knows the workers' devices; any but Lightning's own as it is."""
     return WorkersOnCuda(devices) if type(accelerator) is CUDAAccelerator else accelerator
 
 
@@ -106,11 +97,7 @@ def replace_pytorch_lightning() -> None:
 
 
 def register_refusal(name: str) -> None:
-    """Have `pytorch_lightning.Trainer(strategy=name)` say what to do, now or once it is imported.
-
-    Args:
-        name: The strategy's.
-    """
+    """Have `pytorch_lightning.Trainer(strategy=name)` say what to do, now or once imported."""
     if _REGISTRY in sys.modules:
         _register(sys.modules[_REGISTRY], name)
     elif not any(isinstance(finder, _Registering) for finder in sys.meta_path):

@@ -97,10 +97,7 @@ class PipelineRuntime:
 
     Args:
         module: The user's module, attached to its trainer.
-        devices: One per worker.
         precision: Gives the microbatch threads their context and the loss its scale.
-        options: The strategy's settings.
-        computes_on_host: Whether the Trainer's devices are CPU workers.
         optimizers: The optimizers of a training; none for an evaluation.
         overlaps_on_host: Whether the optimizer's steps are made while other things go on where
             workers and optimizer share the processor; elsewhere they are.
@@ -120,7 +117,6 @@ class PipelineRuntime:
         watch: Knows who looks at parameters; None where nothing is overlapped.
         spent: Parameters whose gradients belong to a step that was submitted.
         in_flight: The batch whose gradients are still to come.
-        last: The last training batch that has ended.
 
     Raises:
         PlanError: The given plan is for another model or another number of workers, a hint cannot
@@ -471,9 +467,6 @@ class PipelineRuntime:
 
     def synchronize(self, *, has_next: bool = False) -> None:
         """Wait for the gradients of the batch in flight, if there is one, and hand them out.
-
-        Args:
-            has_next: Whether the next batch has begun.
 
         Raises:
             Exception: Whatever its backward pass has raised.

@@ -60,20 +60,13 @@ class InFlightBatch:
     """A training batch, from its first microbatch until its gradients are handed out.
 
     Args:
-        step: The engine's step.
-        planned: What was planned for the batch.
         num_values: Values in the batch's tensors: work is in proportion to them.
         backward_scale: The factor between the loss and what will be run backward: the loss scale
             divided by `accumulate_grad_batches`.
 
     Attributes:
-        planned: As given.
         plan: What is run of it.
-        clips: Clip gradients when they are there.
         timeline: When every action ran; known when the batch has ended, like all below.
-        chain: The calls of blocks that were made.
-        counters: What the engine has counted.
-        clock_seconds: `StepResult.clock_seconds`.
     """
 
     def __init__(
@@ -147,7 +140,6 @@ class InFlightBatch:
         Gradients of earlier batches of its window are taken along: Lightning may drop `.grad`.
 
         Args:
-            updater: Makes it.
             optimizer: Whose step. Its options are captured now.
         """
         self._update = updater, optimizer
@@ -159,9 +151,6 @@ class InFlightBatch:
 
     def hand_out(self, *, has_next: bool) -> bool:
         """Do with the gradients what `backward()`, clipping and `optimizer.step` are to do.
-
-        Args:
-            has_next: Whether the next batch has begun.
 
         Returns:
             Whether the batch has ended well; it has not where its step was given up.
@@ -194,7 +183,6 @@ class InFlightBatch:
 
         Args:
             num_devices: Devices that the workers share.
-            assumed_rates: Whether the machine's rates are assumed.
         """
         assert self.timeline is not None
         planned, job = self.planned, self.planned.job

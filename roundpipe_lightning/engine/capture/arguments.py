@@ -59,7 +59,6 @@ class Change:
     Attributes:
         target: The user's container.
         key: Key, index or attribute name.
-        value: What is there now.
         in_object: Whether the target is an object, or inside one, rather than a plain container.
     """
 
@@ -84,7 +83,6 @@ class Copies:
     """Copies of nested containers and objects with other tensors inside.
 
     Args:
-        swap: Gives what stands for a tensor.
         objects: Whether to look inside of objects that are no containers.
         known: What stands for some tensors, containers and objects, by their identity.
     """

@@ -56,11 +56,7 @@ class Writes:
             self.note(module, name, value)
 
     def mark(self) -> None:
-        """Hear that something was written.
-
-        Raises:
-            StepModeError: It is refused.
-        """
+        """Hear that something was written; StepModeError where that is refused."""
         self.were_any = True
         if self._are_refused:
             raise StepModeError("the step writes attributes of modules")
@@ -103,11 +99,7 @@ class ParameterWrites:
         self._replaced: list[tuple[nn.Parameter, Tensor]] = []  # with their memory before
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
-        """Look at a function before it is called.
-
-        Returns:
-            What it gives, if it was called here.
-        """
+        """Look at a function before it is called; return what it gives, if it was called here."""
         if self.is_watched and _writes(getattr(func, "__name__", "")):
             given = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
             self._written += [self._leaf(p) for p in given if isinstance(p, nn.Parameter)]
@@ -156,11 +148,7 @@ def _writes(name: str) -> bool:
 
 
 def refuse_write(name: str) -> NoReturn:
-    """Refuse a write into a parameter.
-
-    Raises:
-        ConfigurationError: Always.
-    """
+    """Refuse a write into a parameter with a ConfigurationError."""
     raise ConfigurationError(
         f"A step writes into the parameter {name!r}, in a block, for every microbatch or beside "
         "the optimizer: into a copy of it, or several times. Write outside the blocks with "

@@ -214,14 +214,8 @@ class RandomStream:
     """The random numbers of one microbatch, for blocks and user code alike.
 
     Args:
-        draws: Those of the step.
-        step_seed: The step's number.
-        microbatch: The microbatch's index.
         generators: Returns the generators of the worker in use.
         is_free_outside: Whether code outside the blocks draws from the default generators.
-
-    Attributes:
-        drops_out: Whether dropout drops anything out.
     """
 
     def __init__(

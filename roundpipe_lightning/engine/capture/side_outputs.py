@@ -35,8 +35,6 @@ class Origin(NamedTuple):
     """Place in a microbatch's forward pass where a tensor was made.
 
     Attributes:
-        run: The microbatch's side outputs.
-        block: Number of the block's call.
         function: Number of the torch function within the block; 0 are the block's inputs.
         position: Which of the function's results.
     """

@@ -378,7 +378,6 @@ class ViewMaker:
     Args:
         parameter: Stands a leaf in for a parameter.
         buffer: Stands a tensor in for a buffer.
-        classes: The classes of the views.
         write: Called when an attribute was written on a view: with the original, the name and the
             value, or DELETED.
     """

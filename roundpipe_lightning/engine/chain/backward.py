@@ -35,7 +35,6 @@ class BackwardPass:
     """The backward pass of one microbatch.
 
     Args:
-        forward: Its forward pass.
         collect: Called when the backward of a segment has ended, with the tensors whose graphs are
             to come.
     """

@@ -24,9 +24,6 @@ class Outcome:
     """Outcome of one run of a block: its result, and the writes into its arguments.
 
     Args:
-        result: What the block returned.
-        copies: The arguments that it got.
-        block_name: Its name, for messages.
         objects: Whether objects in the result are copied, too, not only containers.
         written: What the block got and wrote into: it is not what the user's code gave it.
 
@@ -115,9 +112,7 @@ def run_block(
     Args:
         block: The block's stand-in on a worker.
         take: Brings a tensor to where the block computes.
-        given: Positional and keyword arguments.
         watched: Entered while the block runs, with what it takes.
-        name: The block's name.
         repeats: Whether it is to be run again on the same arguments, or has been before.
         writes: Whether a module of it writes into what it gets.
 

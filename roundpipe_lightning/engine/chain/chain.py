@@ -30,7 +30,6 @@ class BlockStack:
     Attributes:
         name: Dotted name of the list that holds them, e.g. `model.layers`.
         blocks: The blocks in the order of their calls, each once.
-        names: Their dotted names.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Link:
     """One call of a block in a step.
 
     Attributes:
-        block: The block.
         name: Its dotted name; with `#2` for its second call in the step, and so on.
         cut: Whether user code runs between the call before and this one. No stage holds both.
         gradient: Whether it is called with gradients enabled.

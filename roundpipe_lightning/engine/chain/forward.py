@@ -44,19 +44,10 @@ class ForwardPass:
     """One microbatch's calls of blocks. Made in the microbatch's thread.
 
     Args:
-        turns: The microbatch's turns.
         user: The user code around the blocks: it knows where tensors are.
-        stacks: All blocks.
-        chain: The calls that are planned.
-        backward: Whether a backward pass will follow.
         compiler: Compiles blocks; None: they run as they are.
         checks: Whether recomputes are compared with their forward pass on devices, too, which
             then wait; where workers compute in host memory they always are.
-
-    Attributes:
-        calls: The calls so far.
-        segments: The user's code between them.
-        sources: Tensors on their way.
     """
 
     def __init__(

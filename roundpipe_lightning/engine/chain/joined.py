@@ -84,22 +84,15 @@ class PostedCall:
     """A call of a block, for the pieces to replay.
 
     Attributes:
-        number: Number of the driver's call.
         position: Its position in the chain; None: it is streamed.
-        block: The block.
-        name: The block's name.
         given: Its arguments, with `Cut` and `JoinedValue` in place of tensors.
         taken: The joined values among them.
         sizes: Rows of every piece; one without rows leaves the call out.
-        gradient: Whether gradients are enabled.
-        autocast: The state around the call.
-        variables: The context variables around the call.
         writes: What user code has written into the block's attributes.
         left: As of `CallForm`.
         begins_segment: Whether it is the first call after a segment of user code.
         versions: Tensors that all pieces' parts are views of, and how often they were written into.
         calls: The pieces' calls, by their numbers.
-        values: What they make together.
     """
 
     number: int
@@ -142,11 +135,7 @@ class PostedCall:
 
 
 class Left(NamedTuple):
-    """Posted: the driver has left a turn, so the pieces leave theirs.
-
-    Attributes:
-        number: The turn's.
-    """
+    """Posted: the driver has left a turn, so the pieces leave theirs."""
 
     number: int
 
@@ -241,13 +230,9 @@ class JoinedValue(Value):
     """What a call made in all pieces.
 
     Args:
-        owner: The driver's user code.
-        posted: The call.
         first: What the driver has made.
         slot: Its number among what the call made.
         dim: The dimension along which the pieces are joined; None: all have made the same.
-        board: Of the step.
-        before_use: Called before user code computes with it.
 
     Attributes:
         sizes: Rows of every piece.

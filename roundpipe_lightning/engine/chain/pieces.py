@@ -91,11 +91,7 @@ class CallForms:
 
 
 class PieceForward(ForwardPass):
-    """Replays the driver's calls on one piece of the batch. Arguments as of `ForwardPass`.
-
-    Args:
-        piece: Its number.
-    """
+    """Replays the driver's calls on one piece of the batch. Arguments as of `ForwardPass`."""
 
     def __init__(self, *args: Any, piece: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -151,12 +147,7 @@ class PieceForward(ForwardPass):
 
 
 class DriverForward(ForwardPass):
-    """Runs the user's calls on the first piece, and posts them. Arguments as of `ForwardPass`.
-
-    Args:
-        board: Where to.
-        forms: What is known of calls.
-    """
+    """Runs the user's calls on the first piece, and posts them. Arguments as of `ForwardPass`."""
 
     def __init__(self, *args: Any, board: PieceBoard, forms: CallForms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -133,7 +133,6 @@ class RowTrial:
     """Runs of a block on a few rows.
 
     Args:
-        arguments: The tensors that it takes.
         shadows: Their values for a few rows.
         dims: Which dimension of each has the rows.
     """

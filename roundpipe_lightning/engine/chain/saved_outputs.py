@@ -80,11 +80,7 @@ class KeptOutputs:
 
     @contextmanager
     def replayed(self, worker: TransferEndpoint) -> Iterator[None]:
-        """Give what was kept instead of running the operations, until the context ends.
-
-        Args:
-            worker: Where the block runs.
-        """
+        """Give what was kept instead of running the operations, until the context ends."""
         outputs = (output for entry in self._entries for output in entry.outputs)
         boundaries = [output for output in outputs if isinstance(output, BoundaryTensor)]
         for boundary in boundaries:
@@ -101,12 +97,7 @@ class ChangedRecomputeWarning(UserWarning):
 
 
 class Sample:
-    """Some elements of what one call of a block gave, on the host.
-
-    Args:
-        tensors: What it gave.
-        device: Where.
-    """
+    """Some elements of what one call of a block gave, on the host."""
 
     def __init__(self, tensors: Iterable[Tensor], device: Device) -> None:
         self._elements = [
@@ -119,7 +110,6 @@ class Sample:
         """Return whether rounding explains how this differs from the sample of another run.
 
         Args:
-            other: That sample.
             dtypes: What the block may have computed in, beside the types of what it gave.
         """
         return all(
@@ -136,11 +126,7 @@ def _is_rounded(mine: Tensor, theirs: Tensor, dtypes: Iterable[torch.dtype]) -> 
 
 
 class KeptState:
-    """Attributes and buffers that one call of a block writes over, kept for its recompute.
-
-    Attributes:
-        attributes: What the attributes were.
-    """
+    """Attributes and buffers that one call of a block writes over, kept for its recompute."""
 
     def __init__(self) -> None:
         self.attributes: ModuleWrites = []
@@ -173,7 +159,6 @@ class _Entry:
     """Outputs of one run of an operation.
 
     Attributes:
-        operation: The operation.
         outputs: Tensors, or boundaries when they are on their way, and numbers; none if forgotten.
         versions: How often each tensor had been written into.
     """

@@ -59,10 +59,6 @@ class Segments:
 
     Args:
         calls: The calls of blocks so far; grows while the user's code runs.
-        user: The user's code.
-        turns: The microbatch's turns.
-        sources: Brings tensors to the present worker.
-        backward: Whether a backward pass will follow.
 
     Attributes:
         code_ran: Whether user code has computed since the last call.

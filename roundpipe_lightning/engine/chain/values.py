@@ -61,12 +61,10 @@ class Value(Reference):
         owner: Belongs to the microbatch.
         call: The call that made it.
         tensor: The tensor, on the worker that made it; None: it is made of pieces.
-        form: The tensor's.
         in_object: Whether the block put it into an object, a cache, say: later blocks do not
             get its values.
 
     Attributes:
-        call: Number of the call.
         needs_gradient: Whether something trainable went into it.
         segment: Number of the segment whose graph it is part of; None if it has no graph.
         here: The tensor on the present worker, during its turn; as long as its segment's graph if
@@ -140,14 +138,9 @@ class BlockCall:
     """A call of a block by the user's code, kept for the recompute.
 
     Args:
-        block: The block.
-        given: Positional and keyword arguments.
-        name: The block's name.
         number: Number of the call in its microbatch's step.
         position: Its position in the chain; None for a call that was not planned.
-        gradient: Whether gradients were enabled.
         segment: Number of the segment whose graph it is part of; None if it keeps no graph.
-        cut: Whether user code came before it.
         writes: What the user's code has written into the block's attributes before.
         source_of: Returns what is kept of a tensor among the arguments.
 
@@ -155,7 +148,6 @@ class BlockCall:
         values: What the block made; set when it has run.
         arguments: Tensors among the arguments that no block made.
         inputs: Values of earlier blocks among them.
-        wanted: Whether something trainable goes into it.
         begins_group: Whether its recompute does not follow that of the call before.
         kept: What its recompute does not run again; None: it runs everything.
         left: Modules and names of attributes that it leaves tensors in, the last of its values.
@@ -367,7 +359,6 @@ class Sources:
     that turn, when the turn ends.
 
     Args:
-        user: Knows where tensors are.
         turns: Whose turn it is, and whose it was.
 
     Attributes:

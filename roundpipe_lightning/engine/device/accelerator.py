@@ -176,9 +176,6 @@ class CompletionThread:
     Its thread sleeps in the driver. Without it every transfer queue would have to ask again and
     again whether what its copies wait for has been computed. Each stream has one: behind a long
     upload nobody would hear that a boundary is made.
-
-    Args:
-        name: Of its thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -210,8 +207,6 @@ class StreamEvent(Event):
 
     Args:
         raw: The backend's event, recorded.
-        name: For messages.
-        device: Its device.
         completions: Calls back for the events of the stream on which it was recorded.
     """
 

@@ -79,11 +79,7 @@ def block_until(call_back: Callable[[Callback], None]) -> None:
 
 
 class DoneEvent(Event):
-    """An event that has happened.
-
-    Args:
-        name: For messages.
-    """
+    """An event that has happened."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -100,11 +96,7 @@ class DoneEvent(Event):
 
 
 class HostEvent(Event):
-    """An event that a host thread sets.
-
-    Args:
-        name: For messages.
-    """
+    """An event that a host thread sets."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name

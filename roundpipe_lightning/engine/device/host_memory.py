@@ -54,7 +54,6 @@ def check_host_memory(num_bytes: float, *, what: str, way_out: str) -> None:
     """Refuse to take more memory than there is, before the system ends the process for it.
 
     Args:
-        num_bytes: What is about to be taken.
         what: Of what, as the subject of a sentence.
         way_out: A sentence that says what to do.
 

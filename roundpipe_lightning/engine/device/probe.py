@@ -62,7 +62,6 @@ def probe_hardware(
             there is no accelerator (None: 1).
         devices: The accelerators; empty: the first ones. No other one is touched.
         folder: Where measurements are kept. None: the user's cache folder.
-        fresh: Whether to measure again.
     """
     machine = _Machine.found(num_workers, devices)
     path = (folder or cache_folder()) / machine.file_name

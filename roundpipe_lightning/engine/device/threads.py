@@ -24,12 +24,7 @@ Task: TypeAlias = Callable[[], None]
 
 @dataclass(frozen=True)
 class Failure:
-    """A task that raised.
-
-    Attributes:
-        index: Number of the task.
-        error: What it raised.
-    """
+    """A task that raised."""
 
     index: int
     error: BaseException
@@ -72,7 +67,6 @@ class TeamTasks(Countdown):
     Then no thread holds a task any more: what only tasks refer to is freed at once.
 
     Args:
-        num_tasks: How many.
         on_failure: Called in the failing task's thread, with the first failure and every other.
     """
 
@@ -113,7 +107,6 @@ class ThreadTeam:
     """Threads that wait for tasks. A context manager; leaving it joins them.
 
     Args:
-        num_threads: How many.
         name: Beginning of the threads' names.
         prepare: Called once in every thread.
     """

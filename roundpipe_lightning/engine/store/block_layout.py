@@ -34,11 +34,7 @@ class Place:
     """A parameter's place in the region of its block.
 
     Attributes:
-        offset: First byte.
-        dtype: Its type.
-        shape: Its shape.
         stride: Its strides, in elements.
-        trained: Whether it requires a gradient.
         gradient_dtype: Type of its gradient, where that is another one.
     """
 
@@ -72,7 +68,6 @@ class Form:
 
     Attributes:
         places: One per parameter.
-        num_bytes: Length of a region.
     """
 
     places: tuple[Place, ...]
@@ -117,9 +112,7 @@ class UploadPiece:
     Attributes:
         source: Flat bytes.
         previous: Those that may be copied in their place (`weight_versions.py`); None: nothing.
-        offset: Where to.
         trained: Whether it changes from step to step.
-        is_locked: Whether it is page-locked.
     """
 
     source: Tensor
@@ -138,7 +131,6 @@ class BlockLayout:
 
     Attributes:
         parameters: In the order of the block.
-        form: Their places.
         pieces: What is copied.
         has_copies: Whether a piece is a copy that this layout has made.
     """
@@ -160,7 +152,6 @@ class FlatLayout:
     Attributes:
         parameters: Whose gradients.
         places: Where each lies.
-        num_bytes: Length of the buffer.
     """
 
     parameters: tuple[nn.Parameter, ...]

@@ -69,7 +69,6 @@ class ParameterGroup:
         parameters: Distinct parameters; their `.data` is pointed into the new buffers.
         aliased: Parameters that share memory with others and must stay where they are.
         narrow: Those that are uploaded from copies in 16 bits.
-        copies: Takes these copies.
         is_shared: As of `own_pages`.
     """
 

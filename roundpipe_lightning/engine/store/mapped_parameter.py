@@ -32,7 +32,6 @@ class MappedParameter(nn.Parameter):
 
         Args:
             data: The view; a plain host tensor.
-            file: What it is a view of.
         """
         parameter = super().__new__(cls, data, requires_grad=False)
         parameter.file = file

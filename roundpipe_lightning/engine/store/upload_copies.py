@@ -35,11 +35,7 @@ class WritesCopies(Protocol):
 
 
 class NarrowCopies:
-    """The copies of a store's matrices, and which of them are to be cast again.
-
-    Args:
-        dtype: Of the copies.
-    """
+    """The copies of a store's matrices, and which of them are to be cast again."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

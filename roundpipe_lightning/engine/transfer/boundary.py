@@ -51,7 +51,6 @@ class BoundaryTensor:
     """A tensor in flight. Its methods are called by the thread of its microbatch.
 
     Args:
-        tensor: The tensor.
         maker: The worker whose compute has made it; None if it is on the host.
         keeps: Whether it stays where it is until somebody else asks for it.
         made: When its maker had made it; None: when all compute launched so far is done.
@@ -182,7 +181,6 @@ def send_to_host(
 
     Args:
         tensor: On the worker, without a graph.
-        transfers: What moves there.
         after: When it has been made.
 
     Returns:

@@ -65,8 +65,6 @@ class Job:
     """Copies that belong together.
 
     Attributes:
-        name: For messages.
-        priority: What it is for.
         pieces: Pairs of destination and source; flat ones of bytes are cut into chunks.
         after: What must be done before the first copy.
         is_staged: Whether the source is not page-locked: each chunk then goes through a page-locked
@@ -121,11 +119,7 @@ class _Chunk:
     """A copy that is in flight.
 
     Attributes:
-        entry: The job that it is part of.
-        event: Its end.
-        dst: Where it is to arrive.
         src: Where it comes from: memory that nobody holds is used again.
-        is_last: Whether it ends the job.
     """
 
     entry: _Entry
@@ -139,8 +133,6 @@ class TransferQueue:
     """The copies of one direction of a worker. Its thread starts with the first job.
 
     Args:
-        device: The worker's device.
-        queue: The direction.
         on_failure: Called, in the queue's thread, with an error in a copy and the job's name.
         name: For messages, for example `upload queue of worker 1 (cuda:1)`.
         chunk_bytes: Longest copy that cannot be overtaken; None: the device's.

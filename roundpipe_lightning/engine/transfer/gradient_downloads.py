@@ -85,11 +85,7 @@ def _use_few_threads() -> None:
 
 
 class OutsideSums:
-    """Gradients of parameters outside the blocks, summed on a device over a round.
-
-    Attributes:
-        gradients: The sums.
-    """
+    """Gradients of parameters outside the blocks, summed on a device over a round."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
@@ -139,13 +135,6 @@ class GradientDownloads:
 
     Those of blocks are gathered in one buffer on the device. Those of parameters outside the blocks
     go as they are. Called by the thread whose turn it is, on whichever worker.
-
-    Args:
-        device: The worker's.
-        layouts: Those of all blocks.
-        downloads: The queue.
-        sums: Where gradients go.
-        worker: For messages.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ class FlatGradients:
     """Gradients in one flat host buffer: they are added up without looking at each.
 
     Args:
-        flat: The bytes.
         layout: What lies where.
         present: Which of the layout's parameters have a gradient.
     """
@@ -100,11 +99,7 @@ class FlatGradients:
 
 
 class GradientAccumulator:
-    """Sums of contributions, in the order of their numbers, whichever comes first.
-
-    Args:
-        num: How many contributions there are.
-    """
+    """Sums of contributions, in the order of their numbers, whichever comes first."""
 
     def __init__(self, num: int) -> None:
         self._lock = threading.Lock()
@@ -165,7 +160,6 @@ class _Microbatch:
         sums: Of the microbatch alone, not yet taken into the sums over all.
         left: Rows that later contributions may have, where that is known.
         held: What waits, of parameters that have been taken into the sums over all.
-        is_closed: Whether nothing more is reserved.
     """
 
     num_reserved: int = 0
@@ -185,9 +179,6 @@ class SharedGradients:
     """Sums for parameters with several uses: per microbatch first, then over the microbatches.
 
     Both in order, whichever contribution comes first.
-
-    Args:
-        num_microbatches: Number of microbatches.
     """
 
     def __init__(self, num_microbatches: int) -> None:
@@ -210,7 +201,6 @@ class SharedGradients:
         """Add a contribution; return whether it was the last missing one.
 
         Args:
-            microbatch: Whose it is.
             number: From `reserve`.
             gradients: Host tensors, which are taken over.
             left: The only rows, on the host, that later contributions of this microbatch may have.
@@ -294,7 +284,6 @@ class GradientReducer:
     are summed per microbatch first.
 
     Args:
-        num_microbatches: Number of microbatches.
         num_stages: Number of FUSED and BACKWARD stages.
         take: Given the sums of a stage's parameters that only this stage uses, as soon as they are
             there, in the thread that brought the last part; returns those it wants to keep, which

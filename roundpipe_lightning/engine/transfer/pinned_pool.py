@@ -32,8 +32,6 @@ class _Block:
     """Pages that are lent as a whole.
 
     Attributes:
-        pages: Their bytes.
-        num_bytes: How many.
         free_since: The number of the step in which they were given back.
     """
 

@@ -46,12 +46,10 @@ class Memory:
     """A flat buffer on a device, for the regions of blocks.
 
     Args:
-        device: Where.
         name: For messages, for example `slot 0 of worker 1`.
 
     Attributes:
         used_by: What is to end before something else is written into it.
-        num_bytes: Its length.
     """
 
     def __init__(self, device: Device, *, name: str) -> None:
@@ -108,13 +106,7 @@ class Memory:
 
 
 class Region:
-    """Memory of a block on a worker.
-
-    Args:
-        memory: In which buffer.
-        offset: Its first byte there.
-        layout: The block's layout.
-    """
+    """Memory of a block on a worker."""
 
     def __init__(self, *, memory: Memory, offset: int, layout: BlockLayout) -> None:
         self.memory = memory

@@ -47,7 +47,6 @@ class StageRun:
     """Consecutive actions of one stage on one worker.
 
     Attributes:
-        stage: The stage.
         blocks: The stage's blocks, each once.
         wanted: Those of them that will be needed, as far as is known before.
     """
@@ -62,9 +61,7 @@ class StageWeights:
     """The weights of a stage run, there or in flight.
 
     Attributes:
-        run: The stage run.
         regions: Where its blocks lie.
-        versions: Which values it is given.
         events: The uploads that compute has not waited for yet.
         uploaded: Blocks that are there or in flight.
     """

@@ -91,7 +91,6 @@ class WorkerRuns:
     """A worker's part of a plan.
 
     Attributes:
-        runs: What it runs, in order.
         num_slots: Stages whose weights it holds at once.
         resident: Blocks that stay on it.
         room_for: What else it may run of other batches, for which memory is made, too.
@@ -352,7 +351,6 @@ class Transfers:
         """Begin a step's transfers.
 
         Args:
-            steps: What each worker runs.
             is_planned: Whether in that order, so that weights can be uploaded ahead.
             on_failure: Called, in any thread, when a copy has failed.
             making_room: Entered while memory for weights is made on a worker, by its index.

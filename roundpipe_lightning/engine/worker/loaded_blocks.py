@@ -49,7 +49,6 @@ class PlacedBuffers:
     """The buffers of views on one device, and the way back for what the forward pass wrote.
 
     Args:
-        device: Where the views compute.
         keep_writes: Whether writes are the user's (forward) or an echo of them (recompute).
         refuses: Whether there may be none: several microbatches would make them, in any order. They
             are made in copies then.
@@ -210,9 +209,6 @@ class ResidentBlocks:
 
     Args:
         kind: What is done with them. What a BACKWARD stage's recompute writes is an echo.
-        store: The parameters.
-        device: Where to.
-        classes: The classes of views.
         weights: Those of their stage run, whose uploads are in flight; None: they are uploaded
             here, where nothing is uploaded ahead.
         await_upload: Lets compute wait for an upload.

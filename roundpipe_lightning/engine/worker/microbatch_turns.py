@@ -29,18 +29,12 @@ class MicrobatchTurns:
     """One microbatch's way through the turns of a step. Used by the microbatch's thread.
 
     Args:
-        index: Number of the microbatch.
-        turns: The gates of the step.
-        workers: All workers.
-        reducer: Where gradients are summed.
         used_outside: Returns the parameters that are used outside the stages.
         classes: The classes of views; a thread that waits for its turn holds none of their locks.
 
     Attributes:
         stage: The stage whose turn it has, or waits for.
-        worker: The worker that runs that stage.
         number: Number of the turn, from 0 on.
-        is_over: Whether it has had its last turn.
         on_leave: Called with the number of a turn that another one follows, when it has ended.
     """
 

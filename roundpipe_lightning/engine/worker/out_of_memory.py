@@ -109,12 +109,9 @@ class Shortage:
     """A worker that ran out of memory. Made at that moment, while the tensors are alive.
 
     Args:
-        worker: The worker.
         workers: All workers, some of which may share its device.
         place: The stage, microbatch and worker, for messages.
-        plan: The plan that was run.
         stage: The stage; None where it happened between the actions.
-        boundaries: Bytes of boundaries, as counted.
     """
 
     def __init__(

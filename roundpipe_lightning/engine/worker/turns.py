@@ -37,7 +37,6 @@ class TurnGraph:
     """The gates of a plan, made once and used for every step.
 
     Attributes:
-        plan: The plan.
         actions: Every action by its key.
         num_waits: How many ends each action waits for.
         opens: Which actions wait for the end of each.
@@ -96,11 +95,9 @@ class Turns:
     """The gates of one step.
 
     Args:
-        graph: The plan's.
         before: Those of the step before, if it may still run.
 
     Attributes:
-        graph: As given.
         marks: When each action began and ended, in the time of its worker's device.
     """
 
@@ -144,11 +141,7 @@ class Turns:
         callback()
 
     def begin(self, action: Action) -> None:
-        """Wait until it is the action's turn.
-
-        Raises:
-            StepAborted: If the step has failed elsewhere.
-        """
+        """Wait until it is the action's turn; StepAborted if the step has failed elsewhere."""
         self._gates[action.key].acquire()
         if self._aborted:
             raise StepAborted

@@ -82,10 +82,8 @@ class UserCode(TorchFunctionMode):
     """Runs user code outside the blocks; a context for the thread that does.
 
     Args:
-        module: The user's module.
         worker: Returns the worker, of all `workers`, that has the turn.
         stream: The microbatch's random numbers; None leaves the process's generators in use.
-        classes: The classes of views.
         outside: Asked before every torch function outside the blocks, or None.
         may_write: Whether the code may write into parameters, as it runs once; None: where it
             computes in their memory.

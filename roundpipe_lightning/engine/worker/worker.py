@@ -42,10 +42,6 @@ class Worker:
     """One device and what is resident on it. Its methods are called by the thread whose turn it is.
 
     Args:
-        index: Number of the worker.
-        device: Its device.
-        store: The parameters.
-        classes: The classes of views.
         transfers: What it moves; None if it computes in host memory.
     """
 

@@ -30,7 +30,6 @@ class LossSpec:
     """The loss to compute, beside its tensors.
 
     Attributes:
-        dtype: Of the matrix products.
         needs_gradient: Whether hidden, weight and bias do.
         summed: Whether the losses of the tokens are added up.
     """
@@ -95,7 +94,6 @@ class LossSweep:
     """One pass over the chunks of tokens.
 
     Args:
-        spec: What is computed.
         hidden: Shape (N, H).
         weight: Shape (V, H).
         bias: Shape (V), or None.

@@ -80,11 +80,7 @@ class LogitSource:
         return self._logits is not None
 
     def check_unchanged(self) -> None:
-        """Raise if what the logits are made from has been written into.
-
-        Raises:
-            CaptureError: It has.
-        """
+        """Raise if what the logits are made from has been written into; CaptureError: it has."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise CaptureError(
                 "The hidden states or the output projection were written into after the logits "
@@ -310,9 +306,6 @@ class LossFusion:
     Args:
         mode: `"fused"`: every projection onto more numbers than it takes. `"auto"`: those whose
             result is large.
-
-    Attributes:
-        report: What became of them.
     """
 
     def __init__(self, mode: Literal["auto", "fused"]) -> None:

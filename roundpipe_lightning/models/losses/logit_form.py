@@ -41,7 +41,6 @@ class LogitForm:
         weight: Shape (V, H).
         bias: Shape (V), or None.
         autocast: Of the projection.
-        dtype: Of the logits.
         factor: The outputs of the projection are multiplied by it.
         cap: Then they go through tanh and are multiplied by this; None where there is no tanh.
         log_softmax: Then the log-softmax is taken.

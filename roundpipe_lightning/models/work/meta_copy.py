@@ -57,7 +57,6 @@ class MetaCopy:
         replaced: Pairs of an object of the original and what the copy has in its place.
 
     Attributes:
-        module: The copy.
         reason_not_copied: Why something the copy's code asks for was not copied; None so far.
 
     Raises:

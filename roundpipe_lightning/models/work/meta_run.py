@@ -77,8 +77,6 @@ def measure_run(
     Args:
         module: The user's module on the meta device.
         stack: Its blocks. None: everything is the tail.
-        call: What a training step runs.
-        sequences: Number of sequences.
         seq_len: Tokens of each.
         kinds: What `kinds_of` says of the blocks, where that is known.
 
@@ -141,14 +139,10 @@ class _Recorder:
     """Follows one run through the segments.
 
     Args:
-        meter: Counts the work.
-        last: Number of the last block.
         outside: The trained parameters that no block has.
 
     Attributes:
-        head: What the head segment did.
         blocks: What the blocks did, by index; blocks that are alike share theirs.
-        tail: What the tail segment did.
         head_modules: The modules that ran before the first block.
     """
 

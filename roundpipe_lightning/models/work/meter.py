@@ -83,7 +83,6 @@ class Meter(TorchDispatchMode):
     padding, one sequence per row) gets the answer yes; other questions raise as they always do.
 
     Attributes:
-        count: What has been counted.
         live_bytes: Memory of the tensors that were made under this mode and still exist.
         peak_bytes: The most of it since `reset`.
     """
@@ -196,8 +195,6 @@ def _attention_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first:
     """Pairs of tokens that see each other, times heads and features.
 
     Args:
-        args: The operation's arguments, from the query on.
-        kwargs: Its keyword arguments.
         first: 1 for the backward pass, which has the result and its sums after the value.
     """
     query, key = args[0], args[1]

@@ -44,7 +44,6 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
 
     Args:
         module: The user's module; on the meta device too.
-        stack: Its blocks.
     """
     shares = _expert_shares(module)
     packed = quantizable_tensors(module)

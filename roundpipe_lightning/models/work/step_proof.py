@@ -82,11 +82,7 @@ _State: TypeAlias = _Rows | _Reduced | _Mixed | None  # None: no row goes into i
 
 @dataclass(kw_only=True)
 class _Op:
-    """One operation; `name` is that of a block's call where it has no function.
-
-    Attributes:
-        written: Tensors that it has written into.
-    """
+    """One operation; `name` is that of a block's call where it has no function."""
 
     name: str
     tags: Sequence[Any] = ()
@@ -102,11 +98,8 @@ class _Run:
     """What a step did on so many rows.
 
     Attributes:
-        inputs: The batch's tensors.
         ops: What it computed outside the blocks, and the calls of these.
-        loss: The loss.
         logged: What it logged, and whether with a batch size.
-        hidden: What blocks computed inside.
     """
 
     inputs: list[Tensor]

@@ -85,7 +85,6 @@ def work_profile(
     Args:
         module: The user's module on the meta device.
         stack: Its blocks. None: the whole module is the tail segment.
-        call: What a training step runs.
         seq_len: Tokens of the shorter sequences. Where attention has a window, results are best
             close to it.
         fused_attention: Whether transformers' models use fused attention whatever their
@@ -230,8 +229,6 @@ def _profile(
     """Put what ran together with the module's parameters.
 
     Args:
-        module: The user's module.
-        stack: Its blocks.
         fits: The first gives all amounts; peaks are the larger ones of all.
         head_modules: The modules that ran before the first block.
     """

@@ -91,7 +91,6 @@ class HostCosts:
         first_upload: Of one byte of the first upload, which nothing hides.
         last_download: Of one byte of the last download.
         optimizer: Of the optimizer.
-        timing: When it runs.
     """
 
     per_uploaded_byte: float = 0.0

@@ -76,7 +76,6 @@ class MemoryNeed:
         place: `device` or `host`.
         stage: The stage that needs the most; None for the host.
         num_bytes: Bytes by kind, largest first.
-        available_bytes: What there is.
     """
 
     place: str
@@ -128,7 +127,6 @@ class Footprint:
 
     Args:
         profile: The model, with the sizes of one microbatch; sizes of 0 need no memory.
-        hardware: The machine.
     """
 
     def __init__(self, profile: ModelProfile, *, hardware: HardwareSpec) -> None:

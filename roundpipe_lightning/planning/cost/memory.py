@@ -36,7 +36,6 @@ class MemoryReport:
 
     Attributes:
         device: The device at the stage that needs the most.
-        host: The host.
     """
 
     device: MemoryNeed
@@ -65,13 +64,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """A model on a machine, of which plans are asked.
-
-    Attributes:
-        work: The model.
-        hardware: The machine.
-        storage: What is kept for each parameter.
-    """
+    """A model on a machine, of which plans are asked."""
 
     work: WorkProfile
     hardware: HardwareSpec

@@ -163,8 +163,6 @@ class Evaluator:
     microbatches: evaluate one of them.
 
     Attributes:
-        profile: The model.
-        num_workers: Workers.
         rounds: Microbatches of each round.
         hop_seconds: Time from one worker to the next.
         recompute_start: When a recompute may begin.

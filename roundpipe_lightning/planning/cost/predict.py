@@ -47,7 +47,6 @@ class StepPrediction:
     """Predicted time of an optimizer step, and its parts.
 
     Attributes:
-        layout: The stages and how microbatches travel.
         timeline: When every action runs, transfers included.
         step_seconds: From one step to the next.
         pipeline_seconds: The pipeline's part, transfers included.
@@ -84,10 +83,8 @@ class StepModel:
 
     Attributes:
         profile: The model for one microbatch, parameters of 16 bits.
-        hardware: The machine.
         num_trainable: Parameters that the optimizer steps.
         storage: What is kept for each parameter; None: the pipeline is all there is.
-        timing: When the optimizer runs.
         recompute_start: When the workers begin a recompute.
         hop: Seconds from one worker to another; None: as long as a boundary takes.
     """

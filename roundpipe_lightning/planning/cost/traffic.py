@@ -101,8 +101,6 @@ class StageRun:
     """A run of actions of one stage on one worker, and what all of them move.
 
     Attributes:
-        stage: The stage.
-        actions: What runs.
         weight_bytes: Parameters, once per stage run.
         gradient_bytes: Gradients of trainable parameters, once per stage run; 0 for FORWARD.
         input_bytes: Boundaries, gradients and kept attention outputs that the actions need, by way

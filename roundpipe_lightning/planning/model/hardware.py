@@ -138,7 +138,6 @@ class HardwareSpec:
         devices_per_root: Devices behind one shared root of the bus.
         root_upload_bytes_per_second: Host to all devices of a root together.
         root_download_bytes_per_second: All devices of a root together to the host.
-        host_bytes: Host memory.
         host_bytes_per_second: Bandwidth of the host's memory, for everything together.
         shares_host_memory: Whether the devices compute in host memory, as CPU workers do: nothing
             is copied, and `device_bytes` is a part of `host_bytes`.

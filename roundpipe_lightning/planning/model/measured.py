@@ -43,9 +43,6 @@ class MeasuredProfile:
     Args:
         estimate: The model with estimated durations, in any unit: their ratios are where the
             measurement begins, and what is not measured yet is scaled to what is.
-
-    Attributes:
-        num_steps: Steps that have been observed.
     """
 
     def __init__(self, estimate: ModelProfile) -> None:
@@ -66,8 +63,6 @@ class MeasuredProfile:
         """Take in a step.
 
         Args:
-            timeline: When its actions ran.
-            partition: Its stages, of this model's blocks.
             speeds: How fast every worker is; empty: as fast as the estimate says.
         """
         self.num_steps += 1

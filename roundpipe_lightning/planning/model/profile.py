@@ -17,7 +17,6 @@ class BlockProfile:
 
     Attributes:
         name: Dotted name in the model, e.g. `model.layers.3`.
-        forward_seconds: Duration of the forward pass.
         backward_seconds: Duration of the backward pass, the recompute not included.
         parameter_bytes: Size of all parameters and buffers in the compute dtype.
         trainable_bytes: Size of those that get a gradient, in the compute dtype.

@@ -82,7 +82,6 @@ class Amount:
             short: Value for one sequence of `seq_len` tokens.
             long: Value for one sequence of twice as many tokens.
             double: Value for two sequences of `seq_len` tokens.
-            seq_len: Number of tokens.
         """
         per_square = (long - double) / (2 * seq_len**2)
         per_token = (double - short) / seq_len - per_square * seq_len
@@ -150,7 +149,6 @@ class BlockWork:
 
     Attributes:
         name: Dotted name in the model, e.g. `model.layers.3`.
-        forward: The forward pass.
         backward: The backward pass, the recompute not included.
         num_parameters: Parameters, without buffers.
         num_trainable: Those that get a gradient.
@@ -208,7 +206,6 @@ class WorkProfile:
         head: The code before the first block (embedding, masks).
         tail: The code after the last block (norm, LM head, loss).
         tied_parameters: Parameters that head and tail share, counted in both.
-        fingerprint: Identifies the model's structure.
         cuts: Where no stage may reach across, see `ModelProfile.cuts`.
     """
 

@@ -36,14 +36,7 @@ _MUCH_IDLE_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDescription:
-    """A plan, what it is for, and what it needs.
-
-    Attributes:
-        job: What is trained on which machine.
-        plan: The plan.
-        memory: What it needs.
-        prediction: How long an optimizer step takes.
-    """
+    """A plan, what it is for, and what it needs."""
 
     job: TrainingJob
     plan: Plan

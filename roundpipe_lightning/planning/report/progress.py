@@ -29,8 +29,6 @@ class StepProgress:
     """Progress of a step.
 
     Attributes:
-        plan: What is run.
-        ended: The actions that have ended.
         running: The actions that have begun and not ended, with the seconds since they began.
     """
 

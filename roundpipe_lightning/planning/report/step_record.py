@@ -56,10 +56,6 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
     The values add up to `num_workers * makespan_seconds - busy_seconds`. Causes that a timeline
     does not show are 0.
 
-    Args:
-        timeline: When every action ran.
-        partition: The stages it is of.
-
     Raises:
         PlanError: The timeline has an action that the partition does not have.
     """
@@ -172,9 +168,6 @@ class StepRecord:
     """A training step that has run.
 
     Attributes:
-        plan: Its plan.
-        timeline: When every action ran.
-        counters: What the engine has counted.
         clock_seconds: Where the timeline's 0 lies on the clock of the step before, which was still
             in flight; None: none was, and the clock is the timeline's own.
         operations: Operations of the whole step; None where the step's code could not be measured.

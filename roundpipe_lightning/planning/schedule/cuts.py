@@ -15,11 +15,7 @@ from roundpipe_lightning.planning.schedule.stages import Partition
 
 
 def check_cuts(cuts: Sequence[int], *, num_blocks: int) -> None:
-    """Refuse cuts that do not ascend or do not lie between two blocks.
-
-    Raises:
-        PlanError: They do not.
-    """
+    """Refuse cuts that do not ascend or do not lie between two blocks; PlanError: they do not."""
     if any(first >= second for first, second in pairwise((0, *cuts, max(num_blocks, 1)))):
         raise PlanError(
             f"cuts={tuple(cuts)} of {num_blocks} blocks: give ascending numbers from 1 to "

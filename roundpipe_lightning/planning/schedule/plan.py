@@ -36,11 +36,7 @@ def format_blocks(blocks: Sequence[int]) -> str:
 
 
 def parse_resident(text: str) -> tuple[tuple[int, ...], ...]:
-    """Read the text form back.
-
-    Raises:
-        PlanError: It is none.
-    """
+    """Read the text form back; PlanError if it is none."""
     if text.strip() == _NONE:
         return ()
     try:
@@ -154,7 +150,6 @@ class PipelineLayout(PipelineConfig):
     """Stages of a step, and the order of its microbatches through them.
 
     Attributes:
-        partition: How many blocks each stage has.
         resident: For every worker the blocks whose weights stay on it between stage runs. Frozen
             blocks stay for good, trainable ones within the step. Empty: none stay.
     """
@@ -177,7 +172,6 @@ class Plan(PipelineLayout):
 
     Attributes:
         model: Fingerprint of the model that the plan is for, see `planning.profile.fingerprint`.
-        num_workers: Number of workers.
         schedule: Every worker's actions in order.
         block_names: Names of the model's blocks, first block first.
 

@@ -51,9 +51,6 @@ def round_robin_schedule(
     """Lay the stages round the workers.
 
     Args:
-        partition: The stages.
-        num_workers: Number of workers.
-        num_microbatches: Number of microbatches.
         round_size: Microbatches that travel together; the last round may have fewer.
         team_size: Workers that share a stage's microbatches; divides `num_workers`.
         speeds: How fast every worker is; empty: they are equal.

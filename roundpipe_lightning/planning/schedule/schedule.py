@@ -59,10 +59,7 @@ class Action:
     """One stage for one microbatch on one worker.
 
     Attributes:
-        kind: The stage's kind.
         stage: The stage's index (`Stage.index`).
-        microbatch: Index of the microbatch.
-        worker: Index of the worker that runs it.
     """
 
     kind: StageKind
@@ -120,11 +117,7 @@ class Schedule:
             yield from actions
 
     def worker_of(self, key: ActionKey) -> int:
-        """Return the worker that runs the action.
-
-        Raises:
-            PlanError: If no worker runs it.
-        """
+        """Return the worker that runs the action; PlanError if no worker runs it."""
         try:
             return self._worker_of[key]
         except KeyError:
@@ -178,7 +171,6 @@ class Dependency:
     """An action that must have ended before another, or a part of it, may begin.
 
     Attributes:
-        key: The action that must have ended.
         needed_for: The part of the waiting action that waits.
     """
 

@@ -166,11 +166,7 @@ class Partition:
         return self._stages
 
     def stage(self, kind: StageKind, index: int) -> Stage:
-        """Return one stage.
-
-        Raises:
-            PlanError: If this partition has no such stage.
-        """
+        """Return one stage; PlanError if this partition has no such stage."""
         position = index if kind is StageKind.FORWARD else self.num_forward + index
         if 0 <= position < self.num_stages:
             stage = self._stages[position]
@@ -232,11 +228,7 @@ class Partition:
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """Read the text form back.
-
-        Raises:
-            PlanError: If the text is not a partition.
-        """
+        """Read the text form back; PlanError if the text is not a partition."""
         words = text.split()
         if words[:1] != ["forward"] or "|" not in words or words.count("backward") != 1:
             raise PlanError(f"{text!r} is not a partition; write 'forward 3 3 | backward 2 3 3'.")

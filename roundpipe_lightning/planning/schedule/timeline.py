@@ -13,9 +13,7 @@ class TimelineEntry:
     """One action's place in time.
 
     Attributes:
-        action: What ran.
         start_seconds: When it began, from the beginning of the step.
-        end_seconds: When it ended.
         waiting_seconds: Part of the time between, in which the worker stood idle inside the action:
             a BACKWARD action that has recomputed and waits for its gradient.
     """

@@ -59,8 +59,6 @@ class Case:
 
     Attributes:
         config: Microbatches, rounds, teams, slots, recompute.
-        step: The model on the machine.
-        request: What is wanted.
         limits: Blocks per stage at most, other stages as small as they may be.
         joint_limits: Blocks per stage at most, all stages together.
     """

@@ -55,7 +55,6 @@ class Effort:
         num_even: Numbers of stages to choose from among even partitions, about.
         num_verified_actions: Actions of the simulations, together, that even partitions get which
             might be better than what was found.
-        seed: Seed of the random numbers.
     """
 
     num_actions: int = 30_000_000
@@ -84,10 +83,8 @@ def search_partitions(
     """Return the best partitions found, the best first.
 
     Args:
-        evaluator: Knows the model and the workers.
         even: Partitions to begin with, from `even_partitions`.
         limits: What every partition must keep.
-        effort: How long to search.
         num_results: How many to return, at most.
         fits: Which partitions fit; None: all do.
     """

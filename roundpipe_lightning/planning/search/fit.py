@@ -40,17 +40,11 @@ class TrainingJob:
     """A model's training on a machine, and the constraints on its plan.
 
     Attributes:
-        work: The model.
-        hardware: The machine.
         dtype: Name of the compute dtype in `MatrixRates`.
-        storage: What is kept for each parameter.
-        shape: One microbatch.
         num_microbatches: Microbatches of a batch.
         num_batches: Batches that are accumulated before the weights change.
         batch_sequences: Sequences of a batch, where the last microbatch has fewer than the others;
             None: all have as many.
-        hints: The user's constraints.
-        timing: When the optimizer runs.
         effort: How long to search per team and round size. `QUICK`: some even stages alone, in
             teams of 1 or of all, to compare jobs with each other or to show that one fits.
         joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`.
@@ -124,9 +118,7 @@ class FitAnswer:
     """Whether a job fits, and how it is best done.
 
     Attributes:
-        job: What was asked.
         layout: The stages, teams and rounds; the smallest stages where none fit a device.
-        memory: What they need.
         planned: The plan; None where a device cannot hold even the smallest stages.
         reason_no_plan: Why there is no plan; empty where there is one.
     """
@@ -317,7 +309,6 @@ def improved_plan(
     None where too little is to be gained.
 
     Args:
-        plan: The plan in use.
         profile: The model with measured durations.
         job: What the plan was made for: the machine, its memory, the hints.
         planning_seconds: How long the search takes, as far as is known.

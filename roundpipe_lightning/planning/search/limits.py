@@ -155,7 +155,6 @@ def resident_blocks(
     """Return for every worker the blocks that stay on it, ascending; empty where none do.
 
     Args:
-        footprint: The model on the machine.
         layout: The plan's stages, teams and rounds; it must fit.
         at_least: Blocks that must stay on every worker that runs as many.
         at_most: Blocks that may stay on a worker; None: as many as fit and save uploads.

@@ -73,7 +73,6 @@ class PlannedTraining:
 
     Attributes:
         plan: The plan; its microbatches are those of all accumulated batches.
-        prediction: How long an optimizer step takes.
     """
 
     plan: Plan
@@ -111,7 +110,6 @@ def plan_training(
         storage: What is kept for each parameter, parameters of the profile having 16 bits; None:
             the host takes no time.
         num_trainable: Parameters that the optimizer steps.
-        timing: When it does.
 
     Raises:
         FitError: If a device cannot hold a block, or what is asked for.

@@ -66,7 +66,6 @@ class Remedy(Generic[T]):
 
     Attributes:
         change: What differs, in the words of whoever asks.
-        price: What it costs.
         job: Makes the job with the change; it may be refused with a `RoundPipeError`.
     """
 

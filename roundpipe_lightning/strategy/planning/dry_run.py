@@ -50,9 +50,6 @@ def dry_run(
 
     Args:
         module: The user's module, attached to its trainer.
-        stack: Its blocks.
-        microbatch: What the step is called with.
-        arguments: The step's other arguments.
         compute_dtype: What autocast computes in; None: what the parameters are.
         loss: Which losses are computed without whole logits.
 

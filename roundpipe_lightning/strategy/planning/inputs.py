@@ -53,9 +53,7 @@ def find_machine(
         source: What the user gave for it. `"auto"` is this machine: its accelerators, measured once
             in less than ten seconds; or its processor, with rates that are assumed, because CPU
             workers are alike whatever their speed, and the memory that there is.
-        num_workers: Workers.
         workers_per_device: Workers that share each device.
-        computes_on_host: Whether they are CPU workers.
         accelerators: The devices; empty: the first ones of the machine.
 
     Raises:
@@ -245,7 +243,6 @@ class TransferSizes:
     """The sizes in which weights and gradients are sent, for the planner.
 
     Args:
-        stacks: All blocks.
         dtype: Of the copies from which matrices are uploaded; None: there are none.
 
     Attributes:
@@ -267,7 +264,6 @@ class TransferSizes:
 
         Args:
             work: The model, a block per call of the chain.
-            chain: The calls.
         """
         if len(work.blocks) != len(chain.links):  # of another chain, which is looked at again
             return work

@@ -30,11 +30,9 @@ class Planned:
 
     Attributes:
         plan: The plan in use for batches like this one.
-        job: What was planned.
         measured: How long its blocks take, as far as that has been measured.
         knows_activations: Whether the job's work is that of the step, not of its parameters alone.
         size: Values in the largest microbatch's tensors; 0: before the first batch.
-        planning_seconds: How long the search took.
         next_look: Steps after which a better plan is looked for.
     """
 
@@ -90,7 +88,6 @@ class StepWork:
     """Work of a step, as far as it is known.
 
     Attributes:
-        work: What a microbatch costs.
         knows_activations: Whether its bytes are among that.
         is_joined: Whether it is that of a piece: all go forward before the loss is computed.
     """
@@ -105,10 +102,6 @@ class StepWork:
 
 class PlanConstraints:
     """Constraints on a plan before it is made: the user's hints, and what follows besides.
-
-    Args:
-        options: The strategy's settings.
-        machine: What is planned for.
 
     Attributes:
         rounds: Team and round size of the first plan, by its number of microbatches.

@@ -84,18 +84,11 @@ class StepPlanner:
 
     Args:
         module: The user's module, attached to its trainer.
-        stacks: Its stacks of blocks.
-        devices: One per worker.
-        computes_on_host: Whether the Trainer's are CPU workers.
-        precision: The precision plugin.
-        options: The strategy's settings.
         optimizers: The optimizers of the training; none for an evaluation.
         mapped: Whether frozen weights stay in their files, where the parameters do not say so.
 
     Attributes:
-        machine: What is planned for.
         chain: The calls that are planned for: each stack once, then what a step has called.
-        profile: The model as the planner sees it.
         num_microbatches: Microbatches of a full batch.
 
     Raises:
@@ -214,7 +207,6 @@ class StepPlanner:
 
         Args:
             given: What `training_step` is called with: its largest microbatch or, if `joined`, all.
-            arguments: The other arguments of `training_step`.
             count: Microbatches of the batch.
             joined: Whether the microbatches are pieces, inside the calls of blocks.
 
@@ -283,11 +275,7 @@ class StepPlanner:
             return replace(self._from_parameters(), is_joined=joined)
 
     def _dry_run(self, microbatch: Any, arguments: Sequence[Any]) -> StepWork:
-        """Run the step without values.
-
-        Raises:
-            DryRunError: It cannot be run so.
-        """
+        """Run the step without values; DryRunError: it cannot be run so."""
         work = dry_run(
             self._module,
             self._stack,
@@ -302,12 +290,7 @@ class StepPlanner:
         return StepWork(work=self._parameter_work, knows_activations=False)
 
     def event_of(self, planned: Planned, *, assumed_rates: bool) -> PlanEvent | None:
-        """Return the listeners' event for a plan about to be run; None if they have it.
-
-        Args:
-            planned: What is about to be run.
-            assumed_rates: Whether the machine's rates are assumed.
-        """
+        """Return the listeners' event for a plan about to be run; None if they have it."""
         before = [plan for job, plan in self._announced if job is planned.job]
         if before and before[-1] is planned.plan:
             return None
@@ -324,8 +307,6 @@ class StepPlanner:
         A plan that the user gave is never changed.
 
         Args:
-            planned: What was run.
-            timeline: When its actions ran.
             remaining_steps: Steps that are left, if that is known.
         """
         if planned.plan is self._given_plan or not self._options.replan:
@@ -406,9 +387,7 @@ class StepPlanner:
         Args:
             step: Work of a microbatch.
             count: Microbatches of a batch.
-            effort: As in `TrainingJob`.
             shape: A microbatch, where the work is not that of one alone.
-            num_batches: As in `TrainingJob`.
             batch_sequences: As in `TrainingJob`.
             is_full: Whether the batch is none of those that are smaller than others.
         """
@@ -474,9 +453,6 @@ class StepPlanner:
         """Return the error for what does not fit, with what would.
 
         Args:
-            answer: What it needs.
-            remedies: Changes that make it fit.
-            what: What does not fit.
             shorter: How long sequences may be; empty where that is not known.
         """
         job, alone = answer.job, ""

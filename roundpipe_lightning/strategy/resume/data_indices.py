@@ -47,8 +47,6 @@ class RecordedSampler:
     """Stands in for a loader's sampler: notes the randomness of an order, or draws one again.
 
     Args:
-        sampler: What the loader takes its indices from.
-        randomness: The loader's.
         num_workers: Processes that load; 0: indices are drawn one at a time, as they are needed.
         marks: Whether skipped batches may be announced to the processes, so that every batch is
             loaded by the process that would have loaded it.
@@ -131,11 +129,7 @@ Stamp = tuple[int, HostRandomness]
 
 
 class StampingCollate:
-    """Makes batches in a process and sends along where its generators stand then.
-
-    Args:
-        collate: The loader's own function.
-    """
+    """Makes batches in a process and sends along where its generators stand then."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate

@@ -85,7 +85,6 @@ class LoaderPosition:
     """Position of the iteration over a loader.
 
     Args:
-        loader: The user's loader.
         waits: Whether the first iteration waits for `resume`.
     """
 
@@ -163,7 +162,6 @@ class LoaderPosition:
         """Let the present iteration, or if it has begun the next one, go on from `state`.
 
         Args:
-            state: What `state` returned.
             epoch: Which epoch samplers with `set_epoch` are to draw.
         """
         self.randomness.restore_own(state["own"])

@@ -46,10 +46,6 @@ class LogSnapshot:
 
     What Lightning has logged as tensors is held by reference, because it replaces tensors and
     changes none. Metric objects may change theirs, so all that may be one of those is copied.
-
-    Args:
-        trainer: A trainer that fits a module.
-        metrics: What `metrics_of` returned for the module.
     """
 
     def __init__(self, trainer: Trainer, metrics: Mapping[str, Metric]) -> None:

@@ -189,8 +189,6 @@ def defer_limits(
     """Defer the end of a training, while its loops are restored.
 
     Args:
-        trainer: The trainer, with its loops restored.
-        position: Where the checkpoint was written.
         is_asked: Whether the training had been asked to stop.
 
     Returns:

@@ -108,8 +108,6 @@ class Randomness:
     """States of all generators that an order of batches may be drawn from.
 
     Attributes:
-        host: The host's generators.
-        own: The generators of the loader's parts.
         samplers: The state dicts of samplers that have one.
     """
 

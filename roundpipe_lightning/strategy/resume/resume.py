@@ -172,9 +172,7 @@ class ResumePoint:
         """Restore what can be before the data is set up.
 
         Args:
-            trainer: The trainer, with its loops restored.
             state: What `state` returned, or what an earlier version did.
-            loops: The checkpoint's entry of that name.
 
         Raises:
             CheckpointError: Lightning would have to load what an earlier version left to it.

@@ -31,8 +31,6 @@ def late_clipping(
     Args:
         optimizer: Whose gradients, which are all there.
         limit: Of the norm, or of the magnitude of values.
-        algorithm: Which of them.
-        norm_of: Gives the norm of a parameter's gradient.
     """
     members = [p for group in optimizer.param_groups for p in group["params"]]
     members = [p for p in members if p.grad is not None]

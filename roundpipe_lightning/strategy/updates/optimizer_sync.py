@@ -52,7 +52,6 @@ class OptimizerSync:
 
     Args:
         module: The user's module, attached to its trainer.
-        optimizers: Its optimizers.
         runtime: Runs the batches, and has the updater.
         precision: The precision plugin; until `close` it puts clipping off while a batch is in
             flight.
@@ -131,8 +130,6 @@ class OptimizerSync:
         """Make an optimizer's step, or submit it.
 
         Args:
-            optimizer: The optimizer.
-            closure: Runs the batch forward and backward.
             make: Lightning's own way to make the step, given a closure.
             has_arguments: Whether more than a closure is given to `optimizer.step`.
         """
@@ -380,12 +377,7 @@ class OptimizerSync:
 
 
 class TrainedParameters:
-    """Parameters trained when a training began, to be compared with those trained now.
-
-    Args:
-        module: The user's module.
-        optimizers: Its optimizers.
-    """
+    """Parameters trained when a training began, to be compared with those trained now."""
 
     def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._module = module
@@ -428,7 +420,6 @@ def check_gradients(
     """Refuse a step with gradients that are not finite.
 
     Args:
-        optimizer: Whose step.
         module: Names the parameters.
         blocks: Names of the blocks.
 

@@ -86,7 +86,6 @@ class ParameterWatch:
     """Watches trained parameters, and optimizers' state, in the thread that makes it.
 
     Args:
-        optimizers: Whose parameters and state are watched.
         on_access: Called before code that is not ours looks at something: at what, the frame of
             that code, and the parameter, if there is one. It waits for the step.
 
