@@ -97,17 +97,12 @@ class _ErrorKeepingFile:
 
 
 class _Protected:
-    """A storage that is to be written as it is now.
-
-    Attributes:
-        storage: The memory itself, then a copy of it, then None.
-        num_readers: Files that it is still to be written into.
-    """
+    """A storage that is to be written as it is now."""
 
     def __init__(self, storage: Storage) -> None:
-        self.storage: Storage | None = storage
+        self.storage: Storage | None = storage  # the memory itself, then a copy of it, then None
         self.num_bytes = storage.nbytes()
-        self.num_readers = 0
+        self.num_readers = 0  # files that it is still to be written into
         self.is_read = False
         self.is_copy = False
 

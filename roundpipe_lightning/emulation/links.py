@@ -173,15 +173,11 @@ class CopyEvent(EmulatedEvent):
 
 @dataclass
 class _RateGroup:
-    """Copies in flight on links of one rate, all equally fast at every moment.
-
-    Attributes:
-        done_bytes: Of a copy that has always been in flight.
-        copies: A heap by `done_bytes` at their end; a number; called with the end.
-    """
+    """Copies in flight on links of one rate, all equally fast at every moment."""
 
     bytes_per_second: float
-    done_bytes: float = 0.0
+    done_bytes: float = 0.0  # of a copy that has always been in flight
+    # a heap by `done_bytes` at their end; a number; called with the end
     copies: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
 
 
@@ -260,18 +256,13 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A copy on a link.
-
-    Attributes:
-        after: What it waits for.
-        copy: Copies, when its time is up.
-    """
+    """A copy on a link."""
 
     num_bytes: int
     issued_seconds: float
-    after: Sequence[Event]
+    after: Sequence[Event]  # what it waits for
     begin: Callable[[], None]
-    copy: Callable[[], None]
+    copy: Callable[[], None]  # copies, when its time is up
     event: CopyEvent
 
 

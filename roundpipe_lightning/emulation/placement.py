@@ -76,17 +76,12 @@ def _parse(device_name: str) -> tuple[str, int]:
 
 @dataclass(kw_only=True, slots=True)
 class Operand:
-    """A tensor argument of an operation and where it is.
+    """A tensor argument of an operation and where it is."""
 
-    Attributes:
-        name: The argument's name in the operation's schema.
-        column: Its position, where the argument is a list of tensors.
-    """
-
-    name: str
+    name: str  # the argument's name in the operation's schema
     tensor: torch.Tensor
     place: str | None
-    column: int | None
+    column: int | None  # its position, where the argument is a list of tensors
     written: bool
 
     def __str__(self) -> str:

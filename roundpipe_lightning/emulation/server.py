@@ -104,10 +104,6 @@ class EmulatedServer:
         tags: Whether tensors refuse to mix. Without, they are plain ones, and cost the host less.
         chunk_bytes: Longest copy that a more urgent one cannot overtake; None: that of hardware.
         speeds: How fast each device computes; None: all at speed 1.
-
-    Attributes:
-        host: The time of the host's threads.
-        clock: Does what is due.
     """
 
     def __init__(
@@ -127,8 +123,8 @@ class EmulatedServer:
         self.checker = checker
         self.poison = poison
         self.tags = tags
-        self.host = HostClock()
-        self.clock = ServerClock("clock of the emulated server")
+        self.host = HostClock()  # the time of the host's threads
+        self.clock = ServerClock("clock of the emulated server")  # does what is due
         self.memory = HostMemory(self.timing.host_bytes_per_second, clock=self.clock)
         self.page_locked: dict[int, int] = {}
         self._active = threading.local()

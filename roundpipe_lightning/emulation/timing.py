@@ -34,27 +34,20 @@ from roundpipe_lightning.errors import ConfigurationError
 class EmulatedTiming:
     """Speeds and delays of an emulated server.
 
-    Attributes:
-        upload_bytes_per_second: Of each device's link.
-        download_bytes_per_second: Of each device's link.
-        host_bytes_per_second: Of the host's memory, which copies in flight share.
-        direct_bytes_per_second: Of copies from device to device, on the link of the one that
-            receives them; None: no device reaches another's memory.
-        copy_seconds: What each copy takes beside its bytes.
-        launch_seconds: What a piece of compute takes the host, with the interpreter's lock.
-        max_delay_seconds: Every copy and every mark on a compute queue takes a random time more,
-            up to this.
-
     Raises:
         ConfigurationError: If a rate is not positive or a time is negative.
     """
 
-    upload_bytes_per_second: float = math.inf
-    download_bytes_per_second: float = math.inf
-    host_bytes_per_second: float = math.inf
+    upload_bytes_per_second: float = math.inf  # of each device's link
+    download_bytes_per_second: float = math.inf  # of each device's link
+    host_bytes_per_second: float = math.inf  # of the host's memory, which copies in flight share
+    # of copies from device to device, on the link of the one that receives them; None: no device
+    # reaches another's memory
     direct_bytes_per_second: float | None = None
-    copy_seconds: float = 0.0
+    copy_seconds: float = 0.0  # what each copy takes beside its bytes
+    # what a piece of compute takes the host, with the interpreter's lock
     launch_seconds: float = 0.0
+    # every copy and every mark on a compute queue takes a random time more, up to this
     max_delay_seconds: float = 0.0
     seed: int = 0
 
@@ -108,16 +101,11 @@ class HostClock:
 
 @dataclass(order=True, slots=True)
 class Due:
-    """Something that is to be done at a moment.
+    """Something that is to be done at a moment."""
 
-    Attributes:
-        seconds: The moment, of `time.perf_counter`.
-        number: Counts them: of two with one moment the earlier goes first.
-        call: What is to be done; None: nothing any more.
-    """
-
-    seconds: float
-    number: int
+    seconds: float  # the moment, of `time.perf_counter`
+    number: int  # counts them: of two with one moment the earlier goes first
+    # what is to be done; None: nothing any more
     call: Callable[[], None] | None = field(compare=False)
 
     def cancel(self) -> None:

@@ -63,67 +63,53 @@ UserStep: TypeAlias = Callable[[Any, Any, int], Any]
 
 
 class StepOptions(TypedDict, total=False):
-    """What `Engine.begin_step` may be told.
+    """What `Engine.begin_step` may be told."""
 
-    Attributes:
-        backward: Whether gradients are wanted, as they are by default.
-        step_seed: The step's random number; by default one is drawn.
-        first_microbatch: Microbatches of the whole batch that other hosts have before these: random
-            numbers follow from it.
-        thread_context: Entered in every thread, for thread-local state such as autocast.
-        overrides: Attributes of a microbatch's root view, by its index.
-        stand_ins: Modules that are something else in every view.
-        outside: Asked, in every microbatch's thread, before each torch function of the user's code
-            outside the blocks; it may answer in the function's place.
-        writes_nothing: Whether the step is proven to write no attributes: else it is refused.
-    """
-
-    backward: bool
-    step_seed: int
+    backward: bool  # whether gradients are wanted, as they are by default
+    step_seed: int  # the step's random number; by default one is drawn
+    # microbatches of the whole batch that other hosts have before these: random numbers follow from
+    # it
     first_microbatch: int
+    # entered in every thread, for thread-local state such as autocast
     thread_context: Callable[[], AbstractContextManager[Any]]
+    # attributes of a microbatch's root view, by its index
     overrides: Callable[[int], Mapping[str, Any]]
-    stand_ins: Mapping[nn.Module, nn.Module]
+    stand_ins: Mapping[nn.Module, nn.Module]  # modules that are something else in every view
+    # asked, in every microbatch's thread, before each torch function of the user's code outside the
+    # blocks; it may answer in the function's place
     outside: Outside | None
-    writes_nothing: bool
+    writes_nothing: bool  # whether the step is proven to write no attributes: else it is refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """State that the microbatches of one step share. The rest is as of `StepOptions`.
-
-    Attributes:
-        repeated: Parameters of blocks that stand in the chain more than once.
-        returned: Counts down the microbatches whose user code has not returned.
-        forms: What is known of calls, where the user's code runs once on the whole batch and the
-            microbatches are pieces of it; None: it runs for every microbatch.
-        is_first: Whether no step of the engine has ended before it began.
-        may_write: As of `UserCode`.
-    """
+    """State that the microbatches of one step share. The rest is as of `StepOptions`."""
 
     module: nn.Module
     stacks: Sequence[BlockStack]
     chain: Chain
-    repeated: frozenset[nn.Parameter]
+    repeated: frozenset[nn.Parameter]  # parameters of blocks that stand in the chain more than once
     turns: Turns
     workers: Sequence[Worker]
     classes: ViewClasses
     reducer: GradientReducer
     draws: StepDraws
     call: UserStep
-    returned: Countdown
-    is_first: bool
+    returned: Countdown  # counts down the microbatches whose user code has not returned
+    is_first: bool  # whether no step of the engine has ended before it began
     backward: bool = True
     step_seed: int = field(default_factory=lambda: int(torch.randint(0, 2**62, (), device="cpu")))
     first_microbatch: int = 0
     thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     overrides: Callable[[int], Mapping[str, Any]] = lambda index: {}
     stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
-    may_write: bool | None = None
+    may_write: bool | None = None  # as of `UserCode`
     outside: Outside | None = None
     writes_nothing: bool = False
     outside_blocks: frozenset[nn.Parameter] = frozenset()
     compiler: BlockCompiler | None = None
+    # what is known of calls, where the user's code runs once on the whole batch and the
+    # microbatches are pieces of it; None: it runs for every microbatch
     forms: CallForms | None = None
 
 
@@ -134,12 +120,6 @@ class Microbatch:
         batch: Its part of the batch, on the host.
         loss_scale: What its loss is multiplied by for the backward pass; 0 skips it.
         outside: The user code outside the blocks; None: its own.
-
-    Attributes:
-        output: What the user's step has returned, on the host when `await_output` returns.
-        loss: The loss in it, likewise.
-        links: The calls of blocks that it made.
-        num_streamed: How many of them were not planned.
     """
 
     runs_user_code = True
@@ -153,10 +133,11 @@ class Microbatch:
         loss_scale: float = 0.0,
         outside: UserCode | None = None,
     ) -> None:
+        # what the user's step has returned, on the host when `await_output` returns
         self.output: Any = None
-        self.loss: Tensor | None = None
-        self.links: list[Link] = []
-        self.num_streamed = 0
+        self.loss: Tensor | None = None  # the loss in it, likewise
+        self.links: list[Link] = []  # the calls of blocks that it made
+        self.num_streamed = 0  # how many of them were not planned
         self._index = index
         self._context = context
         self._batch = batch

@@ -7,18 +7,8 @@ worker 1             F1 F1  B1 B1    │   F1 F1 ..
 worker 2               X  X   B0 B0  │ ..X  X              │: a worker goes on with the next step
 ```
 
-What a step has returned is known when its last microbatch begins its backward pass. Until its
-gradients are asked for, the Trainer's thread may do other things, and begin the next step: every
-worker takes that up when its own part of this one has ended. What this one reads must not change in
-between; the next one may be given other values (`store/weight_versions.py`). So that nobody can
-see a difference, a step is waited for to its end, as if it were alone, when
-
-- it draws random numbers from the process-wide generators, which its recompute would seed for a
-  moment while other code draws from them; dropout does not (`capture/randomness.py`);
-- it has called blocks that it had no plan for, whose weights are not uploaded ahead;
-- it has written attributes or buffers of modules: its recompute must see what was there before the
-  user's code wrote, and what its own blocks wrote last;
-- no step of this engine has ended yet: its recomputes are compared, which devices wait for.
+docs/engine.md (batches in flight) says how, and when a step is waited for to its end, as if it were
+alone, so that nobody can see a difference.
 """
 
 from __future__ import annotations
@@ -102,11 +92,6 @@ class Step:
 
     Args:
         waits_for_end: Whether `outputs` waits for its end.
-
-    Attributes:
-        team: Its threads, from `start` on.
-        failures: What the microbatches have raised, the first one first.
-        was_given_up: Whether it has ended because it or another step has failed.
     """
 
     def __init__(
@@ -120,9 +105,9 @@ class Step:
     ) -> None:
         self.microbatches = microbatches
         self.context = context
-        self.team: ThreadTeam | None = None
-        self.failures: list[Failure] = []
-        self.was_given_up = False
+        self.team: ThreadTeam | None = None  # its threads, from `start` on
+        self.failures: list[Failure] = []  # what the microbatches have raised, the first one first
+        self.was_given_up = False  # whether it has ended because it or another step has failed
         self._steps = steps
         self._waits_for_end = waits_for_end
         self._on_success = on_success
@@ -134,7 +119,7 @@ class Step:
         """Wait until the user's step has returned for all microbatches, and earlier steps ended.
 
         The step goes on: other steps may begin, as long as no parameter changes. It is waited for
-        to its end where that could be noticed (see the file's docstring).
+        to its end where that could be noticed (docs/engine.md).
 
         Raises:
             WatchdogError: If it makes no progress.

@@ -89,13 +89,9 @@ class _Encoding:
 
 
 class _Quantized(nn.Module):
-    """Base of the class that a layer with quantised weights gets, beside the class that it had.
+    """Base of the class that a layer with quantised weights gets, beside the class that it had."""
 
-    Attributes:
-        encodings: The encodings of its weights, by name.
-    """
-
-    encodings: dict[str, _Encoding]
+    encodings: dict[str, _Encoding]  # the encodings of its weights, by name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on weights that are whole until it ends."""

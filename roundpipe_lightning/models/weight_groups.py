@@ -32,31 +32,20 @@ _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class _Weight:
-    """One tensor of a model.
+    """One tensor of a model."""
 
-    Attributes:
-        name: As in the state dict of the model without adapters.
-        like: Shape and dtype, on the meta device.
-        make: Gives the values; they may be the model's own memory.
-        merged: Whether the values are those with adapters, not the model's own.
-    """
-
-    name: str
-    like: Tensor
-    make: Callable[[], Tensor]
-    merged: bool = False
+    name: str  # as in the state dict of the model without adapters
+    like: Tensor  # shape and dtype, on the meta device
+    make: Callable[[], Tensor]  # gives the values; they may be the model's own memory
+    merged: bool = False  # whether the values are those with adapters, not the model's own
 
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Tensors that a checkpoint's layout may have in other parts than the model.
-
-    Attributes:
-        model: Knows the layout; None: the model's own.
-    """
+    """Tensors that a checkpoint's layout may have in other parts than the model."""
 
     weights: Sequence[_Weight]
-    model: PreTrainedModel | None
+    model: PreTrainedModel | None  # knows the layout; None: the model's own
 
     def like(self) -> dict[str, Tensor]:
         return self._in_layout({weight.name: weight.like for weight in self.weights})

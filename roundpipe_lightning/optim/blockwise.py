@@ -49,15 +49,10 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class PowerCode:
-    """A code of 8 bits.
+    """A code of 8 bits."""
 
-    Attributes:
-        signed: Whether numbers may be negative.
-        squarings: The power is 2 to this.
-    """
-
-    signed: bool
-    squarings: int
+    signed: bool  # whether numbers may be negative
+    squarings: int  # the power is 2 to this
 
     @property
     def largest(self) -> int:

@@ -42,17 +42,11 @@ _ZEROS = 1 << 20
 
 
 class Range(NamedTuple):
-    """Bytes of a file.
+    """Bytes of a file."""
 
-    Attributes:
-        file: Index of the file.
-        start: First byte; a multiple of the page size.
-        stop: End; likewise, or the end of the file.
-    """
-
-    file: int
-    start: int
-    stop: int
+    file: int  # index of the file
+    start: int  # first byte; a multiple of the page size
+    stop: int  # end; likewise, or the end of the file
 
 
 class StateFile:

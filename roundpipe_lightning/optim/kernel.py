@@ -32,11 +32,6 @@ times: 64Ki take half as long again, 512Ki as long."""
 class StepKernel:
     """Steps parameters with AdamW. Copies of this object are the object itself.
 
-    Attributes:
-        files: Where the state is, if it is on disk.
-        copies: Where the new values of parameters are also written, flat. A parameter is known by
-            its memory, because a step in parts sees aliases of it.
-
     Args:
         moments: How the two moments are kept.
         stochastic_rounding: Whether masters of bfloat16 are rounded at random.
@@ -57,7 +52,9 @@ class StepKernel:
         piece_elements: int = PIECE_ELEMENTS,
         files: StateFiles | None = None,
     ) -> None:
-        self.files = files
+        self.files = files  # where the state is, if it is on disk
+        # where the new values of parameters are also written, flat. A parameter is known by its
+        # memory, because a step in parts sees aliases of it.
         self.copies: dict[tuple[int, int], Tensor] = {}
         self._moments = moments
         self._stochastic = stochastic_rounding

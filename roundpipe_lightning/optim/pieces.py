@@ -38,23 +38,14 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatParameter:
-    """A parameter about to be stepped; all tensors flat, in the order of the parameter's memory.
+    """A parameter about to be stepped; all tensors flat, in the order of the parameter's memory."""
 
-    Attributes:
-        values: Master.
-        gradient: Of the same size, in any floating dtype.
-        state: Tensors of the moments.
-        step: Number of this step, a scalar tensor; 1 is the first.
-        copy: Where the new values are also written, cast to its dtype.
-        seed: Of the roundings of this parameter in this step.
-    """
-
-    values: Tensor
-    gradient: Tensor
-    state: Mapping[str, Tensor]
-    step: Tensor
-    copy: Tensor | None
-    seed: int
+    values: Tensor  # master
+    gradient: Tensor  # of the same size, in any floating dtype
+    state: Mapping[str, Tensor]  # tensors of the moments
+    step: Tensor  # number of this step, a scalar tensor; 1 is the first
+    copy: Tensor | None  # where the new values are also written, cast to its dtype
+    seed: int  # of the roundings of this parameter in this step
     settings: Settings
 
 

@@ -258,29 +258,18 @@ def _content(value: Any, seen: frozenset[int], depth: int = 0) -> Any:
 
 @dataclass(kw_only=True)
 class MicrobatchedBatch:
-    """A batch that is about to be run.
+    """A batch that is about to be run."""
 
-    Attributes:
-        parts: What `training_step` is called with; of the whole batch there is one.
-        counts: What the loss of each is taken to average over.
-        num_microbatches: Microbatches of all parts.
-        joined: Whether these are pieces of the one part, inside the calls of blocks.
-        fusion: Asked before every torch function outside the blocks.
-        contents: `contents_of` the module, before the first batch of a form; None for others.
-        checks: Whether what the losses do average over is compared with `counts`.
-        notes: Whether it is noted: hosts weigh by it.
-        is_proven: Whether the step was proven to be the same on microbatches.
-    """
-
-    parts: Sequence[Any]
-    counts: Sequence[int]
-    num_microbatches: int
-    joined: bool
-    fusion: Outside | None
+    parts: Sequence[Any]  # what `training_step` is called with; of the whole batch there is one
+    counts: Sequence[int]  # what the loss of each is taken to average over
+    num_microbatches: int  # microbatches of all parts
+    joined: bool  # whether these are pieces of the one part, inside the calls of blocks
+    fusion: Outside | None  # asked before every torch function outside the blocks
+    # `contents_of` the module, before the first batch of a form; None for others
     contents: list[Any] | None = None
-    checks: bool = False
-    notes: bool = False
-    is_proven: bool = False
+    checks: bool = False  # whether what the losses do average over is compared with `counts`
+    notes: bool = False  # whether it is noted: hosts weigh by it
+    is_proven: bool = False  # whether the step was proven to be the same on microbatches
 
     def __post_init__(self) -> None:
         self._seen: list[list[float]] = [[] for _ in self.parts]

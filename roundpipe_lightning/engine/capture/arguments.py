@@ -54,18 +54,12 @@ class _Missing(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Something that a block put into a container or an object it was given.
+    """Something that a block put into a container or an object it was given."""
 
-    Attributes:
-        target: The user's container.
-        key: Key, index or attribute name.
-        in_object: Whether the target is an object, or inside one, rather than a plain container.
-    """
-
-    target: Any
-    key: Any
+    target: Any  # the user's container
+    key: Any  # key, index or attribute name
     value: Any
-    in_object: bool
+    in_object: bool  # whether the target is an object, or inside one, rather than a plain container
 
     def apply(self, value: Any) -> None:
         _put(self.target, self.key, value)

@@ -1,17 +1,7 @@
 """Compiled blocks: `torch.compile` once per kind of block, not once per block, worker or stage.
 
-```
-step 1     blocks run as they are; which of them leave something beside their output is noted
-step 2 on  block 0 ─┐
-           block 1 ─┼─ the same compiled code, with the parameters that are on the worker
-           block 2 ─┘
-```
-
-What is compiled is a plain copy of a block, of the user's own class, whose parameters are the
-worker's: they are inputs of the compiled code, so that one piece of code serves all blocks of a
-kind. Not compiled are blocks that write attributes, and those that leave tensors for the loss
-beside their output (router logits that a hook collects): the engine follows these function by
-function, which compiled code has no more of.
+What is compiled is a plain copy of a block whose parameters are inputs of the code. docs/engine.md
+says which blocks are not compiled, and why.
 """
 
 from __future__ import annotations

@@ -180,13 +180,10 @@ class StepDraws:
     Args:
         lock: Guards the generators: one draw at a time, their states put back after it. Shared by
             all steps of an engine.
-
-    Attributes:
-        num_draws: How often the step has drawn from generators that others may draw from.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
-        self.num_draws = 0
+        self.num_draws = 0  # how often the step has drawn from generators that others may draw from
         self._lock = lock
 
     def undisturbed(self, call: Callable[[], Any]) -> Any:

@@ -32,17 +32,12 @@ _PAST_ARGUMENTS = (
 
 
 class Origin(NamedTuple):
-    """Place in a microbatch's forward pass where a tensor was made.
-
-    Attributes:
-        function: Number of the torch function within the block; 0 are the block's inputs.
-        position: Which of the function's results.
-    """
+    """Place in a microbatch's forward pass where a tensor was made."""
 
     run: SideOutputs
     block: int
-    function: int
-    position: int
+    function: int  # number of the torch function within the block; 0 are the block's inputs
+    position: int  # which of the function's results
 
 
 class Watch(Enum):

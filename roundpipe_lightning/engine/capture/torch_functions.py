@@ -58,15 +58,11 @@ class ModeStack:
     """The modes of one thread that are put away while the engine runs.
 
     Its contexts are entered several times for every block: those of generators cost ten times more.
-
-    Attributes:
-        away: The modes that are put away.
-        is_active: Whether the user's code outside the blocks runs.
     """
 
     def __init__(self) -> None:
-        self.away: list[Any] = []
-        self.is_active = False
+        self.away: list[Any] = []  # the modes that are put away
+        self.is_active = False  # whether the user's code outside the blocks runs
 
     def without(self) -> AbstractContextManager[None]:
         """Put all modes away until the end of the context: the engine runs."""

@@ -92,16 +92,13 @@ class LazyTable(dict[str, V], Generic[V]):
         entries: The original's table; None entries stay None.
         place: Called with an original entry, returns what stands for it *now*; it is asked every
             time, because the worker that runs a view changes between segments.
-
-    Attributes:
-        known: The names that the original had when the view was made.
     """
 
     def __init__(self, entries: Mapping[str, Any], place: Callable[[Any], V]) -> None:
         super().__init__(entries)
         self._entries = entries
         self._place = place
-        self.known = tuple(entries)
+        self.known = tuple(entries)  # the names that the original had when the view was made
         #: Entries that the user's code has put in, used as they are: whether to write them back.
         self._own: dict[str, bool] = {}
 

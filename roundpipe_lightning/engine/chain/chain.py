@@ -25,15 +25,10 @@ from roundpipe_lightning.errors import ConfigurationError, PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStack:
-    """A chain of blocks that user code calls one after the other.
+    """A chain of blocks that user code calls one after the other."""
 
-    Attributes:
-        name: Dotted name of the list that holds them, e.g. `model.layers`.
-        blocks: The blocks in the order of their calls, each once.
-    """
-
-    name: str
-    blocks: tuple[nn.Module, ...]
+    name: str  # dotted name of the list that holds them, e.g. `model.layers`
+    blocks: tuple[nn.Module, ...]  # the blocks in the order of their calls, each once
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -51,32 +46,22 @@ class BlockStack:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One call of a block in a step.
-
-    Attributes:
-        name: Its dotted name; with `#2` for its second call in the step, and so on.
-        cut: Whether user code runs between the call before and this one. No stage holds both.
-        gradient: Whether it is called with gradients enabled.
-        backward: Whether anything in it or below it gets a gradient.
-    """
+    """One call of a block in a step."""
 
     block: nn.Module
-    name: str
+    name: str  # its dotted name; with `#2` for its second call in the step, and so on
+    # whether user code runs between the call before and this one. No stage holds both.
     cut: bool = False
-    gradient: bool = True
-    backward: bool = True
+    gradient: bool = True  # whether it is called with gradients enabled
+    backward: bool = True  # whether anything in it or below it gets a gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The calls of a step.
+    """The calls of a step."""
 
-    Attributes:
-        links: The calls in order.
-        others: Blocks that it does not call: where a step does, they run one at a time.
-    """
-
-    links: tuple[Link, ...] = ()
+    links: tuple[Link, ...] = ()  # the calls in order
+    # blocks that it does not call: where a step does, they run one at a time
     others: tuple[nn.Module, ...] = ()
 
     @classmethod

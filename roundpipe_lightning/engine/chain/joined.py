@@ -69,47 +69,32 @@ def piece_sizes(num_rows: int, num_pieces: int) -> tuple[int, ...]:
 
 
 class Cut(Reference):
-    """Stands for a tensor of user code in a posted call: every piece takes its part.
-
-    Attributes:
-        parts: What each piece takes: a leaf without a graph.
-    """
+    """Stands for a tensor of user code in a posted call: every piece takes its part."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        self.parts = parts
+        self.parts = parts  # what each piece takes: a leaf without a graph
 
 
 @dataclass(kw_only=True, eq=False)
 class PostedCall:
-    """A call of a block, for the pieces to replay.
-
-    Attributes:
-        position: Its position in the chain; None: it is streamed.
-        given: Its arguments, with `Cut` and `JoinedValue` in place of tensors.
-        taken: The joined values among them.
-        sizes: Rows of every piece; one without rows leaves the call out.
-        writes: What user code has written into the block's attributes.
-        left: As of `CallForm`.
-        begins_segment: Whether it is the first call after a segment of user code.
-        versions: Tensors that all pieces' parts are views of, and how often they were written into.
-        calls: The pieces' calls, by their numbers.
-    """
+    """A call of a block, for the pieces to replay."""
 
     number: int
-    position: int | None
+    position: int | None  # its position in the chain; None: it is streamed
     block: nn.Module
     name: str
-    given: Given
-    taken: Sequence[JoinedValue]
-    sizes: Sequence[int]
+    given: Given  # its arguments, with `Cut` and `JoinedValue` in place of tensors
+    taken: Sequence[JoinedValue]  # the joined values among them
+    sizes: Sequence[int]  # rows of every piece; one without rows leaves the call out
     gradient: bool
     autocast: Sequence[Autocast]
     variables: Context
-    writes: ModuleWrites
-    left: Sequence[tuple[nn.Module, str]]
-    begins_segment: bool
+    writes: ModuleWrites  # what user code has written into the block's attributes
+    left: Sequence[tuple[nn.Module, str]]  # as of `CallForm`
+    begins_segment: bool  # whether it is the first call after a segment of user code
+    # tensors that all pieces' parts are views of, and how often they were written into
     versions: Sequence[tuple[Tensor, int]]
-    calls: dict[int, BlockCall] = field(default_factory=dict)
+    calls: dict[int, BlockCall] = field(default_factory=dict)  # the pieces' calls, by their numbers
     values: list[JoinedValue] = field(default_factory=list)
 
     def check_unwritten(self) -> None:
@@ -170,14 +155,11 @@ class PieceBoard:
     Args:
         num_pieces: All of them, the driver included.
         turns: Those of the step: who waits is released when they are aborted.
-
-    Attributes:
-        forwards: The pieces' forward passes, by their numbers.
     """
 
     def __init__(self, num_pieces: int, turns: Turns) -> None:
         self.num_pieces = num_pieces
-        self.forwards: dict[int, ForwardPass] = {}
+        self.forwards: dict[int, ForwardPass] = {}  # the pieces' forward passes, by their numbers
         self._turns = turns
         self._changed = threading.Condition()
         self._posted: list[Any] = []

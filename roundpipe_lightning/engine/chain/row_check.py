@@ -48,15 +48,10 @@ class NotByRowsError(Exception):
 
 
 class Argument(NamedTuple):
-    """A tensor among a call's arguments.
+    """A tensor among a call's arguments."""
 
-    Attributes:
-        tensor: As the user's code gave it.
-        joined: What it stands for, if pieces have made it.
-    """
-
-    tensor: Tensor
-    joined: JoinedValue | None
+    tensor: Tensor  # as the user's code gave it
+    joined: JoinedValue | None  # what it stands for, if pieces have made it
 
 
 def arguments_of(given: Given) -> tuple[Sequence[Argument], bool]:

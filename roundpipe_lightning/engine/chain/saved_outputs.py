@@ -5,13 +5,9 @@ FORWARD    q k v ── attention ──▶ out, log-sum-exp ── kept, to the
 BACKWARD   q k v ──────────────── the same tensors ◀── back ──────────────┘   the graph is the same
 ```
 
-They travel like boundaries (`transfer/boundary.py`): to the host while the next block computes,
-back from the beginning of the block's recompute on, and not at all where they can stay on the
-device.
-
-The operations are named by the plan's policy (`planning/schedule/stages.py`). PyTorch's own
-selective checkpointing keeps them within one autograd graph; here forward and recompute are two
-stages, on two workers perhaps, so the same idea, dispatch modes around the block, is kept per call.
+PyTorch's own selective checkpointing keeps them within one autograd graph; here forward and
+recompute are two stages, on two workers perhaps, so the same idea, dispatch modes around the block,
+is kept per call. docs/engine.md says what is kept, and how it travels.
 """
 
 from __future__ import annotations
@@ -156,16 +152,12 @@ class KeptState:
 
 @dataclass
 class _Entry:
-    """Outputs of one run of an operation.
-
-    Attributes:
-        outputs: Tensors, or boundaries when they are on their way, and numbers; none if forgotten.
-        versions: How often each tensor had been written into.
-    """
+    """Outputs of one run of an operation."""
 
     operation: Any
+    # tensors, or boundaries when they are on their way, and numbers; none if forgotten
     outputs: list[Any]
-    versions: list[int]
+    versions: list[int]  # how often each tensor had been written into
 
 
 def _tensors(outputs: Sequence[Any]) -> list[Tensor]:

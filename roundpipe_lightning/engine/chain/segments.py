@@ -59,9 +59,6 @@ class Segments:
 
     Args:
         calls: The calls of blocks so far; grows while the user's code runs.
-
-    Attributes:
-        code_ran: Whether user code has computed since the last call.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class Segments:
         sources: Sources,
         backward: bool,
     ) -> None:
-        self.code_ran = False
+        self.code_ran = False  # whether user code has computed since the last call
         self._all = [Segment(start=0, first_node=0, is_fused=not turns.in_forward_stage)]
         self._calls = calls
         self._user = user

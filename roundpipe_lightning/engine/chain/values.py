@@ -143,14 +143,6 @@ class BlockCall:
         segment: Number of the segment whose graph it is part of; None if it keeps no graph.
         writes: What the user's code has written into the block's attributes before.
         source_of: Returns what is kept of a tensor among the arguments.
-
-    Attributes:
-        values: What the block made; set when it has run.
-        arguments: Tensors among the arguments that no block made.
-        inputs: Values of earlier blocks among them.
-        begins_group: Whether its recompute does not follow that of the call before.
-        kept: What its recompute does not run again; None: it runs everything.
-        left: Modules and names of attributes that it leaves tensors in, the last of its values.
     """
 
     def __init__(  # noqa: PLR0913 - all but two keyword-only
@@ -175,11 +167,13 @@ class BlockCall:
         self.segment = segment
         self.cut = cut
         self.writes = writes
-        self.values: list[Value] = []
-        self.arguments: list[Tensor] = []
-        self.inputs: list[Value] = []
-        self.begins_group = False
+        self.values: list[Value] = []  # what the block made; set when it has run
+        self.arguments: list[Tensor] = []  # tensors among the arguments that no block made
+        self.inputs: list[Value] = []  # values of earlier blocks among them
+        self.begins_group = False  # whether its recompute does not follow that of the call before
+        # what its recompute does not run again; None: it runs everything
         self.kept: KeptOutputs | None = None
+        # modules and names of attributes that it leaves tensors in, the last of its values
         self.left: Sequence[tuple[nn.Module, str]] = ()
         self._given: Given | None = None
         self._state = KeptState()

@@ -37,15 +37,11 @@ class Runtime:
 
     Args:
         device: For example `torch.device("xpu", 1)`.
-
-    Attributes:
-        new_stream: Makes a stream of a device.
-        new_event: Makes an event of a device.
-        current_stream: Returns the calling thread's stream of a device.
     """
 
-    new_stream: Callable[[torch.device], Any] = torch.Stream
-    new_event: Callable[[torch.device], Any] = torch.Event
+    new_stream: Callable[[torch.device], Any] = torch.Stream  # makes a stream of a device
+    new_event: Callable[[torch.device], Any] = torch.Event  # makes an event of a device
+    # returns the calling thread's stream of a device
     current_stream: Callable[[torch.device], Any] = staticmethod(torch.accelerator.current_stream)
 
     def __init__(self, device: torch.device) -> None:

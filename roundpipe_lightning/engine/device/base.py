@@ -46,24 +46,17 @@ class CopyQueue(Enum):
 
 
 class Device(ABC):
-    """A place where a worker computes.
+    """A place where a worker computes."""
 
-    Attributes:
-        name: What errors and timelines call it, e.g. `cuda:1`.
-        torch_device: What `self.device` says inside a view of the user's module.
-        shares_host_memory: Whether host tensors can be used in place. Then uploads and downloads
-            are the identity, and gradients are collected per microbatch, in order.
-        can_compile: Whether `torch.compile` works for its tensors.
-        staging: Gives so many page-locked bytes, through which uploads of other memory go: they
-            would stop the host.
-        chunk_bytes: Longest copy that a more urgent one cannot overtake.
-    """
-
-    name: str
-    torch_device: torch.device
+    name: str  # what errors and timelines call it, e.g. `cuda:1`
+    torch_device: torch.device  # what `self.device` says inside a view of the user's module
+    # whether host tensors can be used in place. Then uploads and downloads are the identity, and
+    # gradients are collected per microbatch, in order.
     shares_host_memory: bool = False
-    chunk_bytes: int = 2**24
-    can_compile: bool = True
+    chunk_bytes: int = 2**24  # longest copy that a more urgent one cannot overtake
+    can_compile: bool = True  # whether `torch.compile` works for its tensors
+    # gives so many page-locked bytes, through which uploads of other memory go: they would stop the
+    # host
     staging: Callable[[int], Tensor] | None = None
 
     def upload(self, tensor: Tensor, wait: Callable[[Event], None] | None = None) -> Tensor:

@@ -33,13 +33,9 @@ class UpdateAborted(Exception):  # noqa: N818 - nobody catches it but the update
 
 
 class Event(ABC):
-    """A moment that others wait for.
+    """A moment that others wait for."""
 
-    Attributes:
-        name: For messages, for example `upload of layers.3 to cuda:1`.
-    """
-
-    name: str = ""
+    name: str = ""  # for messages, for example `upload of layers.3 to cuda:1`
 
     @property
     @abstractmethod

@@ -107,17 +107,11 @@ def available_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
-    """The devices that are measured.
+    """The devices that are measured."""
 
-    Attributes:
-        devices: Accelerators; the one CPU without any.
-        name: What the devices are called.
-        num_workers: Accelerators, or CPU workers.
-    """
-
-    devices: tuple[torch.device, ...]
-    name: str
-    num_workers: int
+    devices: tuple[torch.device, ...]  # accelerators; the one CPU without any
+    name: str  # what the devices are called
+    num_workers: int  # accelerators, or CPU workers
 
     @classmethod
     def found(cls, num_workers: int | None, given: Sequence[torch.device] = ()) -> _Machine:

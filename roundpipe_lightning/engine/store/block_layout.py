@@ -31,19 +31,14 @@ _TENSOR_ALIGNMENT_BYTES = 64  # of every gradient, as of every parameter on the 
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter's place in the region of its block.
-
-    Attributes:
-        stride: Its strides, in elements.
-        gradient_dtype: Type of its gradient, where that is another one.
-    """
+    """A parameter's place in the region of its block."""
 
     offset: int
     dtype: torch.dtype
     shape: torch.Size
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # its strides, in elements
     trained: bool
-    gradient_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None  # type of its gradient, where that is another one
 
     @property
     def num_bytes(self) -> int:
@@ -64,13 +59,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Form:
-    """The places of a block's parameters, in the order of the block.
+    """The places of a block's parameters, in the order of the block."""
 
-    Attributes:
-        places: One per parameter.
-    """
-
-    places: tuple[Place, ...]
+    places: tuple[Place, ...]  # one per parameter
     num_bytes: int
 
     def __hash__(self) -> int:
@@ -107,18 +98,13 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UploadPiece:
-    """Host memory that is copied into a region.
+    """Host memory that is copied into a region."""
 
-    Attributes:
-        source: Flat bytes.
-        previous: Those that may be copied in their place (`weight_versions.py`); None: nothing.
-        trained: Whether it changes from step to step.
-    """
-
-    source: Tensor
+    source: Tensor  # flat bytes
+    # those that may be copied in their place (`weight_versions.py`); None: nothing
     previous: Tensor | None
     offset: int
-    trained: bool
+    trained: bool  # whether it changes from step to step
     is_locked: bool
 
     def version(self, *, previous: bool) -> Tensor:
@@ -127,18 +113,12 @@ class UploadPiece:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockLayout:
-    """A block's parameters, where they go and where they come from.
+    """A block's parameters, where they go and where they come from."""
 
-    Attributes:
-        parameters: In the order of the block.
-        pieces: What is copied.
-        has_copies: Whether a piece is a copy that this layout has made.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
+    parameters: tuple[nn.Parameter, ...]  # in the order of the block
     form: Form
-    pieces: tuple[UploadPiece, ...]
-    has_copies: bool
+    pieces: tuple[UploadPiece, ...]  # what is copied
+    has_copies: bool  # whether a piece is a copy that this layout has made
 
     @cached_property
     def trained(self) -> frozenset[nn.Parameter]:
@@ -147,15 +127,10 @@ class BlockLayout:
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Layout of gradients in a flat buffer of bytes.
+    """Layout of gradients in a flat buffer of bytes."""
 
-    Attributes:
-        parameters: Whose gradients.
-        places: Where each lies.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
-    places: tuple[Place, ...]
+    parameters: tuple[nn.Parameter, ...]  # whose gradients
+    places: tuple[Place, ...]  # where each lies
     num_bytes: int
 
     @cached_property

@@ -29,19 +29,14 @@ _ALIGNMENT_BYTES = 64  # of every parameter in its buffer: what vector units and
 
 @dataclass(kw_only=True, eq=False)
 class FlatBuffer:
-    """Host memory of parameters of one dtype, one behind the other.
+    """Host memory of parameters of one dtype, one behind the other."""
 
-    Attributes:
-        values: The parameters' own memory, in a storage of its own: uses of the parameters' are
-            those that others make, see `strategy/updates/parameter_watch.py`.
-        narrow: Its copy in 16 bits, which is uploaded in its place.
-        kept: What is uploaded while the optimizer writes into it; see `ParameterGroup.keep`.
-        members: What lies in it, with the first element of each.
-    """
-
+    # the parameters' own memory, in a storage of its own: uses of the parameters' are those that
+    # others make, see `strategy/updates/parameter_watch.py`
     values: Tensor
-    narrow: Tensor | None
-    members: dict[nn.Parameter, int]
+    narrow: Tensor | None  # its copy in 16 bits, which is uploaded in its place
+    members: dict[nn.Parameter, int]  # what lies in it, with the first element of each
+    # what is uploaded while the optimizer writes into it; see `ParameterGroup.keep`
     kept: Tensor | None = None
 
     @property

@@ -17,13 +17,9 @@ from roundpipe_lightning.errors import ConfigurationError
 
 
 class MappedParameter(nn.Parameter):
-    """A frozen parameter that is a view of a mapped file.
+    """A frozen parameter that is a view of a mapped file."""
 
-    Attributes:
-        file: What it is a view of, for messages.
-    """
-
-    file: Path
+    file: Path  # what it is a view of, for messages
     _address: int
     _written: int
 

@@ -116,16 +116,12 @@ class _Entry:
 
 @dataclass(kw_only=True, eq=False)
 class _Chunk:
-    """A copy that is in flight.
-
-    Attributes:
-        src: Where it comes from: memory that nobody holds is used again.
-    """
+    """A copy that is in flight."""
 
     entry: _Entry
     event: Event
     dst: Tensor
-    src: Tensor
+    src: Tensor  # where it comes from: memory that nobody holds is used again
     is_last: bool
 
 
@@ -136,10 +132,6 @@ class TransferQueue:
         on_failure: Called, in the queue's thread, with an error in a copy and the job's name.
         name: For messages, for example `upload queue of worker 1 (cuda:1)`.
         chunk_bytes: Longest copy that cannot be overtaken; None: the device's.
-
-    Attributes:
-        num_bytes: Bytes copied from or to the host since the beginning.
-        num_direct_bytes: Bytes copied from other devices.
     """
 
     def __init__(
@@ -152,8 +144,8 @@ class TransferQueue:
         chunk_bytes: int | None = None,
     ) -> None:
         self.name = name
-        self.num_bytes = 0
-        self.num_direct_bytes = 0
+        self.num_bytes = 0  # bytes copied from or to the host since the beginning
+        self.num_direct_bytes = 0  # bytes copied from other devices
         self._device = device
         self._queue = queue
         self._on_failure = on_failure

@@ -29,16 +29,12 @@ _MOST_UNUSED_STEPS = 16
 
 
 class _Block:
-    """Pages that are lent as a whole.
-
-    Attributes:
-        free_since: The number of the step in which they were given back.
-    """
+    """Pages that are lent as a whole."""
 
     def __init__(self, num_bytes: int) -> None:
         self.pages = own_pages(num_bytes)
         self.num_bytes = num_bytes
-        self.free_since = 0
+        self.free_since = 0  # the number of the step in which they were given back
 
 
 class PinnedPool:

@@ -22,15 +22,10 @@ from roundpipe_lightning.engine.store.block_layout import BlockLayout, Form, sum
 
 @dataclass(frozen=True)
 class _Leaves:
-    """The leaves of a form at a place.
+    """The leaves of a form at a place."""
 
-    Attributes:
-        leaves: In the order of the form's parameters.
-        num_attributes: How many attributes each has when it is new.
-    """
-
-    leaves: tuple[nn.Parameter, ...]
-    num_attributes: int
+    leaves: tuple[nn.Parameter, ...]  # in the order of the form's parameters
+    num_attributes: int  # how many attributes each has when it is new
 
     @property
     def are_as_new(self) -> bool:

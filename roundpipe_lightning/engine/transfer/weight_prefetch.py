@@ -44,33 +44,23 @@ from roundpipe_lightning.planning.schedule.stages import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class StageRun:
-    """Consecutive actions of one stage on one worker.
-
-    Attributes:
-        blocks: The stage's blocks, each once.
-        wanted: Those of them that will be needed, as far as is known before.
-    """
+    """Consecutive actions of one stage on one worker."""
 
     stage: Stage
-    blocks: tuple[nn.Module, ...]
-    wanted: tuple[nn.Module, ...]
+    blocks: tuple[nn.Module, ...]  # the stage's blocks, each once
+    wanted: tuple[nn.Module, ...]  # those of them that will be needed, as far as is known before
 
 
 @dataclass(kw_only=True, eq=False)
 class StageWeights:
-    """The weights of a stage run, there or in flight.
-
-    Attributes:
-        regions: Where its blocks lie.
-        events: The uploads that compute has not waited for yet.
-        uploaded: Blocks that are there or in flight.
-    """
+    """The weights of a stage run, there or in flight."""
 
     run: StageRun
-    regions: Mapping[nn.Module, Region]
+    regions: Mapping[nn.Module, Region]  # where its blocks lie
     versions: WeightVersions
+    # the uploads that compute has not waited for yet
     events: dict[nn.Module, Event] = field(default_factory=dict)
-    uploaded: set[nn.Module] = field(default_factory=set)
+    uploaded: set[nn.Module] = field(default_factory=set)  # blocks that are there or in flight
 
 
 class _Resident:

@@ -62,22 +62,14 @@ class WaitedFor(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerTraffic:
-    """Bytes and waits of a worker's transfers in a step.
+    """Bytes and waits of a worker's transfers in a step."""
 
-    Attributes:
-        uploaded_bytes: Bytes that its upload queue has copied from the host.
-        downloaded_bytes: The same of its download queue.
-        direct_bytes: Bytes that have come from other devices, without the host.
-        weights_wait_seconds: How long its compute has waited for weights.
-        boundaries_wait_seconds: The same for boundaries and their gradients.
-        waits: Beginning and end of each of these waits, in seconds of the step's clock.
-    """
-
-    uploaded_bytes: int = 0
-    downloaded_bytes: int = 0
-    direct_bytes: int = 0
-    weights_wait_seconds: float = 0.0
-    boundaries_wait_seconds: float = 0.0
+    uploaded_bytes: int = 0  # bytes that its upload queue has copied from the host
+    downloaded_bytes: int = 0  # the same of its download queue
+    direct_bytes: int = 0  # bytes that have come from other devices, without the host
+    weights_wait_seconds: float = 0.0  # how long its compute has waited for weights
+    boundaries_wait_seconds: float = 0.0  # the same for boundaries and their gradients
+    # beginning and end of each of these waits, in seconds of the step's clock
     waits: tuple[tuple[float, float], ...] = ()
 
     def waited_within(self, start_seconds: float, end_seconds: float) -> float:
@@ -88,17 +80,12 @@ class WorkerTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRuns:
-    """A worker's part of a plan.
-
-    Attributes:
-        num_slots: Stages whose weights it holds at once.
-        resident: Blocks that stay on it.
-        room_for: What else it may run of other batches, for which memory is made, too.
-    """
+    """A worker's part of a plan."""
 
     runs: tuple[StageRun, ...]
-    num_slots: int
-    resident: tuple[nn.Module, ...]
+    num_slots: int  # stages whose weights it holds at once
+    resident: tuple[nn.Module, ...]  # blocks that stay on it
+    # what else it may run of other batches, for which memory is made, too
     room_for: tuple[StageRun, ...] = ()
 
 

@@ -46,19 +46,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorFigures:
-    """Figures of a device's allocator and driver, in bytes.
+    """Figures of a device's allocator and driver, in bytes."""
 
-    Attributes:
-        total_bytes: The device's memory.
-        free_bytes: What nobody has.
-        allocated_bytes: In tensors of this process.
-        reserved_bytes: Held by this process's allocator, tensors included.
-    """
-
-    total_bytes: int
-    free_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
+    total_bytes: int  # the device's memory
+    free_bytes: int  # what nobody has
+    allocated_bytes: int  # in tensors of this process
+    reserved_bytes: int  # held by this process's allocator, tensors included
 
     @classmethod
     def read(cls, device: Device) -> AllocatorFigures | None:
@@ -76,20 +69,14 @@ class AllocatorFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldMemory:
-    """Memory that a worker held, in bytes, by its own count.
+    """Memory that a worker held, in bytes, by its own count."""
 
-    Attributes:
-        weights: Of the stage's blocks, of those that stay or are uploaded for the next stage, and
-            what is set aside for them and their gradients.
-        gradients: Of these weights.
-        outside: Parameters that user code outside the blocks uses.
-        boundaries: What the microbatch brought to the stage or keeps for a later one.
-    """
-
+    # of the stage's blocks, of those that stay or are uploaded for the next stage, and what is set
+    # aside for them and their gradients
     weights: int = 0
-    gradients: int = 0
-    outside: int = 0
-    boundaries: int = 0
+    gradients: int = 0  # of these weights
+    outside: int = 0  # parameters that user code outside the blocks uses
+    boundaries: int = 0  # what the microbatch brought to the stage or keeps for a later one
 
     @property
     def total(self) -> int:

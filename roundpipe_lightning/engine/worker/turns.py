@@ -34,26 +34,18 @@ from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, de
 
 @dataclass(frozen=True, kw_only=True)
 class TurnGraph:
-    """The gates of a plan, made once and used for every step.
-
-    Attributes:
-        actions: Every action by its key.
-        num_waits: How many ends each action waits for.
-        opens: Which actions wait for the end of each.
-        paths: Every microbatch's actions in the order in which it passes them.
-        ends_run: Actions after which the worker goes on with another stage, or is done.
-        first: Every worker's first action, by its number.
-        last: Every worker's last action.
-    """
+    """The gates of a plan, made once and used for every step."""
 
     plan: Plan
-    actions: dict[ActionKey, Action]
-    num_waits: dict[ActionKey, int]
-    opens: dict[ActionKey, tuple[ActionKey, ...]]
+    actions: dict[ActionKey, Action]  # every action by its key
+    num_waits: dict[ActionKey, int]  # how many ends each action waits for
+    opens: dict[ActionKey, tuple[ActionKey, ...]]  # which actions wait for the end of each
+    # every microbatch's actions in the order in which it passes them
     paths: tuple[tuple[Action, ...], ...]
+    # actions after which the worker goes on with another stage, or is done
     ends_run: frozenset[ActionKey]
-    first: dict[int, ActionKey]
-    last: dict[int, ActionKey]
+    first: dict[int, ActionKey]  # every worker's first action, by its number
+    last: dict[int, ActionKey]  # every worker's last action
 
     @classmethod
     def from_plan(cls, plan: Plan) -> TurnGraph:

@@ -27,12 +27,7 @@ _SLICE_BYTES = 16 * 2**20  # of a 16-bit product that is added to a float32 sum
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """The loss to compute, beside its tensors.
-
-    Attributes:
-        needs_gradient: Whether hidden, weight and bias do.
-        summed: Whether the losses of the tokens are added up.
-    """
+    """The loss to compute, beside its tensors."""
 
     label_smoothing: float
     z_loss: float
@@ -40,8 +35,8 @@ class LossSpec:
     scale: float
     chunk_bytes: int
     dtype: torch.dtype
-    needs_gradient: tuple[bool, ...]
-    summed: bool
+    needs_gradient: tuple[bool, ...]  # whether hidden, weight and bias do
+    summed: bool  # whether the losses of the tokens are added up
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:

@@ -34,28 +34,18 @@ __all__ = ["LogitForm", "form_after", "loss_of_form"]
 
 @dataclass(frozen=True, kw_only=True)
 class LogitForm:
-    """Logits as a function of hidden states.
+    """Logits as a function of hidden states."""
 
-    Attributes:
-        hidden: Shape (..., H); its leading dimensions are those of the logits.
-        weight: Shape (V, H).
-        bias: Shape (V), or None.
-        autocast: Of the projection.
-        factor: The outputs of the projection are multiplied by it.
-        cap: Then they go through tanh and are multiplied by this; None where there is no tanh.
-        log_softmax: Then the log-softmax is taken.
-        classes_second: The vocabulary is the second of three dimensions, not the last.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    autocast: Autocast
+    hidden: Tensor  # shape (..., H); its leading dimensions are those of the logits
+    weight: Tensor  # shape (V, H)
+    bias: Tensor | None  # shape (V), or None
+    autocast: Autocast  # of the projection
     dtype: torch.dtype
-    factor: float = 1.0
+    factor: float = 1.0  # the outputs of the projection are multiplied by it
+    # then they go through tanh and are multiplied by this; None where there is no tanh
     cap: float | None = None
-    log_softmax: bool = False
-    classes_second: bool = False
+    log_softmax: bool = False  # then the log-softmax is taken
+    classes_second: bool = False  # the vocabulary is the second of three dimensions, not the last
 
     @property
     def vocabulary(self) -> int:

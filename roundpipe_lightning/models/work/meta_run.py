@@ -52,15 +52,10 @@ class SegmentCost:
 
 @dataclass(kw_only=True)
 class MeasuredRun:
-    """Measurements of one run.
+    """Measurements of one run."""
 
-    Attributes:
-        costs: Of the head, every block, and the tail, in this order.
-        head_modules: The modules, blocks' apart, that ran before the first block.
-    """
-
-    costs: list[SegmentCost]
-    head_modules: set[nn.Module]
+    costs: list[SegmentCost]  # of the head, every block, and the tail, in this order
+    head_modules: set[nn.Module]  # the modules, blocks' apart, that ran before the first block
 
 
 def measure_run(
@@ -140,16 +135,13 @@ class _Recorder:
 
     Args:
         outside: The trained parameters that no block has.
-
-    Attributes:
-        blocks: What the blocks did, by index; blocks that are alike share theirs.
-        head_modules: The modules that ran before the first block.
     """
 
     def __init__(self, *, meter: Meter, last: int, outside: Sequence[Tensor]) -> None:
         self.head, self.tail = SegmentCost(), SegmentCost()
+        # what the blocks did, by index; blocks that are alike share theirs
         self.blocks: dict[int, SegmentCost] = {}
-        self.head_modules: set[nn.Module] = set()
+        self.head_modules: set[nn.Module] = set()  # the modules that ran before the first block
         self._meter = meter
         self._last = last
         self._in_head = last >= 0

@@ -59,21 +59,13 @@ _ATTENTION_BACKWARD = "_flash_attention_backward"
 
 @dataclass(kw_only=True)
 class Count:
-    """Operations and bytes that have been counted.
+    """Operations and bytes that have been counted."""
 
-    Attributes:
-        matrix_operations: Of matrix products, those of a mixture's experts among them.
-        matrix_bytes: What they read and write.
-        attention_operations: Of fused attention.
-        attention_bytes: What its forward pass returns and its backward pass needs.
-        memory_bytes: What everything else reads and writes.
-    """
-
-    matrix_operations: float = 0.0
-    matrix_bytes: float = 0.0
-    attention_operations: float = 0.0
-    attention_bytes: float = 0.0
-    memory_bytes: float = 0.0
+    matrix_operations: float = 0.0  # of matrix products, those of a mixture's experts among them
+    matrix_bytes: float = 0.0  # what they read and write
+    attention_operations: float = 0.0  # of fused attention
+    attention_bytes: float = 0.0  # what its forward pass returns and its backward pass needs
+    memory_bytes: float = 0.0  # what everything else reads and writes
 
 
 class Meter(TorchDispatchMode):
@@ -81,17 +73,13 @@ class Meter(TorchDispatchMode):
 
     Values are not known on the meta device. Code that asks whether something holds (masks without
     padding, one sequence per row) gets the answer yes; other questions raise as they always do.
-
-    Attributes:
-        live_bytes: Memory of the tensors that were made under this mode and still exist.
-        peak_bytes: The most of it since `reset`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = Count()
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = 0  # memory of the tensors that were made under this mode and still exist
+        self.peak_bytes = 0  # the most of it since `reset`
         self._known: MutableMapping[Any, bool] = WeakIdKeyDictionary()
 
     def reset(self) -> None:

@@ -51,15 +51,11 @@ class Unproven(Exception):  # noqa: N818 - an answer
 
 @dataclass(frozen=True)
 class _Rows:
-    """A tensor with rows, `num_each` entries of a dimension for each.
-
-    Attributes:
-        are_numbers: Whether it holds the numbers of the rows.
-    """
+    """A tensor with rows, `num_each` entries of a dimension for each."""
 
     dim: int
     num_each: int
-    are_numbers: bool = False
+    are_numbers: bool = False  # whether it holds the numbers of the rows
 
 
 @dataclass(frozen=True)

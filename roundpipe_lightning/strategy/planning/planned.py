@@ -26,23 +26,16 @@ _FIRST_LOOK = 5
 
 @dataclass(kw_only=True)
 class Planned:
-    """A plan and what it was made for, for batches of one shape.
+    """A plan and what it was made for, for batches of one shape."""
 
-    Attributes:
-        plan: The plan in use for batches like this one.
-        measured: How long its blocks take, as far as that has been measured.
-        knows_activations: Whether the job's work is that of the step, not of its parameters alone.
-        size: Values in the largest microbatch's tensors; 0: before the first batch.
-        next_look: Steps after which a better plan is looked for.
-    """
-
-    plan: Plan
+    plan: Plan  # the plan in use for batches like this one
     job: TrainingJob
-    measured: MeasuredProfile
+    measured: MeasuredProfile  # how long its blocks take, as far as that has been measured
+    # whether the job's work is that of the step, not of its parameters alone
     knows_activations: bool
-    size: int = 0
+    size: int = 0  # values in the largest microbatch's tensors; 0: before the first batch
     planning_seconds: float = 0.0
-    next_look: int = _FIRST_LOOK
+    next_look: int = _FIRST_LOOK  # steps after which a better plan is looked for
     _operations: tuple[Plan, Operations] | None = None
 
     @classmethod
@@ -63,18 +56,12 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEvent:
-    """A plan that is about to be run for the first time.
+    """A plan that is about to be run for the first time."""
 
-    Attributes:
-        planned: The plan, and whether its prediction follows from the step's code and from
-            measured times.
-        replaced: The plan that was run before for such batches; None for the first one.
-        assumed_rates: Whether the machine's rates are assumed, not measured or given.
-    """
-
+    # the plan, and whether its prediction follows from the step's code and from measured times
     planned: Planned
-    replaced: Plan | None
-    assumed_rates: bool
+    replaced: Plan | None  # the plan that was run before for such batches; None for the first one
+    assumed_rates: bool  # whether the machine's rates are assumed, not measured or given
 
     @cached_property
     def description(self) -> PlanDescription:
@@ -85,15 +72,11 @@ class PlanEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Work of a step, as far as it is known.
-
-    Attributes:
-        knows_activations: Whether its bytes are among that.
-        is_joined: Whether it is that of a piece: all go forward before the loss is computed.
-    """
+    """Work of a step, as far as it is known."""
 
     work: WorkProfile
-    knows_activations: bool
+    knows_activations: bool  # whether its bytes are among that
+    # whether it is that of a piece: all go forward before the loss is computed
     is_joined: bool = False
 
     def pieces(self, count: int) -> StepWork:

@@ -28,19 +28,12 @@ from roundpipe_lightning.strategy.resume.randomness import (
 
 @dataclass(kw_only=True)
 class DrawnOrder:
-    """Record of an order that was drawn, or of one to be drawn again.
+    """Record of an order that was drawn, or of one to be drawn again."""
 
-    Attributes:
-        constructed: After the loader's iterator was made.
-        iterated: Before its sampler was asked for an iterator.
-        first: Before the first index was drawn.
-        num_skipped: Batches that are not loaded.
-    """
-
-    constructed: Randomness | None = None
-    iterated: Randomness | None = None
-    first: Randomness | None = None
-    num_skipped: int = 0
+    constructed: Randomness | None = None  # after the loader's iterator was made
+    iterated: Randomness | None = None  # before its sampler was asked for an iterator
+    first: Randomness | None = None  # before the first index was drawn
+    num_skipped: int = 0  # batches that are not loaded
 
 
 class RecordedSampler:

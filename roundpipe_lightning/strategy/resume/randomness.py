@@ -23,17 +23,11 @@ from roundpipe_lightning.engine.device.accelerator import generators_in_use
 
 @dataclass(frozen=True, kw_only=True)
 class HostRandomness:
-    """States of the host's three generators; cheap to take, packed only for a checkpoint.
+    """States of the host's three generators; cheap to take, packed only for a checkpoint."""
 
-    Attributes:
-        torch: Torch's state, uint8; a numpy array on its way between processes.
-        python: `random.getstate()`.
-        numpy: `numpy.random.get_state()`, or None: a checkpoint may have none.
-    """
-
-    torch: Any
-    python: Any
-    numpy: Any
+    torch: Any  # torch's state, uint8; a numpy array on its way between processes
+    python: Any  # `random.getstate()`
+    numpy: Any  # `numpy.random.get_state()`, or None: a checkpoint may have none
 
     @classmethod
     def now(cls) -> HostRandomness:
@@ -105,15 +99,11 @@ _PARTS = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 
 @dataclass(frozen=True, kw_only=True)
 class Randomness:
-    """States of all generators that an order of batches may be drawn from.
-
-    Attributes:
-        samplers: The state dicts of samplers that have one.
-    """
+    """States of all generators that an order of batches may be drawn from."""
 
     host: HostRandomness
     own: Mapping[str, Any]
-    samplers: Mapping[str, Any]
+    samplers: Mapping[str, Any]  # the state dicts of samplers that have one
 
     def packed(self) -> dict[str, Any]:
         return {"host": self.host.packed(), "own": dict(self.own), "samplers": dict(self.samplers)}
