@@ -1,5 +1,3 @@
-"""Checks around every test: nothing leaks out of it and nothing leaks into it."""
-
 import gc
 import os
 import random

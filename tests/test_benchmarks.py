@@ -1,5 +1,3 @@
-"""The programs of benchmarks/, on something small: they start, and measure what they say."""
-
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,3 @@
-"""The documents are right: examples run and print that, commands compose, names exist."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""The examples run as they are shipped, with fewer steps, and learn."""
-
 import json
 import re
 import runpy

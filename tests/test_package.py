@@ -1,5 +1,3 @@
-"""The package as a whole: what importing it does (nothing) and which names it offers."""
-
 import importlib
 import json
 import os

@@ -1,5 +1,3 @@
-"""From settings to objects."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Signals that ask a run to stop: within a step, between two, and a second time."""
-
 from __future__ import annotations
 
 import contextlib

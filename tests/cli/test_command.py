@@ -1,5 +1,3 @@
-"""`python train.py` as a user runs it, in an empty folder; twice in a process of its own."""
-
 import csv
 import errno
 import json

@@ -1,5 +1,3 @@
-"""`roundpipe-export`: from a run's checkpoint to a folder that others load."""
-
 from __future__ import annotations
 
 import shutil
@@ -37,7 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -53,7 +50,6 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A node of a configuration as an ordinary dictionary."""
     container: Any = OmegaConf.to_container(config)
     return dict(container)
 
@@ -63,7 +59,6 @@ def checkpoint_of(run: Path) -> Path:
 
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:
-    """The model's weights as the checkpoint has them."""
     state = torch.load(checkpoint_of(run), weights_only=True)["state_dict"]
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 

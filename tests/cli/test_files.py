@@ -1,5 +1,3 @@
-"""Small files and the metrics file."""
-
 import csv
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The experiments that fine-tune, made small: they run as they are shipped, and learn."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""`finetune()`: the training of `train.py` in one call."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`roundpipe-plan` and `train.py` are one job; what cannot run is refused before anything is."""
-
 from __future__ import annotations
 
 import shlex

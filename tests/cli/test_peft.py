@@ -1,5 +1,3 @@
-"""`python train.py peft=...`: training, going on, evaluating, and what is refused."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""`roundpipe-plan`: the answer, what makes it fit, hints, refusals; once in its own process."""
-
 from __future__ import annotations
 
 import functools

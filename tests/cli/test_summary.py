@@ -1,5 +1,3 @@
-"""The figures in words."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Runs in this process: what a configuration does, and what it refuses."""
-
 import csv
 from pathlib import Path
 from typing import Any, ClassVar

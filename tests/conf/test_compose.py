@@ -1,5 +1,3 @@
-"""Every configuration that is shipped composes, builds and is documented."""
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +36,6 @@ def hydra() -> Iterator[None]:
 
 
 def compose_resolved(folder: Path, *overrides: str) -> dict[str, Any]:
-    """The configuration a run sees, without interpolations."""
     config = compose("train", overrides=list(overrides), return_hydra_config=True)
     OmegaConf.set_readonly(config.hydra, False)
     config.hydra.runtime.output_dir = str(folder)

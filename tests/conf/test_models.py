@@ -1,5 +1,3 @@
-"""The shipped architectures are the published ones: their parameters are counted."""
-
 from pathlib import Path
 from typing import Any
 

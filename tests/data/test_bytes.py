@@ -1,5 +1,3 @@
-"""Which text is read, and how it is packed into windows."""
-
 from pathlib import Path
 from typing import Any
 

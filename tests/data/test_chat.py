@@ -1,5 +1,3 @@
-"""Conversations: which tokens are predicted, and what is said about broken ones."""
-
 import json
 import logging
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Texts with classes, from JSON lines and from CSV."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Pairs of answers: what is scored, and what is said about broken ones."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ def make(folder: Path, *records: Any, **options: Any) -> PreferenceDataModule:
 
 
 def scored(data: PreferenceDataModule) -> list[str]:
-    """Return the predictions for the two texts of the first validation pair."""
     batch = next(iter(data.val_dataloader()))
     return [data.tokenizer.decode(row[row != -100]) for row in batch["labels"][0]]
 

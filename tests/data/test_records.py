@@ -1,5 +1,3 @@
-"""Records in files of all kinds, and what is said about broken ones."""
-
 import json
 from pathlib import Path
 from typing import Any

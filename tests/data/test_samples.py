@@ -1,5 +1,3 @@
-"""Cutting, packing and padding."""
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""Streams of texts: nothing is lost, and training goes on where it was."""
-
 import json
 from itertools import islice
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Texts as windows."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""The benchmark of the dispatcher, on something small: it measures what it says."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,3 @@
-"""The clock of an emulated server: what is due happens in the order of its times."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""What the command trains with overlaps as the bare engine does."""
-
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,3 @@
-"""User code that was written for one device runs on several: emulated ones, which refuse to mix."""
-
 from __future__ import annotations
 
 import copy

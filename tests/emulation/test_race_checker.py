@@ -1,5 +1,3 @@
-"""The checker finds accesses that no event orders, and only those."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Queues of an emulated server: in order, after what they wait for, at the computed time."""
-
 from __future__ import annotations
 
 import math
@@ -56,7 +54,6 @@ class Now:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Now:
-    """The time of the host and of compute, as the test sets it."""
     clock = Now()
     monkeypatch.setattr(emulated_time, "time", clock)
     return clock

@@ -1,5 +1,3 @@
-"""Tagged tensors compute like plain ones, and mix as little as tensors of real devices do."""
-
 import copy
 import pickle
 from collections.abc import Callable

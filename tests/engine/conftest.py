@@ -1,5 +1,3 @@
-"""Which tests of the engine `--emulated` leaves out: what they test is of CPU workers alone."""
-
 import pytest
 
 _COMPILES = "blocks cannot be compiled for emulated devices"

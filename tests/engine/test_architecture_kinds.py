@@ -1,5 +1,3 @@
-"""Blocks that take and return more than one tensor, and what user code does with it."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -57,7 +55,6 @@ def check(
     freeze: Callable[[Any], None] = lambda module: None,
     emulated: bool = True,
 ) -> None:
-    """Compare with plain PyTorch in several partitions and on both kinds of workers."""
     module = Regressor(4, make_block=make_block)
     freeze(module)
     stack = layers_of(module)

@@ -1,5 +1,3 @@
-"""Boundary tensors: values and strides arrive; memory is allocated, released, page-locked."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Several stacks and several calls in a step: streamed at first, then planned as one chain."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -86,7 +84,6 @@ def call_step(view: Any, batch: Any, index: int) -> Any:
 
 
 def plan_for(chain: Chain, *, num_workers: int, num_microbatches: int) -> Plan:
-    """Return the planner's own choice for the chain."""
     blocks = tuple(
         BlockProfile(name=link.name, forward_seconds=1, backward_seconds=2 * link.backward)
         for link in chain.links
@@ -96,7 +93,6 @@ def plan_for(chain: Chain, *, num_workers: int, num_microbatches: int) -> Plan:
 
 
 def one_block_each(chain: Chain, *, num_workers: int, num_microbatches: int) -> Plan:
-    """Return a plan with one block per stage and none fused, in one round."""
     names = BlockStack(name="chain", blocks=tuple(nn.Identity() for _ in chain.names),
                        names=chain.names)  # fmt: skip
     return plan_of(names, num_workers=num_workers, num_microbatches=num_microbatches)
@@ -318,7 +314,6 @@ def test_blocks_out_of_order_and_repeated() -> None:
 
 
 def _steps(call: Step, num_microbatches: int = 3, **parts: Any) -> tuple[StepResult, Any, Plain]:
-    """Run a step on two workers with a plan for the whole stack, in one call."""
     module, stacks = regressor()
     batches = regression_batches(num_microbatches)
     plain = plain_step(module, batches, call=call)

@@ -1,5 +1,3 @@
-"""Compiled blocks: one piece of code per kind, the results of plain ones."""
-
 from __future__ import annotations
 
 import threading

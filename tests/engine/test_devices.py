@@ -1,5 +1,3 @@
-"""Events, threads, host memory, and the machine as it is measured."""
-
 from __future__ import annotations
 
 import functools
@@ -37,7 +35,6 @@ from tests.kit.moments import PATIENCE_SECONDS
 
 
 def _waiting(event: HostEvent, method: str) -> tuple[threading.Thread, list[object]]:
-    """Start a thread that waits, and note what comes of it."""
     found: list[object] = []
 
     def wait() -> None:

@@ -1,5 +1,3 @@
-"""Boundaries between devices that reach each other: one copy, and nothing on the host."""
-
 from __future__ import annotations
 
 import pytest

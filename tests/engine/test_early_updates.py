@@ -1,5 +1,3 @@
-"""Blocks are stepped while the backward pass still runs, to the bits of a step after it."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Errors leave the engine once, say where they were, and leave the engine usable."""
-
 from __future__ import annotations
 
 import threading
@@ -54,7 +52,6 @@ class Trap:
         self.error: BaseException | None = None
 
     def spring(self) -> None:
-        """Raise if armed."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error

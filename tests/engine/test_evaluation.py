@@ -1,5 +1,3 @@
-"""Evaluation gives the values of plain PyTorch, in the caller's thread, between training steps."""
-
 from __future__ import annotations
 
 import threading

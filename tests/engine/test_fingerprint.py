@@ -1,5 +1,3 @@
-"""A fingerprint tells of every write."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Frozen blocks cost nothing on the way back: no gradients, no recompute, no second upload."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -111,7 +109,6 @@ def test_blocks_below_what_is_trained_run_forward_only(trained: list[str], runs:
 
 
 def _uploaded_bytes_once_known(module: Regressor) -> int:
-    """Return what a step uploads that knows from the step before which blocks run backward."""
     stack, devices = layers_of(module), [Counting(0), Counting(1)]
     plan = plan_of(stack, num_workers=2, num_microbatches=3)
     with engine_of(module, stack, plan, devices=devices) as engine:

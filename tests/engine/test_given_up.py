@@ -1,5 +1,3 @@
-"""Steps that are given up: by Ctrl-C, by the watchdog, or because a device has disappeared."""
-
 from __future__ import annotations
 
 import _thread

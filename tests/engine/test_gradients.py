@@ -1,5 +1,3 @@
-"""Gradients are added in the order of the microbatches, whoever comes first."""
-
 from __future__ import annotations
 
 import threading

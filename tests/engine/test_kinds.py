@@ -1,5 +1,3 @@
-"""Models of every kind train as plain PyTorch does: unplanned, then with their chain planned."""
-
 from __future__ import annotations
 
 import copy
@@ -52,7 +50,6 @@ def test_kinds_on_devices(name: str) -> None:
 
 
 def check(name: str, devices: Sequence[Device], *, tolerance: float) -> None:
-    """Compare with a plain loop."""
     kind = KINDS[name]
     num_microbatches = 1 if "statistics" in name else NUM_MICROBATCHES
     module, batches = kind.build(), batches_of(kind, num_microbatches)

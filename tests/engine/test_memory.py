@@ -1,5 +1,3 @@
-"""Nothing of a step outlives it but its result, with no help of the garbage collector."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Weights uploaded from copies in 16 bits, and gradients summed in a dtype of choice."""
-
 from __future__ import annotations
 
 import copy

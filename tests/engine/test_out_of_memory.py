@@ -1,5 +1,3 @@
-"""A device without memory says where, what held it and what would help; then the engine goes on."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Parameters outside the blocks come ahead; gradients land where they stay."""
-
 from __future__ import annotations
 
 import itertools

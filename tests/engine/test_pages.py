@@ -1,5 +1,3 @@
-"""Memory that is page-locked has its pages for itself."""
-
 from __future__ import annotations
 
 import multiprocessing

@@ -1,5 +1,3 @@
-"""Writes into parameters while a step runs: the masters get them where the step runs once."""
-
 from __future__ import annotations
 
 import copy

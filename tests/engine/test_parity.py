@@ -1,5 +1,3 @@
-"""The engine's gradients are those of a plain loop over the same microbatches, to the bit."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Adapters of peft train as in plain PyTorch, to the bit, and nothing else does."""
-
 from __future__ import annotations
 
 import time

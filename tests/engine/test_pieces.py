@@ -1,5 +1,3 @@
-"""User code that runs once on the whole batch, its blocks on pieces of it: as on one device."""
-
 from __future__ import annotations
 
 import copy
@@ -50,7 +48,6 @@ def check(
     steps: int = 1,
     **plan: Any,
 ) -> StepResult:
-    """Compare steps from the same state with one on a single device; return the last result."""
     plan = {"num_workers": 2, "num_microbatches": 3, **plan}
     with engine_for(module, devices=devices, **plan) as engine:
         return compare(module, engine, num_rows=num_rows, steps=steps)

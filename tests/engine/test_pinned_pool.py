@@ -1,5 +1,3 @@
-"""Page-locked memory for what travels: nobody else has it, and it is used again."""
-
 from __future__ import annotations
 
 import threading

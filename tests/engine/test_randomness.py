@@ -1,5 +1,3 @@
-"""Random numbers depend on seed, step, microbatch and block; the recompute draws them again."""
-
 from __future__ import annotations
 
 import inspect
@@ -253,7 +251,6 @@ OWN_DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _called(draws: StepDraws, function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """Call a function in a stream, and return what it gives and its gradient."""
     stream = RandomStream(
         draws, step_seed=3, microbatch=1, generators=lambda: (torch.default_generator,)
     )

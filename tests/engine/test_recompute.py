@@ -1,5 +1,3 @@
-"""A block's recompute finds what its forward found; its backward runs as PyTorch's own does."""
-
 from __future__ import annotations
 
 import copy

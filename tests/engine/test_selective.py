@@ -1,5 +1,3 @@
-"""A selective recompute gives the gradients of a full one, without running attention again."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Steps in parts give the bits of the whole step; optimizers that cannot be divided are found."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Side outputs of blocks reach the loss with their gradient, or are refused."""
-
 from __future__ import annotations
 
 import copy

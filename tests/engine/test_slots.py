@@ -1,5 +1,3 @@
-"""Weights in slots, blocks that stay, gradients that are downloaded: the numbers and the costs."""
-
 from __future__ import annotations
 
 import gc
@@ -183,7 +181,6 @@ def transfers_of(module: nn.ModuleList) -> Iterator[WorkerTransfers]:
 
 
 def operations_per_stage_run(num_parameters: int) -> int:
-    """Count what a thread launches to upload three blocks and to download their gradients."""
     module = nn.ModuleList(Many(num_parameters) for _ in range(3))
     blocks = tuple(module)
     stage = Stage(kind=StageKind.BACKWARD, index=1, blocks=range(3))

@@ -1,5 +1,3 @@
-"""Steps in flight: a batch begins while the backward pass of the one before runs."""
-
 from __future__ import annotations
 
 import threading
@@ -63,7 +61,6 @@ def let_first_block(module: Regressor, on_backward: Callable[[], None]) -> None:
 def module_and_plan(
     *, dropout: float = 0.0, make_block: Callable[[], nn.Module] | None = None
 ) -> tuple[Regressor, Plan]:
-    """Return a model and a plan whose last stage is on another worker than its first."""
     module = Regressor(3, make_block=make_block or (lambda: Heard(dropout)))
     plan = plan_of(
         layers_of(module),
@@ -77,7 +74,6 @@ def module_and_plan(
 
 @contextmanager
 def opened(module: Regressor, plan: Plan, *, emulated: bool = True) -> Iterator[Engine]:
-    """Open an engine on checked emulated devices, or on CPU workers."""
     with EmulatedServer(plan.num_workers, checker=ProtocolChecker(), poison=True) as server:
         devices = [*server.devices] if emulated else cpu_workers(plan.num_workers)
         with engine_of(module, layers_of(module), plan, devices=devices) as engine:
@@ -87,7 +83,6 @@ def opened(module: Regressor, plan: Plan, *, emulated: bool = True) -> Iterator[
 def begin(
     engine: Engine, number: int, *, call: Any = training_step, plan: Plan | None = None
 ) -> Step:
-    """Begin the step of a batch, by the engine's plan or one of so many microbatches."""
     num_microbatches = NUM_MICROBATCHES if plan is None else plan.num_microbatches
     batches = [(x + number, y) for x, y in regression_batches(num_microbatches)]
     torch.manual_seed(number)
@@ -95,7 +90,6 @@ def begin(
 
 
 def assert_same(found: StepResult, wanted: StepResult) -> None:
-    """Compare bits."""
     assert [x.item() for x in found.losses if x is not None] == [
         x.item() for x in wanted.losses if x is not None
     ]
@@ -361,7 +355,6 @@ class Layout:
     num_rounds: int = 1
 
     def plan(self, module: Regressor) -> Plan:
-        """Return the plan of a module of three blocks."""
         return plan_of(
             layers_of(module),
             num_workers=self.num_workers,
@@ -382,7 +375,6 @@ LAYOUTS = {
 
 
 def stream(engine: Engine, plan: Plan, numbers: Sequence[int]) -> list[StepResult]:
-    """Run batches of which each begins while the one before is in flight."""
     steps = []
     for number in numbers:
         steps.append(begin(engine, number, plan=plan))
@@ -391,7 +383,6 @@ def stream(engine: Engine, plan: Plan, numbers: Sequence[int]) -> list[StepResul
 
 
 def actions_of(thing: Timeline | Plan) -> frozenset[Action]:
-    """Return what has run, or is to run, on which worker."""
     if isinstance(thing, Plan):
         return frozenset(thing.schedule)
     return frozenset(entry.action for entry in thing.entries)

@@ -1,5 +1,3 @@
-"""The host store: flat buffers that the user's own parameters point into."""
-
 from __future__ import annotations
 
 import copy
@@ -22,7 +20,6 @@ def _storages(parameters: Any) -> set[int]:
 
 
 def assert_uploads_all(store: HostStore, blocks: list[nn.Module], device: Device) -> None:
-    """Check the values, shapes and strides of what comes to a device."""
     for block in blocks:
         values = store.upload_block(block, device)
         assert set(values) == set(block.parameters())

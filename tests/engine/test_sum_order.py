@@ -1,5 +1,3 @@
-"""Gradients of a team's workers are summed in one order, whoever is first."""
-
 from __future__ import annotations
 
 import pytest

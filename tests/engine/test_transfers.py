@@ -1,5 +1,3 @@
-"""Transfer queues: their order, their limits, and what becomes of jobs when something fails."""
-
 from __future__ import annotations
 
 import threading
@@ -51,7 +49,6 @@ class SteppedDevice(CpuDevice):
             assert self._changed.wait_for(lambda: len(self.given) >= num, PATIENCE_SECONDS)
 
     def make(self, num: int = 1, *, error: Exception | None = None) -> None:
-        """Make the next copies, when they have been given."""
         for _ in range(num):
             self.await_given(self._num_made + 1)
             dst, src, event = self.given[self._num_made]

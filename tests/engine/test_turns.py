@@ -1,5 +1,3 @@
-"""Turns: every action once, in the schedule's order, after what it depends on; no deadlock."""
-
 from __future__ import annotations
 
 import itertools

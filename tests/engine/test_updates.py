@@ -1,5 +1,3 @@
-"""The updater: who waits for what, order, staleness, errors, threads."""
-
 from __future__ import annotations
 
 import threading
@@ -77,7 +75,6 @@ def sgd_with_gradients(model: nn.Module, *, lr: float = 1.0) -> torch.optim.SGD:
 
 
 def await_waiter(store: HostStore, parameter: nn.Parameter) -> None:
-    """Wait until another thread stands and waits for the update of a parameter."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not all(event._callbacks for event in store.updates_of([parameter])):
         assert time.monotonic() < deadline

@@ -1,5 +1,3 @@
-"""User code outside the blocks and past the views."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Views: the user's classes and attributes, with other parameters, buffers and children."""
-
 from __future__ import annotations
 
 import abc

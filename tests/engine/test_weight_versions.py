@@ -1,5 +1,3 @@
-"""Which of two copies a step reads, while the optimizer waits to write into one of them."""
-
 from __future__ import annotations
 
 import threading

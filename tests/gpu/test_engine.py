@@ -1,5 +1,3 @@
-"""The engine on a real accelerator: several workers on one device do what several devices do."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The chunked loss on a real accelerator: its values, its memory, and the fused loss of a model."""
-
 from __future__ import annotations
 
 from typing import Any

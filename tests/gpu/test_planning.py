@@ -1,5 +1,3 @@
-"""The strategy's plans on a real accelerator: made by the planner from what was measured."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Whole trainings on a real accelerator: precision, streams under load, memory and its end."""
-
 from __future__ import annotations
 
 import multiprocessing
@@ -84,7 +82,6 @@ def data(*, length: int = 32, num_samples: int = 8 * STEPS) -> DataLoader[Any]:
 
 
 def trained(folder: Path, module: Model | None = None, **settings: Any) -> Model:
-    """Train a model, on our strategy where `settings` has its arguments, else on one device."""
     module = Model() if module is None else module
     precision = settings.pop("precision", "32-true")
     flags = {flag: settings.pop(flag) for flag in _FLAGS & settings.keys()}

@@ -1,5 +1,3 @@
-"""The accelerator of this machine, of whatever kind, for the tests that need one."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -27,7 +25,6 @@ def device(index: int = 0) -> torch.device:
 
 
 def workers(num: int, *, num_devices: int = 1) -> list[Device]:
-    """Return workers that take turns on the first devices."""
     return [AcceleratorDevice(device(index % num_devices)) for index in range(num)]
 
 
@@ -66,5 +63,4 @@ class AnyAccelerator(Accelerator):
 
 
 def for_trainer() -> Any:
-    """Return what `Trainer(accelerator=...)` takes for this kind."""
     return "gpu" if KIND is not None and KIND.type == "cuda" else AnyAccelerator()

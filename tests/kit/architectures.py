@@ -1,5 +1,3 @@
-"""Tiny models of transformers, built once per run of the tests."""
-
 from __future__ import annotations
 
 import functools
@@ -57,7 +55,6 @@ class CausalLM(nn.Module):
         self.model = model
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss, with a penalty on the embedding."""
         ids = batch["input_ids"]
         loss: Tensor = self.model(**batch, labels=ids, use_cache=False).loss
         penalty: Tensor = self.model.get_input_embeddings()(ids).pow(2).mean()
@@ -103,7 +100,6 @@ def decoder_stack(module: CausalLM) -> BlockStack:
 
 
 def token_batches(num_microbatches: int, *, length: int = 9) -> list[dict[str, Tensor]]:
-    """Return microbatches of token ids with a mask; the second row of each is padded."""
     generator = torch.Generator().manual_seed(2)
     batches = []
     for _ in range(num_microbatches):
@@ -115,7 +111,6 @@ def token_batches(num_microbatches: int, *, length: int = 9) -> list[dict[str, T
 
 
 def token_data() -> DataLoader[Any]:
-    """Return the rows of four such microbatches, in batches of four."""
     rows: Any = [
         {name: tensor[row] for name, tensor in batch.items()}
         for batch in token_batches(4)

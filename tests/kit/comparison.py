@@ -1,5 +1,3 @@
-"""The same on Lightning's one device and under the strategy, and what must agree."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -32,7 +30,6 @@ class Outcome:
 
 
 def fit(trainer: Trainer, module: Any) -> None:
-    """Train, without a validation."""
     trainer.fit(module, regression_data(16))
 
 

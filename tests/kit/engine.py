@@ -1,5 +1,3 @@
-"""Tiny models, plans and the plain loop that the engine's tests compare with."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -104,7 +102,6 @@ def layers_of(module: Any) -> BlockStack:
 
 
 def auto_plan(stack: BlockStack | None, *, num_workers: int, num_microbatches: int) -> Plan:
-    """Return the planner's own choice for equal blocks."""
     names = () if stack is None else stack.names
     blocks = tuple(BlockProfile(name=n, forward_seconds=1, backward_seconds=2) for n in names)
     profile = ModelProfile(blocks=blocks, fingerprint="tiny")
@@ -120,7 +117,6 @@ def plan_of(
     team_size: int = 1,
     partition: Partition | None = None,
 ) -> Plan:
-    """Return a round-robin plan; by default one block per stage, none fused, and one round."""
     names = () if stack is None else stack.names
     if partition is None:
         partition = Partition(forward=(1,) * len(names), backward=(0,) + (1,) * len(names))
@@ -202,7 +198,6 @@ def plain_step(
     call: Step = training_step,
     context: Context = nullcontext,
 ) -> Plain:
-    """Run the same microbatches without the engine; the parameters' gradients are left empty."""
     module.zero_grad()
     losses = []
     for index, batch in enumerate(batches):
@@ -224,7 +219,6 @@ def engine_of(
     timeout_seconds: float = TIMEOUT_SECONDS,
     compiler: BlockCompiler | None = None,
 ) -> Engine:
-    """Return an engine; on the processor where no devices are given."""
     return Engine(
         module,
         stack=stack,
@@ -236,7 +230,6 @@ def engine_of(
 
 
 def engine_for(module: Any, *, devices: Sequence[Device] | None = None, **plan: Any) -> Engine:
-    """Return an engine for the `layers` of a module, with a plan made by `plan_of`."""
     stack = layers_of(module)
     return engine_of(module, stack, plan_of(stack, **plan), devices=devices)
 

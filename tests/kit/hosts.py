@@ -1,5 +1,3 @@
-"""Several hosts of a training on this machine: a process each, connected by gloo's loopback."""
-
 from __future__ import annotations
 
 import multiprocessing

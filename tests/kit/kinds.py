@@ -1,5 +1,3 @@
-"""Tiny models of every kind, with a training step each."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Moments inside other threads: a test waits for them, or brings them about."""
-
 from __future__ import annotations
 
 import threading
@@ -34,7 +32,6 @@ class WatchClock:
         monkeypatch.setattr(running, "monotonic", self.monotonic)
 
     def monotonic(self) -> float:
-        """Return the time; called at each look at a step."""
         with self._changed:
             self._num_looks += 1
             self._offset_seconds += self._seconds_per_look
@@ -75,7 +72,6 @@ class GivenUp:
         monkeypatch.setattr(Turns, "abort", abort_and_set)
 
     def wait(self) -> None:
-        """Wait for it: what user code does that does not come back by itself."""
         assert self._event.wait(PATIENCE_SECONDS)
 
 
@@ -92,7 +88,6 @@ class ObservedCondition(threading.Condition):
         self.waits = threading.Semaphore(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Count, and wait."""
         if threading.current_thread() is not threading.main_thread():
             self.waits.release()
         return super().wait(timeout)

@@ -1,5 +1,3 @@
-"""Plans of even stages from block durations alone: no hardware, no search."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -76,7 +74,6 @@ def round_robin_plan(
     model: str = "any",
     block_names: Sequence[str] | None = None,
 ) -> Plan:
-    """Return the plan of given stages, by default of blocks `layers.0`, `layers.1`, ..."""
     names = [f"layers.{index}" for index in range(partition.num_blocks)]
     return Plan(
         model=model,

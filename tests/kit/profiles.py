@@ -1,5 +1,3 @@
-"""Model profiles and machines to plan for."""
-
 from __future__ import annotations
 
 from hypothesis import strategies as st
@@ -11,8 +9,6 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 def uniform_profile(
     num_blocks: int, *, forward: float = 1.0, backward: float = 2.0, tail: float = 1.0
 ) -> ModelProfile:
-    """Return a model of equal blocks; the tail's backward takes as long as its forward."""
-
     def block(name: str) -> BlockProfile:
         return BlockProfile(name=name, forward_seconds=forward, backward_seconds=backward)
 

@@ -1,5 +1,3 @@
-"""Programs, run in the test's own process: the same code as in a new one, without its start."""
-
 from __future__ import annotations
 
 import io

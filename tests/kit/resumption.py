@@ -1,5 +1,3 @@
-"""Runs that are stopped and resumed, and what they must agree on with one that was not."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""The main job made small enough for a test: same parts, same path, fewer and smaller numbers."""
-
 import json
 import os
 import subprocess
@@ -64,7 +62,6 @@ RUN_FILES = {
 
 
 def compose_small(folder: Path, *overrides: str) -> DictConfig:
-    """The configuration of a small run in `folder`, for `train` in this process."""
     everything = [*SMALL, f"paths.output_dir={folder}", *overrides]
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("train", overrides=everything)
@@ -112,14 +109,12 @@ def run(
 def run_here(
     folder: Path, *overrides: str, options: tuple[str, ...] = (), status: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process, with `folder` as working directory."""
     done = run_program(roundpipe_commands.train, folder, *options, *SMALL, *overrides)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
 
 def files(folder: Path) -> set[str]:
-    """All files below a folder, by their paths in it."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 

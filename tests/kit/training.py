@@ -1,5 +1,3 @@
-"""Small modules, data and Trainers that the Lightning tests share."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -174,7 +172,6 @@ def train_with(
 
 
 def parameter_error(module: nn.Module, reference: nn.Module) -> float:
-    """Largest relative error of a parameter tensor."""
     return max(_errors(module, reference))
 
 

@@ -1,5 +1,3 @@
-"""Plans are looked up, and updates can be slow, in the tests of the Lightning face."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Devices of the strategy, without having a GPU; and the settings that it refuses."""
-
 from __future__ import annotations
 
 from pathlib import Path

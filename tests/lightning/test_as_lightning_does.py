@@ -1,5 +1,3 @@
-"""Expectations of Lightning's own tests that the tests of its features leave out."""
-
 from __future__ import annotations
 
 import copy

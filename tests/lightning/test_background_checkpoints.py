@@ -1,5 +1,3 @@
-"""Checkpoints written while training goes on: consistent, in order, in bounded memory."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Accumulated batches: the next one begins while the last one's backward pass is in flight."""
-
 from __future__ import annotations
 
 import threading
@@ -43,7 +41,6 @@ def fit(
     dropout: float = 0.0,
     **flags: Any,
 ) -> tuple[Regressor, Trainer]:
-    """Train for six batches, three of which are accumulated."""
     torch.manual_seed(0)
     module = Regressor("adamw", on_step=on_step, dropout=dropout)
     first = ObservedBlock()

@@ -1,5 +1,3 @@
-"""Training steps with several stacks and several calls, from the first step on."""
-
 from __future__ import annotations
 
 import copy

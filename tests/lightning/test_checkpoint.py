@@ -1,5 +1,3 @@
-"""Checkpoint files are whole or not there, and every strategy reads every other's."""
-
 from __future__ import annotations
 
 import os
@@ -41,7 +39,6 @@ def full_disk(after_bytes: int) -> Iterator[None]:
 
 
 def flip_bit(path: Path) -> None:
-    """Change one bit of a file, a quarter into it, which is in a tensor."""
     content = bytearray(path.read_bytes())
     content[len(content) // 4] ^= 1
     path.write_bytes(content)

@@ -1,5 +1,3 @@
-"""Checkpoints of other strategies, other models and other versions."""
-
 from __future__ import annotations
 
 import os

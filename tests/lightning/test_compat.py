@@ -1,5 +1,3 @@
-"""Lightning's private names: each is there, and no file but `compat` uses one."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""Data that is made of parameters is made of those after the last step."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -26,7 +24,6 @@ def _row(number: int) -> Tensor:
 
 
 def _played(module: Regressor, number: int) -> Played:
-    """Make a sample of what a module has learnt."""
     return _row(number), module.head.weight.detach().sum().tanh().reshape(1)
 
 

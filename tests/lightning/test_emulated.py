@@ -1,5 +1,3 @@
-"""The Lightning face on workers whose tensors refuse to mix, as those of several GPUs do."""
-
 from __future__ import annotations
 
 import copy

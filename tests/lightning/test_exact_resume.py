@@ -1,5 +1,3 @@
-"""A run that is resumed from any moment ends, to the bit, like one that was never stopped."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""A training that writes its model as a folder."""
-
 from __future__ import annotations
 
 from pathlib import Path

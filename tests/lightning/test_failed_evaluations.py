@@ -1,5 +1,3 @@
-"""Errors in a validation, a test or a prediction are shown as they are, with their place."""
-
 from __future__ import annotations
 
 import traceback

@@ -1,5 +1,3 @@
-"""An error comes out of `trainer.fit` as what it is, and the same module trains again."""
-
 from __future__ import annotations
 
 import _thread

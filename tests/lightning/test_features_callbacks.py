@@ -1,5 +1,3 @@
-"""Every callback of Lightning does with the strategy what it does on one device."""
-
 from __future__ import annotations
 
 import logging

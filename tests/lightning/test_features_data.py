@@ -1,5 +1,3 @@
-"""Data of every form reaches the module as on one device: loaders, their combinations, limits."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

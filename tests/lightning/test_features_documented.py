@@ -1,5 +1,3 @@
-"""The documentation says of every flag and every callback what happens."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""Manual optimization gives what one device gives, in host memory and on devices."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -243,8 +241,6 @@ MODULES: dict[str, Any] = {
 def _run(
     folder: Path, kinds: Any, make: Any, *, tolerance: float = 0.0, **flags: Any
 ) -> list[Outcome]:
-    """Train on one device and with each kind; all of the modules and metrics agree."""
-
     def fit(trainer: Any, module: Any) -> None:
         trainer.fit(module, regression_data(24))
 

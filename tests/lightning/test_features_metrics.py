@@ -1,5 +1,3 @@
-"""torchmetrics of every kind have the values of one device, per step and per epoch."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

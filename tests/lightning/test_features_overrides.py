@@ -1,5 +1,3 @@
-"""Overrides, logs in hooks, and checkpoints within an epoch: as on one device."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Lightning's own tests of a strategy: its life with a Trainer, from flags to interrupts."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The fast look for what is not finite: never a false alarm, never a miss."""
-
 from __future__ import annotations
 
 import pytest

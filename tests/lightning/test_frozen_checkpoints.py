@@ -1,5 +1,3 @@
-"""Checkpoints that leave the frozen base model out."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`model.generate()` inside evaluation steps gives the tokens that plain PyTorch gives."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""A machine that is named: its memory is checked before anything is allocated."""
-
 from __future__ import annotations
 
 from dataclasses import replace

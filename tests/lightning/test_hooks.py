@@ -1,5 +1,3 @@
-"""Hooks come in Lightning's order and number, and see what they see on one device."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -194,7 +192,6 @@ NO_HOOKS = {
 
 
 def hooks_of(kind: type, base: type = object) -> list[str]:
-    """Names of the methods that Lightning offers to be overridden."""
     inherited = set(dir(torch.nn.Module)) | set(dir(base)) - {"forward"}
     return [
         name

@@ -1,5 +1,3 @@
-"""The optimizer in host memory under a Trainer: exact, resumable, in every format and place."""
-
 from __future__ import annotations
 
 import errno
@@ -115,7 +113,6 @@ def test_a_checkpoint_goes_on_with_torch_fused(tmp_path: Path) -> None:
 
 
 def _on_one_device(folder: Path, make: Any, **given: Any) -> Any:
-    """Train as Lightning does by itself."""
     seed_everything(99, verbose=False)
     module = _Small(make)
     trainer = make_trainer(folder, devices=1, max_epochs=2)

@@ -1,5 +1,3 @@
-"""Trainings on several hosts, which are processes here, against the same on one."""
-
 from __future__ import annotations
 
 import contextlib
@@ -76,7 +74,6 @@ class WithMuon(Regressor):
 
 
 def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
-    """Train on one of `num` hosts; return what it has seen."""
     torch.manual_seed(3)
     size, module, validation = GLOBAL_BATCH // num, nn.Module(), None
     num_samples = NUM_SAMPLES if case.num_microbatches is None else 3 * GLOBAL_BATCH
@@ -295,7 +292,6 @@ def test_a_signal_to_one_host_stops_all_after_the_same_step(
 
 
 def fit_differently(rank: int, folder: Path, what: str) -> None:
-    """Start hosts that do not fit together."""
     torch.manual_seed(3 + (rank if what == "seed" else 0))
     module = Regressor(num_blocks=2)
     flags: dict[str, Any] = {"num_nodes": 2 + (rank if what == "num_nodes" else 0)}
@@ -381,7 +377,6 @@ class WithHostAdamW(Regressor):
 def save_and_resume(
     rank: int, num: int, folder: Path, max_steps: int, path: Path | None, optimizer: str
 ) -> list[Tensor]:
-    """Train to a step, saving there, from a checkpoint if there is one."""
     torch.manual_seed(3)
     module = WithHostAdamW(optimizer, num_blocks=2)
     data = regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num, shuffle=True)

@@ -1,5 +1,3 @@
-"""Batches of varying length: planned once where they fit, refused with the length that would."""
-
 from __future__ import annotations
 
 import re

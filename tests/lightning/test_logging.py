@@ -1,5 +1,3 @@
-"""Logs, results and metrics equal those of one device."""
-
 from __future__ import annotations
 
 import csv
@@ -135,7 +133,6 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
 
 
 def _numbers(file: str) -> dict[tuple[int, str], float]:
-    """Return all numbers of a CSV file by their row and column."""
     rows = csv.DictReader(file.splitlines())
     return {(i, key): float(x) for i, row in enumerate(rows) for key, x in row.items() if x}
 

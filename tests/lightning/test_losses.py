@@ -1,5 +1,3 @@
-"""`RoundPipeStrategy(loss=...)`: losses without whole logits, for modules that do not know."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -103,7 +101,6 @@ def _trained(
     devices: int = 3,
     precision: Any = "32-true",
 ) -> tuple[_LanguageModel, dict[str, float]]:
-    """Train for some steps; return the module and its metrics."""
     module = module or _LanguageModel()
     trainer = make_trainer(
         folder, strategy=strategy, devices=devices, max_epochs=1, precision=precision

@@ -1,5 +1,3 @@
-"""`microbatching="auto"`: what is written elsewhere than into modules keeps the whole batch."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

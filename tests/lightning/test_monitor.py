@@ -1,5 +1,3 @@
-"""The monitor logs right figures in trainings of every kind, and nothing where nothing trains."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""The monitor's figures for batches made by hand."""
-
 from __future__ import annotations
 
 from dataclasses import replace

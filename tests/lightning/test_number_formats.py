@@ -1,5 +1,3 @@
-"""`upload_dtype` and `gradient_dtype` through the Trainer."""
-
 from __future__ import annotations
 
 from pathlib import Path

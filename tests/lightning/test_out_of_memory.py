@@ -1,5 +1,3 @@
-"""Lightning's batch-size scaler and its users meet a device without memory."""
-
 from __future__ import annotations
 
 from pathlib import Path

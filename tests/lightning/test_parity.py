@@ -1,5 +1,3 @@
-"""Training with the strategy gives what one device gives on the full batch."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Models of peft in a LightningModule of one's own, with the defaults of the strategy."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

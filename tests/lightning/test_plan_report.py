@@ -1,5 +1,3 @@
-"""The plan is reported before the first step, when it changes, and for other shapes."""
-
 from __future__ import annotations
 
 from dataclasses import replace

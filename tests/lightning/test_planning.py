@@ -1,5 +1,3 @@
-"""Plans of a training: made for its step and batches, honouring hints, improved by measuring."""
-
 from __future__ import annotations
 
 import logging

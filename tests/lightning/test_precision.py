@@ -1,5 +1,3 @@
-"""Every precision does what Lightning's own plugin does on one device."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""docs/precision.md says how many bytes a parameter takes, and that is what the tensors have."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Programs of many kinds, unchanged: what they train is what one device trains."""
-
 from __future__ import annotations
 
 import importlib

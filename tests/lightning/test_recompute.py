@@ -1,5 +1,3 @@
-"""The recompute policies, and compiled blocks, give the same training."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Settings that cannot work are refused before training, by their name and with the way out."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A run that was killed between its last optimizer step and its end does what was still due."""
-
 from __future__ import annotations
 
 import os

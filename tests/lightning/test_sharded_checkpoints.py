@@ -1,5 +1,3 @@
-"""Checkpoints as folders of files: written, replaced, read and removed as a whole."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""bf16-true with stochastic rounding: learns where rounding to nearest stands still; resumes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

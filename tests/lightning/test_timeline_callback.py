@@ -1,5 +1,3 @@
-"""The timeline callback records the chosen steps and draws prediction above measurement."""
-
 from __future__ import annotations
 
 import json

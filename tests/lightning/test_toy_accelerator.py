@@ -1,5 +1,3 @@
-"""An accelerator that lacks all that PyTorch lets it lack trains as the processor does."""
-
 from __future__ import annotations
 
 import json

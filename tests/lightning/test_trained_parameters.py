@@ -1,5 +1,3 @@
-"""Parameters that come, go and thaw after the optimizer was made."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Overlapped steps of optimizers give the bits of plain ones; whoever reads parameters waits."""
-
 from __future__ import annotations
 
 import copy
@@ -117,7 +115,6 @@ def fit(
 def _fit_with_everything_on(
     folder: Path, strategy: Any, devices: int
 ) -> tuple[LightningModule, Trainer]:
-    """Make 50 steps in four epochs of 25 batches, the last of which is a step by itself."""
     torch.manual_seed(3)
     module = Grouped(num_blocks=3)
     trainer = make_trainer(

@@ -1,5 +1,3 @@
-"""With `update="async"` the next step begins while the last one's backward pass is in flight."""
-
 from __future__ import annotations
 
 import threading
@@ -104,7 +102,6 @@ class Watched:
         monkeypatch.setattr(runtime, "Updater", partial(Updater, run_unit=self.run_unit))
 
     def run_unit(self, unit: UpdateUnit, step: CapturedStep) -> None:
-        """Make an update, and say that the parameters are written to."""
         self._written(unit.parameters, "an update")
         self.run(unit, step)
 
@@ -130,7 +127,6 @@ def fit(
     dropout: float = 0.0,
     **flags: Any,
 ) -> tuple[Any, Trainer]:
-    """Train on emulated devices, whose every access is checked."""
     torch.manual_seed(0)
     module = Scheduled(dropout=dropout) if module is None else module
     with EmulatedServer(NUM_WORKERS, checker=watched.checker, poison=True) as server:

@@ -1,5 +1,3 @@
-"""Other ways to the strategy: LightningCLI, a notebook; and those that are refused: Fabric."""
-
 from __future__ import annotations
 
 import asyncio
@@ -261,8 +259,6 @@ class Notebook:
     """
 
     def run(self, cell: Callable[[], Any]) -> BaseException | None:
-        """Run a cell and return what it raised."""
-
         async def execute() -> BaseException | None:
             before = signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
@@ -278,7 +274,6 @@ class Notebook:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """A notebook, which Lightning takes for one."""
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)

@@ -1,5 +1,3 @@
-"""Samples, tokens, targets and lengths of batches of several kinds."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Batches of tensors are split by rows; all others are refused."""
-
 from __future__ import annotations
 
 import dataclasses

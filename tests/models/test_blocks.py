@@ -1,5 +1,3 @@
-"""Stacks of blocks are found by what repeats, or taken by their names."""
-
 from collections.abc import Callable, Sequence
 
 import pytest

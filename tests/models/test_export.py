@@ -1,5 +1,3 @@
-"""Exported folders: they load elsewhere with the same logits, and are replaced as a whole."""
-
 from __future__ import annotations
 
 import copy
@@ -42,7 +40,6 @@ SMALL = 6_000
 
 
 def build(architecture: dict[str, Any]) -> Any:
-    """A model in evaluation mode whose parameters lie in the host store."""
     model = ModelSource(architecture=architecture, seed=1).build().eval()
     HostStore(model, list(model.model.layers))
     return model

@@ -1,5 +1,3 @@
-"""Lazy logits: whatever code does with them, the results are those of plain PyTorch."""
-
 from __future__ import annotations
 
 import copy
@@ -41,7 +39,6 @@ class Head(nn.Module):
 
 
 def given() -> tuple[Tensor, Tensor]:
-    """Return hidden states and labels, some of them ignored."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(SEQUENCES, TOKENS, WIDTH, generator=generator).requires_grad_()
     labels = torch.randint(VOCABULARY, (SEQUENCES, TOKENS), generator=generator)
@@ -50,7 +47,6 @@ def given() -> tuple[Tensor, Tensor]:
 
 
 def run(use: Use, fusion: LossFusion | None, *, bias: bool = True) -> list[Tensor]:
-    """Return the loss and the gradients of hidden states and parameters."""
     head, (hidden, labels) = Head(bias=bias), given()
     if fusion is None:
         loss = use(head(hidden), labels)

@@ -1,5 +1,3 @@
-"""`linear_cross_entropy` gives the loss and the gradients of PyTorch's own on whole logits."""
-
 from __future__ import annotations
 
 from typing import Any

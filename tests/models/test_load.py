@@ -1,5 +1,3 @@
-"""Published weights: what is loaded is what transformers loads, and what is broken is named."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,6 @@ EXPERTS: dict[str, Any] = {
 
 
 def save(folder: Path, architecture: dict[str, Any], **options: Any) -> Any:
-    """Write a model of random weights, and return it."""
     model = ModelSource(architecture=architecture, seed=3, dtype=options.pop("dtype", None)).build()
     model.save_pretrained(folder, **options)
     return model

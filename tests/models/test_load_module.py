@@ -1,5 +1,3 @@
-"""Weights of any module that was built on the meta device."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The benchmarks of the loss: what they measure and count, on something small."""
-
 from __future__ import annotations
 
 import argparse

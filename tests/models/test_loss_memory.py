@@ -1,5 +1,3 @@
-"""The memory of a loss: chunks keep to their budget, and estimates are those of the formulas."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Frozen weights that stay in their files: the same results, no copy, no way to write to them."""
-
 from __future__ import annotations
 
 import copy
@@ -40,7 +38,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 
 
 def adapted(folder: Path, **options: Any) -> Adapted:
-    """Adapters on a published model."""
     base = source(folder, **options).build()
     return Adapted(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
 

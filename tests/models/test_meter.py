@@ -1,5 +1,3 @@
-"""Counts of single operations."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +13,6 @@ NUMBERS = ROWS * COLUMNS
 
 
 def count(work: Callable[[Tensor], object]) -> Count:
-    """Count an operation on a matrix."""
     matrix = torch.empty((ROWS, COLUMNS), dtype=torch.bfloat16, device="meta")
     meter = Meter()
     with meter:

@@ -1,5 +1,3 @@
-"""Profiles are read off the parameters, real or not."""
-
 from types import SimpleNamespace
 
 import torch

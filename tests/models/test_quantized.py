@@ -1,5 +1,3 @@
-"""Frozen weights in 8 and 4 bits: small where they are kept, exact in what is trained beside."""
-
 from __future__ import annotations
 
 import copy
@@ -46,7 +44,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 
 
 def adapted(bits: int, **options: Any) -> Adapted:
-    """Adapters on a quantised model."""
     base = ModelSource(architecture=TINY, frozen_bits=bits).build()
     return Adapted(base, LoraConfig(r=2, target_modules="all-linear", **options))
 

@@ -1,5 +1,3 @@
-"""The work of a training step, measured without running it on values or changing anything."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Which steps are proven to give a weighted mean over microbatches, and which are not."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

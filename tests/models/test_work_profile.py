@@ -1,5 +1,3 @@
-"""Work measured on the meta device against what can be counted by hand."""
-
 from __future__ import annotations
 
 import gc
@@ -47,7 +45,6 @@ def measure(model: nn.Module) -> WorkProfile:
 
 
 def forward_operations(work: WorkProfile) -> list[float]:
-    """Matrix operations of the head, the blocks and the tail."""
     return [part.forward.matrix_operations.of(SHAPE) for part in work.segments]
 
 

@@ -1,5 +1,3 @@
-"""Adapters that peft adds to a model, and the messages of refused ones."""
-
 from __future__ import annotations
 
 import functools
@@ -31,7 +29,6 @@ def tiny(**changes: Any) -> Any:
 
 
 def trained(model: nn.Module) -> set[str]:
-    """Last parts of the names of what is trained."""
     return {
         name.replace(".default", "").split("layers.0.")[-1]
         for name, parameter in model.named_parameters()
@@ -162,7 +159,6 @@ def test_experts_that_a_model_does_not_have_are_told_from_those_it_has() -> None
 
 @pytest.fixture
 def saved(tmp_path: Path) -> PeftModel:
-    """The model whose adapter was saved in `tmp_path`."""
     model = lora(seed=5).apply(tiny())
     with torch.no_grad():
         for name, parameter in model.named_parameters():

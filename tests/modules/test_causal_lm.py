@@ -1,5 +1,3 @@
-"""The LightningModule, on Lightning's own single device."""
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""One class for every text, on one device and on round-robin workers."""
-
 import functools
 from pathlib import Path
 from typing import Any

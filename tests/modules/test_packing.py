@@ -1,5 +1,3 @@
-"""Packed documents do not see each other: logits and gradients are those of single ones."""
-
 from functools import partial
 from pathlib import Path
 from typing import Any

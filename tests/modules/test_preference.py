@@ -1,5 +1,3 @@
-"""Direct preference optimization: the loss, the reference, and that pairs stay together."""
-
 import functools
 import math
 from pathlib import Path
@@ -32,7 +30,6 @@ def make(adapters: Adapters | None = None, **options: Any) -> DirectPreferenceMo
 
 
 def pairs(count: int = 4, length: int = 6) -> list[dict[str, Tensor]]:
-    """Pairs with a prompt of two tokens and answers of different lengths."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(1, 264, (count, 2, length), generator=generator)
     ids[:, 1, :2] = ids[:, 0, :2]

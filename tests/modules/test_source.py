@@ -1,5 +1,3 @@
-"""Models from an architecture, a folder, and a hub that cannot be reached."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The tokenizer that needs no download, and those of a folder."""
-
 from pathlib import Path
 
 import pytest

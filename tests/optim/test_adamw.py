@@ -1,5 +1,3 @@
-"""The optimizer in host memory against torch's, and its state in all formats."""
-
 from __future__ import annotations
 
 import copy
@@ -39,7 +37,6 @@ def train(
     dtype: torch.dtype | None = None,
     step: Callable[[], Any] | None = None,
 ) -> None:
-    """Step with gradients that follow from the seed."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
         for group in optimizer.param_groups:

@@ -1,5 +1,3 @@
-"""benchmarks/host_optimizer.py runs, small, and gives all its figures."""
-
 from __future__ import annotations
 
 import json

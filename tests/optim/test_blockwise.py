@@ -1,5 +1,3 @@
-"""The 8 bit codes: their error, their mean, and that decoding and encoding again loses nothing."""
-
 from __future__ import annotations
 
 import pytest

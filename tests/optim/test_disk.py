@@ -1,5 +1,3 @@
-"""State on disk: bounded in memory, refused when there is no room, gone when the process ends."""
-
 from __future__ import annotations
 
 import errno

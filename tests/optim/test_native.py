@@ -1,5 +1,3 @@
-"""Machine code for AdamW: the bits of torch's operations, for everything it may read and write."""
-
 from __future__ import annotations
 
 import logging
@@ -32,7 +30,6 @@ def stepped(
     offset: int,
     **options: Any,
 ) -> list[Tensor]:
-    """Return parameters, copies and state after three steps; copies begin at odd places."""
     generator = torch.Generator().manual_seed(3)
     mine = [nn.Parameter(torch.randn(size, generator=generator).to(values)) for size in SIZES]
     places = [torch.zeros(size + offset + 5, dtype=copy or torch.float32) for size in SIZES]
@@ -99,7 +96,6 @@ def once(
     copy: Tensor | None = None,
     settings: Settings = PLAIN,
 ) -> FlatParameter:
-    """Step a flat parameter once."""
     parameter = FlatParameter(
         values=values,
         gradient=gradient,

@@ -1,5 +1,3 @@
-"""Stochastic rounding is right on average; any optimizer steps bfloat16 as if it were float32."""
-
 from __future__ import annotations
 
 import math

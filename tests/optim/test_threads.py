@@ -1,5 +1,3 @@
-"""The threads that step pieces: how many, and torch's own threads beside them."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""Cuts and hints: no stage spans a cut of the model, hints are kept or refused with the reason."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Plans within a machine's memory, what is missing where there is none, and what would mend it."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -34,7 +32,6 @@ MIB = 2**20
 
 
 def part(name: str, *, mib: int = 100) -> BlockWork:
-    """A block that takes a tenth of a second and keeps 1 MiB per token."""
     products = Amount(per_token=1e11)
     return BlockWork(
         name=name,

@@ -1,5 +1,3 @@
-"""Machines: by name, from files, and refused where a figure cannot be."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Idle time is classified as in timelines made by hand, and always adds up."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Measured durations of blocks follow what a machine does, and plans follow them."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Device and host memory of plans, and the longest sequences that fit."""
-
 from __future__ import annotations
 
 from dataclasses import replace

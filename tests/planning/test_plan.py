@@ -1,5 +1,3 @@
-"""Plans: round-trips, refusals, files that are written whole or not at all."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""No hint makes a better plan than the planner's own: a slice of benchmarks/plan_choice.py."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Whatever the planner chooses, the engine computes the same gradients with it, anywhere."""
-
 from __future__ import annotations
 
 import torch.nn.functional as F  # noqa: N812

@@ -1,5 +1,3 @@
-"""The planner: limits, cuts, recompute, slots, what stays, teams and microbatches."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -271,7 +269,6 @@ def test_more_blocks_than_fit_cannot_stay() -> None:
 
 
 def split(count: int) -> ModelProfile:
-    """A batch of eight sequences in so many microbatches; a block costs 0.1 s whatever it runs."""
     sequences = 8 // count
     blocks = tuple(
         replace(

@@ -1,5 +1,3 @@
-"""Predicted steps: the pipeline, the optimizer behind it or after it, and what is stored how."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The report of a step that stands still: the grid, and what every worker waits for."""
-
 from __future__ import annotations
 
 from roundpipe_lightning.planning.report.progress import StepProgress

@@ -1,5 +1,3 @@
-"""Published schedules: as text, replayed within tolerance, and beaten by the planner's."""
-
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,3 @@
-"""Predictions against what others measured, from configurations and the machine's file alone."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Drawings of timelines: traces and pictures that any reader can open."""
-
 from __future__ import annotations
 
 import json
@@ -57,7 +55,6 @@ def texts(root: ET.Element) -> list[str]:
 
 
 def bars(root: ET.Element) -> dict[str, tuple[float, float]]:
-    """Left edge and width of every action's bar, by the action."""
     found = {}
     for group in root.iter(f"{SVG}g"):
         title, bar = group.find(f"{SVG}title"), group.find(f"{SVG}rect")

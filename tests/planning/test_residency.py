@@ -1,5 +1,3 @@
-"""Blocks that stay on a device: what there is room for, and what saves the most."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Stages and schedules: text forms, dependencies, what is refused, batches of a stream."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -185,7 +183,6 @@ def test_a_deadlock_is_found_and_drawn() -> None:
 def plan_with(
     *, num_workers: int, team_size: int = 1, num_rounds: int = 1, backward: int = 2
 ) -> Plan:
-    """Return a plan of rounds of two microbatches."""
     return round_robin_plan(
         Partition(forward=(backward,), backward=(1, *[1] * backward)),
         num_workers=num_workers,
@@ -196,7 +193,6 @@ def plan_with(
 
 
 def as_batch(plan: Plan, batch: int) -> Schedule:
-    """Return a plan's schedule with the numbers that its microbatches have in a stream."""
     first = batch * plan.num_microbatches
     rows = plan.schedule.workers
     return Schedule(
@@ -263,7 +259,6 @@ def test_blocks_that_stay_decide(
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """Return a timeline in which every action takes a second."""
     entries = [
         TimelineEntry(action=action, start_seconds=number, end_seconds=number + 1)
         for row in plan.schedule.workers

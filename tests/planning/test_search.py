@@ -1,5 +1,3 @@
-"""Even and searched partitions: the fast evaluator agrees with the simulator, limits are kept."""
-
 from __future__ import annotations
 
 from dataclasses import replace

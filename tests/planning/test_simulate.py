@@ -1,5 +1,3 @@
-"""The simulator: hand-checked timelines, both recompute rules, the published figures."""
-
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,5 +1,3 @@
-"""Transfers and their times: hand-checked steps, blocks that stay, slots, boundary routes."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -44,7 +42,6 @@ LAYOUT = PipelineLayout(partition=PARTITION, num_microbatches=4, round_size=2)
 
 
 def model(**sizes: Any) -> ModelProfile:
-    """Two blocks of a second forward and a second backward, and a tail of a second."""
     block = BlockProfile(name="block", forward_seconds=1.0, backward_seconds=1.0, **sizes)
     tail = BlockProfile(name="tail", forward_seconds=0.5, backward_seconds=0.5)
     return ModelProfile(blocks=(block, block), tail=tail, fingerprint="")
@@ -219,7 +216,6 @@ def test_kept_attention_is_moved_and_not_recomputed(policy: RecomputePolicy) -> 
 
 
 def stage_runs(route: BoundaryRoute, *, attention_bytes: int = 0) -> list[StageRun]:
-    """The runs of F0, F1, X0, B1, B2."""
     rows = worker_stage_runs(
         TWO_WORKERS,
         partition=PARTITION,

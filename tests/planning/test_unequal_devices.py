@@ -1,5 +1,3 @@
-"""Unequal devices: shares of the work and of the memory follow what each device has."""
-
 from __future__ import annotations
 
 from dataclasses import replace

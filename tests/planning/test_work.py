@@ -1,5 +1,3 @@
-"""Work of a model: amounts, seconds, operations."""
-
 from __future__ import annotations
 
 from dataclasses import replace

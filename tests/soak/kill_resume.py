@@ -63,7 +63,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block."""
         hidden: Tensor = x + self.dropout(self.outer(functional.gelu(self.inner(x))))
         return hidden
 
@@ -77,28 +76,23 @@ class Regressor(LightningModule):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return predictions."""
         for layer in self.layers:
             x = layer(x)
         prediction: Tensor = self.head(x)
         return prediction
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Add random numbers of the host."""
         batch[0].add_(random.random() * 0.1 + 0.1 * torch.rand(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss."""
         loss = functional.mse_loss(self(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss."""
         self.log("val_loss", functional.mse_loss(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer with two schedulers."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         each_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -114,7 +108,6 @@ class ReportingIO(RoundPipeAsyncCheckpointIO):
     report: Path
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        """Save, then report."""
         super().save_checkpoint(checkpoint, *arguments, **options)
         count = _num_batches(checkpoint)
 
@@ -130,16 +123,13 @@ class SaveEverywhere(Callback):
     """Saves where ModelCheckpoint does not: inside windows, after validations, at epochs' ends."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save in the middle of an accumulation window."""
         if trainer.fit_loop._should_accumulate():
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save after a validation."""
         self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save at the end of an epoch."""
         self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
@@ -235,7 +225,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _differing(found: Any, expected: Any, place: str = "") -> list[str]:
-    """Return where two ends of a training differ."""
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         keys = sorted({*found, *expected}, key=str)
         pairs = [(key, found.get(key), expected.get(key)) for key in keys]
@@ -332,7 +321,6 @@ def measure(
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=5, help="processes to kill")
     parser.add_argument("--form", choices=("file", "sharded"), default="file")

@@ -344,7 +344,6 @@ def _batches(case: Case, seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _run_step(case: Case, engine: Engine, seeds: Sequence[int]) -> list[StepResult]:
-    """Run the batches of a step: each begins when what the one before has returned is known."""
     pending = []
     for seed in seeds:
         step = _begun(case, engine, seed)

@@ -102,7 +102,6 @@ class Experts(nn.Module):
         self.cross = Dense() if crossed else None
 
     def forward(self, x: Tensor, states: Tensor | None = None) -> Tensor:
-        """Add what each row's expert gives, by its share."""
         shares = torch.softmax(self.router(x), dim=-1)
         chosen = shares.argmax(dim=-1)
         result = x
@@ -211,7 +210,6 @@ class RaceModel(nn.Module):
         return tuple(found)
 
     def chain(self, *, num_passes: int) -> Chain:
-        """Return the calls of a step with so many passes of the first stack."""
         links = []
         for turn in range(num_passes):
             for index, block in enumerate(self.first):
@@ -223,14 +221,12 @@ class RaceModel(nn.Module):
 
 
 def make_model(spec: ModelSpec) -> RaceModel:
-    """Return the model of a spec, always with the same values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         return RaceModel(spec).train()
 
 
 def make_batches(num_microbatches: int, *, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Return microbatches of unequal length."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (
