@@ -148,12 +148,10 @@ class RoundPipePrecision(Precision):
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Dtype of the masters: what `*-true` names, float32 for `*-mixed`."""
         return _TRUE_DTYPES.get(str(self.precision), torch.float32)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """Dtype in which `*-mixed` computes where autocast allows; None for the others."""
         return _AUTOCAST_DTYPES.get(str(self.precision))
 
     @property
@@ -194,7 +192,6 @@ class RoundPipePrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """State of the main thread around a step: the default dtype and autocast."""
         with self.tensor_init_context(), self.thread_context():
             yield
 
@@ -267,7 +264,6 @@ class RoundPipePrecision(Precision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def widens(self, optimizer: object) -> bool:
-        """Return whether the step is made in float32 here; not if the optimizer itself rounds."""
         return self.stochastic_rounding and not rounds_itself(optimizer)
 
     def next_rounding(self) -> Callable[[int], int]:
@@ -314,5 +310,4 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 def _unscales_by_itself(optimizer: Any) -> bool:
-    """Whether the optimizer (a fused one) unscales in its own step, as torch's scaler asks it."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -99,7 +99,6 @@ class PipelineTimeline(Callback):
 
     @property
     def measured_bubble_fraction(self) -> float | None:
-        """Median over the recorded steps of the share in which the workers were idle."""
         shares = [timeline.bubble_fraction for timeline in self.measured.values()]
         return median(shares) if shares else None
 

@@ -165,7 +165,6 @@ def describe_frozen(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
 
 
 def left_out(checkpoint: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the frozen parameters that a checkpoint leaves out; none in an ordinary one."""
     return frozenset(checkpoint.get(FROZEN_KEY, {}).get("names", ()))
 
 

@@ -115,14 +115,12 @@ def operands_of(
 
 @functools.cache
 def _arguments(func: torch._ops.OpOverload) -> tuple[tuple[str, bool], ...]:
-    """The names of an operation's arguments, and whether it writes to each."""
     return tuple(
         (a.name, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments
     )
 
 
 def is_foreach(func: torch._ops.OpOverload) -> bool:
-    """Whether `func` is one operation per position of its lists."""
     return func._schema.name.startswith("aten::_foreach_")
 
 

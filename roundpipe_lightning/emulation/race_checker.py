@@ -96,7 +96,6 @@ class ProtocolChecker:
             clock[line] = clock.get(line, 0) + 1
 
     def wait(self, line: str, stamp: Stamp) -> None:
-        """Let all further work of a line come after a stamp."""
         with self._mutex:
             _merge(self._clock(line), stamp)
 

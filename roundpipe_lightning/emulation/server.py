@@ -207,12 +207,10 @@ class EmulatedServer:
 
     @property
     def current_device(self) -> ServedDevice:
-        """The device on which the calling thread launches its work: 0 if it has named none."""
         return self.active_device or self.devices[0]
 
     @property
     def active_device(self) -> ServedDevice | None:
-        """The device that the calling thread has made its current one."""
         return getattr(self._active, "device", None)
 
     def launch(self, seconds: float) -> None:

@@ -201,7 +201,6 @@ class ComputeQueue:
             self._spans.append((start, self._end))
 
     def occupy(self, seconds: float, *, after: float = 0.0) -> None:
-        """Let the queue be busy with something else than computing, not before a moment."""
         if seconds or after:
             with self._mutex:
                 self._end = max(self._end, self._host.now(), after) + seconds

@@ -207,7 +207,6 @@ class Engine:
 
     @property
     def staging_bytes(self) -> int:
-        """Page-locked host memory beside that of the parameters."""
         return self._open.transfers.host_bytes
 
     @property

@@ -64,7 +64,6 @@ class ManualStep:
         )
 
     def buffers_watched(self, block: nn.Module) -> AbstractContextManager[EarlierBuffers]:
-        """Give, when the context ends, the buffers that the block has written, as before."""
         views = {m: self._maker.view_of(m) for m in block.modules() if m.__dict__["_buffers"]}
         return self.buffers.watched(views)
 
@@ -206,7 +205,6 @@ class _MeetingPlace(TorchFunctionMode):
         return tensor.device == self._device.torch_device
 
     def placed(self, parameter: nn.Parameter) -> Tensor:
-        """Return a module's tensor for a parameter: in a block a copy on the device."""
         return parameter if self._copies is None else self._copy(parameter)
 
     def _copy(self, parameter: nn.Parameter) -> Tensor:

@@ -174,7 +174,6 @@ class Microbatch:
 
     @property
     def must_be_waited_for(self) -> bool:
-        """Whether the microbatch has written attributes or buffers, or called unplanned blocks."""
         return self.has_written or bool(self.num_streamed)
 
     @property

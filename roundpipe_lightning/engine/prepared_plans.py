@@ -43,7 +43,6 @@ class PreparedPlan:
         return turns_of_batch(self.plan)
 
     def stage_runs(self, *, backward: bool) -> tuple[WorkerRuns, ...]:
-        """Return the stage runs of each worker, with or without the BACKWARD stages."""
         if backward not in self._stage_runs:
             self._stage_runs[backward] = plan_runs(self.plan, self._chain, backward=backward)
         return self._stage_runs[backward]

@@ -113,7 +113,6 @@ def _has_stages(blocks: Sequence[nn.Module]) -> bool:
 
 
 def _lists(module: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
-    """All lists, each once and under its first name, outer ones first."""
     for name, child in module.named_modules():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield name, child

@@ -301,11 +301,7 @@ def check_replaceable(folder: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def _replaced_folder(folder: Path, *, about: Mapping[str, Any], overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder; put it in `folder`'s place, or remove it after an error.
-
-    Raises:
-        CheckpointError: The folder holds something else, or cannot be written (a full disk, say).
-    """
+    """Yield an empty folder; put it in `folder`'s place, or remove it after an error."""
     from safetensors import SafetensorError
 
     folder = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - links stay as they are

@@ -76,7 +76,6 @@ class LoadOptions:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """Options that say where the files are."""
         return {key: value for key, value in self.others.items() if key in _HUB_OPTIONS}
 
     @property

@@ -185,7 +185,6 @@ def quantizable_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _is_matrix(layer: nn.Module, name: str, weight: Tensor) -> bool:
-    """Return whether a parameter is a linear layer's weight, or one for each of several experts."""
     if isinstance(layer, nn.Linear):
         return name == "weight"
     return weight.dim() == 3 and weight.shape[0] == getattr(layer, "num_experts", None)
@@ -246,11 +245,7 @@ def _weight(layer: Any, name: str) -> Tensor:
 
 
 def _functional() -> Any:
-    """The functions of bitsandbytes, imported when they are first needed.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
+    """The functions of bitsandbytes, imported when they are first needed."""
     try:
         from bitsandbytes import functional
     except ImportError as error:

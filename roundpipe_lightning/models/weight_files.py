@@ -164,7 +164,6 @@ class _TensorSlice:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """As safetensors calls it: `"BF16"`, say."""
         return str(self._slice.get_dtype())
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -368,11 +367,7 @@ def _leave_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) ->
 
 
 def _check_agreement(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Drop mapped weights from what is loaded, after a look at whether they are the same.
-
-    Raises:
-        CheckpointError: They are not.
-    """
+    """Drop mapped weights from what is loaded, after a look at whether they are the same."""
     different = []
     for name, parameter in mapped_parameters(module).items():
         given: Tensor | None = state.pop(prefix + name, None)

@@ -53,7 +53,6 @@ class Adapters:
 
     @property
     def method(self) -> str:
-        """Peft's name of the method: `lora`, `ia3`, `prompt_tuning`, ..."""
         return _method(self.config)
 
     def apply(self, model: PreTrainedModel, *, task: str = "CAUSAL_LM") -> PeftModel:

@@ -126,7 +126,6 @@ class TransformersModule(LightningModule):
 
 
 def _default_of(function: Callable[..., Any], name: str) -> Any:
-    """The value that a function or a partial has for an argument; -1 if it takes no such one."""
     parameter = inspect.signature(function).parameters.get(name)
     return -1 if parameter is None else parameter.default
 

@@ -97,7 +97,6 @@ class DirectPreferenceModule(TransformersModule):
         self.reference = reference
 
     def on_train_start(self) -> None:
-        """Let nothing be dropped in the reference."""
         assert self.reference is not None, "configure_model ran before"
         self.reference.eval()
 

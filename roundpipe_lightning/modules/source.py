@@ -261,11 +261,7 @@ class ModelSource:
             )
 
     def _check_remote_code(self) -> None:
-        """Refuse to run code that comes with the weights, unless asked for.
-
-        Raises:
-            ConfigurationError: The model needs some.
-        """
+        """Refuse to run code that comes with the weights, unless asked for."""
         assert self.hub_name is not None
         fields, _ = PreTrainedConfig.get_config_dict(self.hub_name, **self._load_options.hub)
         files = fields.get("auto_map")

@@ -314,14 +314,12 @@ class HostAdamW(Optimizer):
 
     @property
     def kernel(self) -> str:
-        """Kernel that steps parameters of up to 32 bits: `"native"` or `"torch"`."""
         return "native" if self._kernel.is_native else "torch"
 
     # ----------------------------------------------------------------------------------- planner
 
     @property
     def state_place(self) -> StatePlace:
-        """Size and place of the state."""
         size, on_disk = self._layout.bytes_per_parameter(), self._kernel.files is not None
         return StatePlace(memory_bytes=0 if on_disk else size, disk_bytes=size if on_disk else 0)
 

@@ -140,7 +140,6 @@ def num_blocks(count: int) -> int:
 
 
 def _each_block(apply: Callable[[Tensor, Tensor], object], numbers: Tensor, by: Tensor) -> None:
-    """Apply an operation in place to every block and its number in `by`."""
     whole = numbers.numel() // BLOCK * BLOCK
     apply(numbers[:whole].view(-1, BLOCK), by[: whole // BLOCK, None])
     apply(numbers[whole:], by[whole // BLOCK :])

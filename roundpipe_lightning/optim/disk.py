@@ -73,7 +73,6 @@ class StateFile:
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def tensor(self, like: Tensor, *, offset: int) -> Tensor:
-        """Return a tensor at an offset that has the shape and order of another."""
         count = like.numel()
         vector = torch.frombuffer(self._map, dtype=like.dtype, count=count, offset=offset)
         return vector.as_strided(like.shape, like.stride())

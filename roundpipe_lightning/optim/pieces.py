@@ -107,12 +107,10 @@ class Scratch:
 
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor without memory that has the shape and order of another, without gaps."""
     return torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
 
 
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a view of a flat tensor with the shape, and the order in memory, of another."""
     form = dense_like(like)
     return flat.as_strided(form.shape, form.stride())
 

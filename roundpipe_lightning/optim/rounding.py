@@ -102,12 +102,10 @@ def _shift_xor(x: Tensor, places: int) -> Tensor:
 
 
 def _logical_shift(x: Tensor, places: int) -> Tensor:
-    """Shift to the right, with zeros from the left."""
     return (x >> places).bitwise_and_((1 << (32 - places)) - 1)
 
 
 def _signed(value: int) -> int:
-    """Read the lowest 32 bits as a signed number."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
 
@@ -153,7 +151,6 @@ def step_in_float32(
 
 
 def rounds_itself(optimizer: object) -> bool:
-    """Return whether an optimizer rounds its bfloat16 parameters stochastically by itself."""
     return bool(getattr(optimizer, "rounds_stochastically", False))
 
 

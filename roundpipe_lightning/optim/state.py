@@ -65,7 +65,6 @@ class Moment:
         self._dtype = dtype
 
     def fields(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors, without memory, that a parameter's state has for this moment."""
         return {self.name: dense_like(parameter, self._dtype or working_dtype(parameter))}
 
     def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
@@ -80,7 +79,6 @@ class Moment:
             round_stochastically(loaded, out=piece, seed=random.seed, offset=random.offset)
 
     def export(self, flat: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Return the whole moment as checkpoints have it: a tensor like the parameter."""
         return shaped(flat[self.name], like)
 
     def restore(self, values: Tensor, flat: Mapping[str, Tensor]) -> None:
@@ -174,7 +172,6 @@ class StateLayout:
         }
 
     def export(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """Return a state as `torch.optim.AdamW` has it."""
         vectors = self.flat(state, parameter)
         moments = {m.name: m.export(vectors, parameter) for m in self.moments}
         return {**{key: state[key] for key in state if key not in vectors}, **moments}
@@ -207,7 +204,6 @@ class StateLayout:
             state["noise_seed"] = int(saved["noise_seed"])
 
     def bytes_per_parameter(self) -> float:
-        """Return the bytes of the moments per parameter, for large parameters of float32."""
         large = torch.empty(_LARGE, device="meta")
         return sum(field.nbytes for field in self.fields(large).values()) / _LARGE
 

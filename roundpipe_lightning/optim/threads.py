@@ -23,7 +23,6 @@ _MANY = 8  # of so many processors one is left to the threads that copy and laun
 
 
 def usable_processors() -> set[int]:
-    """Return the processors that the operating system lets this process use."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))

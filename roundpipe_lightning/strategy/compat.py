@@ -55,7 +55,6 @@ def syncs_batchnorm(strategy: Strategy) -> bool:
 
 
 def parallel_devices(trainer: Trainer) -> object:
-    """Return the devices that the Trainer has given to its strategy, the list itself."""
     return trainer._accelerator_connector._parallel_devices
 
 
@@ -76,7 +75,6 @@ def current_hook(trainer: Trainer) -> str | None:
 
 
 def stop_after_batch(trainer: Trainer) -> None:
-    """End the training with a `SIGTERMException` once the present batch is logged."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -84,17 +82,14 @@ def stop_after_batch(trainer: Trainer) -> None:
 
 
 def combined_loader(trainer: Trainer) -> CombinedLoader | None:
-    """Return the training's loaders; None before they are made."""
     return trainer.fit_loop._combined_loader
 
 
 def set_loaders(combined: CombinedLoader, loaders: Sequence[Any]) -> None:
-    """Put loaders in the places of those that `combined.flattened` gives."""
     combined._iterables = tree_unflatten(list(loaders), combined._spec)
 
 
 def unloaded_states(trainer: Trainer) -> list[Any]:
-    """Return the loaders' states that Lightning has read from a checkpoint and not loaded."""
     return trainer.fit_loop._combined_loader_states_to_load
 
 
@@ -103,7 +98,6 @@ def load_loader_states(combined: CombinedLoader, states: list[Any]) -> None:
 
 
 def consumed_loaders(combined: CombinedLoader | None) -> list[bool]:
-    """Return the loaders that have ended once in this epoch; empty where no mode asks for it."""
     return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
 
 
@@ -116,7 +110,6 @@ def set_consumed_loaders(combined: CombinedLoader, consumed: Sequence[bool]) -> 
 
 
 def data_fetcher(trainer: Trainer) -> Any:
-    """Return the fetcher of the training's batches; None before an epoch."""
     return trainer.fit_loop._data_fetcher
 
 
@@ -154,22 +147,18 @@ _LATEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def step_results(trainer: Trainer) -> _ResultCollection | None:
-    """Return the results that the running loop has logged; None outside of one."""
     return trainer._results
 
 
 def epoch_results(trainer: Trainer) -> _ResultCollection:
-    """Return the results that training has logged in this epoch."""
     return trainer.fit_loop.epoch_loop._results
 
 
 def validation_results(trainer: Trainer) -> _ResultCollection:
-    """Return the results that the validation inside a fit has logged."""
     return trainer.fit_loop.epoch_loop.val_loop._results
 
 
 def latest_metrics(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the latest values by who has them: callbacks, loggers, progress bars."""
     connector = trainer._logger_connector
     return {name: dict(getattr(connector, name)) for name in _LATEST}
 
@@ -189,7 +178,6 @@ def set_first_loop_iter(trainer: Trainer, value: bool | None) -> None:  # noqa: 
 
 
 def should_update_logs(trainer: Trainer) -> bool:
-    """Whether loggers are given values after this batch."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
@@ -203,7 +191,6 @@ def has_last_batch(trainer: Trainer) -> bool:
 
 
 def is_validation_due(trainer: Trainer) -> bool:
-    """Whether a validation comes after the present batch."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return bool(getattr(trainer.fit_loop.epoch_loop, _DUE)(fetcher))
@@ -221,7 +208,6 @@ def skip_due_validation(trainer: Trainer) -> None:
 
 
 def skip_no_validation(trainer: Trainer) -> None:
-    """Take back `skip_due_validation`."""
     trainer.fit_loop.epoch_loop.__dict__.pop(_DUE, None)
 
 
@@ -240,7 +226,6 @@ def restart_after_batch(trainer: Trainer) -> None:
 
 
 def restart_in_validation(trainer: Trainer) -> None:
-    """Make the loops begin with the validation."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop._restart_stage = _ValidationStage.RESTARTED_MID_EVALUATION
     loop._restarting = False
@@ -270,7 +255,6 @@ def iterate_when_epoch_begins(trainer: Trainer) -> bool:
 
 
 def can_stop_early(trainer: Trainer) -> bool:
-    """Whether the least numbers of epochs and steps are reached."""
     return bool(trainer.fit_loop._can_stop_early)
 
 

@@ -75,7 +75,6 @@ class LentMetrics:
                     _bring_to_host(part)
 
     def refused(self) -> Mapping[nn.Module, nn.Module]:
-        """Return what stands for metrics where the step runs once per microbatch."""
         return {metric: _RefusedMetric(name) for name, metric in self._roots}
 
 
@@ -99,7 +98,6 @@ def _metric_roots(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 
 def _parts(metric: nn.Module) -> list[Metric]:
-    """Return all metric objects in a metric, wrapper or collection, itself included."""
     return [part for part in metric.modules() if isinstance(part, Metric)]
 
 
@@ -153,7 +151,6 @@ def _move(metric: Metric, device: torch.device, *, lists: bool) -> None:
 
 
 def _bring_to_host(metric: Metric) -> None:
-    """Bring all that a metric has seen to the host: states, results, and plain attributes."""
     metric.to("cpu")
     for name in vars(metric).keys() - _OF_EVERY_MODULE:
         vars(metric)[name] = pytree.tree_map_only(Tensor, Tensor.cpu, vars(metric)[name])
@@ -161,11 +158,7 @@ def _bring_to_host(metric: Metric) -> None:
 
 @contextmanager
 def _unseen_explained() -> Iterator[None]:
-    """Say with an error of torchmetrics about several devices what it takes here.
-
-    Raises:
-        ConfigurationError: In place of that error.
-    """
+    """Say with an error of torchmetrics about several devices what it takes here."""
     try:
         yield
     except RuntimeError as error:

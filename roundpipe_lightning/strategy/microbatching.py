@@ -278,18 +278,15 @@ class MicrobatchedBatch:
 
     @property
     def shares(self) -> Sequence[float]:
-        """Shares of the parts in the loss; together 1."""
         total = sum(self.counts)  # 0 where nothing is a target: the loss is not a number then
         return [count / total if total else 1 / len(self.counts) for count in self.counts]
 
     @property
     def sees_targets(self) -> bool:
-        """Whether the losses have counted targets."""
         return any(self._seen)
 
     @property
     def outside(self) -> Outside | None:
-        """Asked before every torch function outside the blocks."""
         return self._note if self.checks or self.notes else self.fusion
 
     def averages_over(self) -> Sequence[float]:

@@ -71,7 +71,6 @@ class WorkersOnCuda(CUDAAccelerator):
 def with_workers(
     accelerator: Accelerator | None, devices: Callable[[], Sequence[torch.device]]
 ) -> Accelerator | None:
-    """Return an accelerator that knows the workers' devices; any but Lightning's own as it is."""
     return WorkersOnCuda(devices) if type(accelerator) is CUDAAccelerator else accelerator
 
 

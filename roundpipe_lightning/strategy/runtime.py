@@ -477,7 +477,6 @@ class PipelineRuntime:
 
     @property
     def is_update_pending(self) -> bool:
-        """Whether parameters or gradients may still change by a step that was submitted."""
         in_flight = self.in_flight is not None and self.in_flight.has_run_backward
         return in_flight or (self.updater is not None and not self.updater.is_joined)
 

@@ -89,12 +89,10 @@ class InFlightBatch:
 
     @property
     def has_run_backward(self) -> bool:
-        """Whether Lightning has run the loss backward: gradients may be handed out from then on."""
         return self._arrived is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine's step has ended well."""
         return self._step is None or self._step.is_over
 
     # In the Trainer's thread, in this order ------------------------------------------------------
@@ -111,7 +109,6 @@ class InFlightBatch:
         self._share = share
 
     def precomputed(self, loss: Tensor, result: StepResult) -> Tensor:
-        """Return the loss of a batch that has ended, with its gradients."""
         return self._with_gradients(loss, result.gradients)
 
     def _with_gradients(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:

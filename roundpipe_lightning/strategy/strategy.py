@@ -508,7 +508,6 @@ class RoundPipeStrategy(OneProcessStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Move nothing but what is not in host memory, and note that a batch has begun."""
         if self._module.trainer.training:
             self._resume.batch_begins(self._module.trainer)
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -541,7 +540,6 @@ class RoundPipeStrategy(OneProcessStrategy):
         return self._runtime.evaluate(step_name, *args, *kwargs.values())
 
     def on_validation_start(self) -> None:
-        """Note where the random generators stand before a validation."""
         super().on_validation_start()
         if not self._module.trainer.sanity_checking:
             self._resume.validation_begins()

@@ -55,7 +55,6 @@ class BlockCompiler:
 
     @property
     def left_as_they_are(self) -> Mapping[str, str]:
-        """Names of blocks that are not compiled, with the reason."""
         return self._left
 
     # ------------------------------------------------------------------------- what is found out
@@ -69,7 +68,6 @@ class BlockCompiler:
             self._drawing.add(name)
 
     def end_step(self) -> None:
-        """Note that all blocks have been run once, and what they do is known."""
         self._known = True
 
     def compiles(self, name: str) -> bool:

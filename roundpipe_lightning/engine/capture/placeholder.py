@@ -127,7 +127,6 @@ def _refuse_gradient(gradient: Tensor) -> None:  # noqa: ARG001 - a tensor's hoo
 
 
 def materialized(node: Any) -> Any:
-    """Return nested containers with the tensors that lazy tensors among theirs stand for."""
     return map_tensors(lambda x: x.value.materialize() if isinstance(x, LazyTensor) else x, node)
 
 

@@ -187,7 +187,6 @@ class StepDraws:
         self._lock = lock
 
     def undisturbed(self, call: Callable[[], Any]) -> Any:
-        """Run `call`, which draws from the default generators as they are."""
         with self._lock:
             return call()
 
@@ -270,7 +269,6 @@ class RandomStream:
         return self._draws
 
     def draw_all(self, call: Callable[[], Any]) -> Any:
-        """Run code that draws as it likes, with one seed for all its draws."""
         self._draws += 1
         seed = mix(self._place, self._draws)
         return self._step_draws.draw(seed, self._generators(), call)

@@ -164,7 +164,6 @@ class SideOutputs:
 
     @property
     def calls_with_leaves(self) -> set[int]:
-        """Numbers of the calls whose side outputs the code after them has used."""
         return {origin.block for origin in self._leaves}
 
     def is_used(self, call: int) -> bool:

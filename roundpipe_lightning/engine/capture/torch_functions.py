@@ -65,12 +65,10 @@ class ModeStack:
         self.is_active = False  # whether the user's code outside the blocks runs
 
     def without(self) -> AbstractContextManager[None]:
-        """Put all modes away until the end of the context: the engine runs."""
         is_watched = self.is_active or torch._C._len_torch_function_stack()
         return _Without(self) if is_watched else nullcontext()
 
     def again(self) -> AbstractContextManager[None]:
-        """Put removed modes back until the end of the context."""
         return _Again(self)
 
 

@@ -46,7 +46,6 @@ def _with_children(node: Any, children: Mapping[Any, Any]) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], node: Any) -> Any:
-    """Replace every tensor in nested containers; what holds none is returned as it is."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, node)
 
 

@@ -68,7 +68,6 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Return whether `torch.compile(module)` has returned it: it runs the module that it wraps."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a slow import; who compiles has it
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -123,15 +122,12 @@ class LazyTable(dict[str, V], Generic[V]):
         return self[key] if key in self else default  # noqa: SIM401 - `get` is what is defined
 
     def items(self) -> Iterator[tuple[str, V]]:  # type: ignore[override]  # lazy, unlike a dict's
-        """Pairs, each placed when it is reached."""
         return ((key, self[key]) for key in self)
 
     def values(self) -> Iterator[V]:  # type: ignore[override]  # lazy, unlike a dict's
-        """Entries, each placed when it is reached."""
         return (self[key] for key in self)
 
     def adopt(self, key: str) -> None:
-        """Take an entry that the original did not have when the view was made."""
         super().__setitem__(key, self._entries[key])
 
     def assigned(self) -> dict[str, Any]:
@@ -237,7 +233,6 @@ for _name in ("forward", "forward_pre", "backward", "full_backward", "full_backw
 
 
 def _looks_elsewhere(kind: type) -> bool:
-    """Return whether a class has a `__getattr__` of its own, as wrappers of peft do."""
     return getattr(kind, "__getattr__", None) is not nn.Module.__getattr__
 
 
@@ -271,7 +266,6 @@ def _in_its_place(value: Any, original: object, view: object) -> Any:
 
 
 def is_rebound(value: object, module: nn.Module) -> bool:
-    """Whether what was put onto a module is called with the view where the module has one."""
     return _rebound(value, module, object()) is not value
 
 
@@ -401,13 +395,11 @@ class ViewMaker:
         return self._made
 
     def add_stand_ins(self, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
-        """Let modules be something else in the view: block proxies, copies of metrics."""
         self._stand_ins.update({id(module): (module, other) for module, other in stand_ins.items()})
 
     def add_later(
         self, modules: Iterable[nn.Module], make: Callable[[nn.Module], nn.Module]
     ) -> None:
-        """Let modules be something else that is made when it is first asked for."""
         self._to_stand_in.update({id(module): partial(make, module) for module in modules})
 
     def view_of(self, module: nn.Module, *extra: type) -> nn.Module:

@@ -127,11 +127,9 @@ class Chain:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Positions that no stage holds together with the one before, ascending."""
         return tuple(i for i, link in enumerate(self.links) if link.cut)
 
     def ends_pass(self, position: int) -> bool:
-        """Return whether user code follows the call at a position."""
         return position + 1 == len(self.links) or self.links[position + 1].cut
 
     def find(self, block: nn.Module, *, gradient: bool | None, start: int) -> int | None:
@@ -158,5 +156,4 @@ class Chain:
 
 
 def following_blocks(stacks: Iterable[BlockStack]) -> dict[nn.Module, nn.Module]:
-    """Return the block after each block of a stack; a stack's last block has none."""
     return {a: b for s in stacks for a, b in zip(s.blocks, s.blocks[1:], strict=False)}

@@ -263,7 +263,6 @@ class JoinedValue(Value):
         value.is_wanted = lambda: self.is_held or self._num_pending[piece] > 0
 
     def note_pending(self, change: int, pieces: Iterable[int]) -> None:
-        """Count calls that pieces have still to replay."""
         with self._counting:  # the driver counts up while pieces count down
             for piece in pieces:
                 self._num_pending[piece] += change
@@ -338,7 +337,6 @@ class Slices:
         return self._cut[key]
 
     def trained(self) -> Iterator[tuple[Tensor, int | None, Sequence[Tensor]]]:
-        """Return what needs a gradient, its dimension, and its parts."""
         for (tensor, dim), cut in self._cut.items():
             if tensor.requires_grad:
                 yield tensor, dim, cut.parts

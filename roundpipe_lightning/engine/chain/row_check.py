@@ -215,11 +215,7 @@ class RowTrial:
         return CallForm(arguments=self._dims, values=values, left=tuple(left[0])), shadows
 
     def _left_tensors(self, writes: BlockWrites) -> dict[tuple[nn.Module, str], Tensor]:
-        """Return the attributes that are tensors made of rows.
-
-        Raises:
-            NotByRowsError: If there are some inside of others.
-        """
+        """Return the attributes that are tensors made of rows."""
         last = {(module, name): value for module, name, value in writes}
         left = {key: value for key, value in last.items() if isinstance(value, Tensor)}
         if any(map(self._marks.has, tensors_in([v for k, v in last.items() if k not in left]))):

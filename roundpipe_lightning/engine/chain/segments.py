@@ -108,7 +108,6 @@ class Segments:
         return max(i for i, segment in enumerate(self._all) if segment.first_node <= number)
 
     def is_earlier(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has a graph that an earlier segment made."""
         if len(self._all) == 1 or tensor.grad_fn is None:
             return False
         return tensor.grad_fn._sequence_nr() < self.last.first_node  # noqa: SLF001

@@ -417,7 +417,6 @@ class Sources:
         return leaves[source]
 
     def add_gradient(self, source: Source, gradient: Tensor, worker: Worker) -> None:
-        """Add a gradient of a source, which a worker has made."""
         known = self.gradients.get(source)
         whole = gradient if known is None else gradient + known.take(worker)
         self.gradients[source] = BoundaryTensor(whole, worker)

@@ -71,7 +71,6 @@ class Runtime:
 
     @functools.cached_property
     def synchronizes(self) -> bool:
-        """Whether all streams of the device can be waited for at once."""
         return _can(lambda: torch.accelerator.synchronize(self.device))
 
     @functools.cached_property
@@ -257,7 +256,6 @@ class AcceleratorDevice(Device):
         return tensor.detach().to("cpu")
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is in this device's memory, or a host number."""
         return tensor.device == self.torch_device or (
             tensor.dim() == 0 and tensor.device.type == "cpu"
         )
@@ -481,7 +479,6 @@ def _on(stream: Any) -> Iterator[None]:
 
 
 def _timed_event(device: torch.device) -> Any:
-    """Return an event of the calling thread's present stream whose time can be asked for."""
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event

@@ -145,7 +145,6 @@ class HostEvent(Event):
             callback()
 
     def wait(self) -> None:
-        """Stop the calling thread until it was set; raises as the base class says."""
         if not self._is_over:
             block_until(self.when_done)
         self._check()

@@ -199,7 +199,6 @@ def divided_intra_op_threads(*, num_workers: int) -> Iterator[int]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Attach a note to an exception, also in Python 3.10, which keeps but does not print it."""
     noted: Any = error
     noted.__notes__ = [*getattr(error, "__notes__", []), note]
 

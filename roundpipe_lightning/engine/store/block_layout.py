@@ -159,7 +159,6 @@ class Layouts:
         self.version = 0
 
     def is_renewed(self, block: nn.Module) -> bool:
-        """Return whether `renewed` would change nothing."""
         known = self._known.get(block)
         return known is not None and known[0] == self._state(block) and not known[1].has_copies
 
@@ -266,7 +265,6 @@ def region_bytes(sizes: Sequence[int]) -> int:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the type that a parameter's gradients are summed up in: torch's `grad_dtype`."""
     return parameter.grad_dtype or parameter.dtype
 
 

@@ -157,6 +157,5 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory has no gaps, whatever the order of its dimensions."""
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return span == tensor.numel() and all(s > 0 for s in tensor.stride())

@@ -119,7 +119,6 @@ class HostStore:
                 yield from (flat.uploaded, *(() if flat.kept is None else (flat.kept,)))
 
     def pin(self, device: Device) -> None:
-        """Page-lock all buffers that are uploaded, for copies to devices of this kind."""
         self._pinned_by = device
         for buffer in self._uploaded_buffers():
             device.pin(buffer)
@@ -152,7 +151,6 @@ class HostStore:
                 )
 
     def parameters_of(self, block: nn.Module) -> tuple[nn.Parameter, ...]:
-        """Return a block's parameters, those it shares with others included."""
         return self._of_block[block]
 
     def buffers_of(self, block: nn.Module) -> list[FlatBuffer]:
@@ -175,7 +173,6 @@ class HostStore:
         return (values if is_present else parameter).detach()
 
     def current_values(self, parameter: nn.Parameter) -> Tensor:
-        """Return the tensor that workers compute with, without waiting."""
         served = self._served.get(parameter)
         return self.memory_of(parameter) if served is None else served
 
@@ -245,7 +242,6 @@ class HostStore:
             event.wait()
 
     def await_updated(self, block: nn.Module) -> None:
-        """Wait until a block may be read: the optimizer is done with it."""
         self._await_updates(self._of_block[block])
 
     def value(self, parameter: nn.Parameter) -> Tensor:

@@ -45,7 +45,6 @@ class NarrowCopies:
 
     @staticmethod
     def narrows(parameter: nn.Parameter) -> bool:
-        """Return whether a parameter has a copy, if only one block uses it."""
         is_matrix = parameter.dim() >= 2
         return parameter.requires_grad and parameter.dtype is torch.float32 and is_matrix
 
@@ -78,7 +77,6 @@ class NarrowCopies:
 
     @property
     def are_cast(self) -> bool:
-        """Whether all have been cast, and none was forgotten since."""
         return self._cast.keys() >= self._places.keys()
 
     def forget(self) -> None:
@@ -86,7 +84,6 @@ class NarrowCopies:
         self._cast.clear()
 
     def close(self) -> None:
-        """Let nobody write the copies any more."""
         for optimizer in self._writers:
             optimizer.write_copies({})
         self._writers = []

@@ -36,7 +36,6 @@ class WeightVersions:
 
     @property
     def previous(self) -> bool:
-        """Whether what begins to read now reads the copy."""
         return self._previous
 
     def begin_reading(self) -> tuple[bool, Callable[[], None]]:
@@ -53,7 +52,6 @@ class WeightVersions:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Wait until nothing is being read, and let nothing begin to be until the context ends."""
         with self._changed:
             self._changed.wait_for(lambda: not any(self._num_reading.values()))
             yield
@@ -74,7 +72,6 @@ class WeightVersions:
         copied.when_done(end)
 
     def switch(self) -> None:
-        """Make uploads read the copy from now on, and wait until none reads the parameters."""
         with self._changed:
             self._previous = True
             self._changed.wait_for(lambda: not self._num_reading[False])

@@ -99,7 +99,6 @@ class BoundaryTensor:
         self._here = self._host = self._arriving = None
 
     def take(self, worker: TransferEndpoint | None) -> Tensor:
-        """Return the tensor on a worker for the last time; see `on`."""
         tensor = self.on(worker)
         self.release()
         return tensor

@@ -179,7 +179,6 @@ class TransferQueue:
                 self._device.pin(buffer)
 
     def can_stage(self, longest: int) -> bool:
-        """Return whether the buffers are long enough for pieces of so many bytes."""
         return MOST_IN_FLIGHT * min(CHUNK_BYTES, longest) <= self.staging_bytes
 
     @property

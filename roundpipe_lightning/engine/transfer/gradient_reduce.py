@@ -381,5 +381,4 @@ class GradientReducer:
 
 
 def in_their_dtype(gradients: Gradients) -> Gradients:
-    """Return gradients in the types that they are summed up in."""
     return {parameter: g.to(gradient_dtype(parameter)) for parameter, g in gradients.items()}

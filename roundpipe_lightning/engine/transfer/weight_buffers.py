@@ -120,7 +120,6 @@ class Region:
         return self._by_parameter
 
     def is_staged(self, *, trained_only: bool) -> bool:
-        """Return whether some of what is copied into it is not page-locked; see `pieces`."""
         return not all(p.is_locked for p in self.layout.pieces if p.trained or not trained_only)
 
     def pieces(self, *, trained_only: bool, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:

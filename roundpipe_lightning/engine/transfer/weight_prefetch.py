@@ -116,11 +116,9 @@ class OutsideUses:
         self._expected = {**self._expected, **asked}
 
     def expected(self, stage: Stage) -> Mapping[nn.Parameter, bool]:
-        """Return the parameters of a stage, and whether each is needed before its blocks."""
         return self._expected.get(stage, {})
 
     def record(self, stage: Stage, parameter: nn.Parameter, *, is_first: bool) -> None:
-        """Record that a parameter was asked for, by the thread whose turn it is."""
         self._asked.setdefault(stage, {}).setdefault(parameter, is_first)
 
 
@@ -222,7 +220,6 @@ class WeightPrefetcher:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of parameters outside the blocks that are here or in flight."""
         return sum(parameter.nbytes for parameter in list(self._outside))
 
     @property

@@ -159,7 +159,6 @@ class WorkerTransfers:
         )
 
     def end_turns(self, step: object) -> None:
-        """Note that the worker has had its last turn of a step: what comes is the next one's."""
         self._ended[step], self._waits = self._waits, []
 
     def _prepare(self, step: WorkerRuns) -> None:
@@ -225,12 +224,10 @@ class WorkerTransfers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device: slots, blocks that stay, and staging."""
         return self.weights.num_bytes + self.gradients.num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked bytes of the queue's own."""
         return self.uploads.staging_bytes
 
     # ------------------------------------------------------------------------------ the end of it
@@ -243,7 +240,6 @@ class WorkerTransfers:
         )
 
     def abort(self) -> None:
-        """Give up all copies that have not begun, and release who waits for them."""
         self.uploads.abort()
         self.downloads.abort()
 
@@ -395,7 +391,6 @@ class Transfers:
         self._on_failure()
 
     def take_error(self) -> tuple[BaseException, str] | None:
-        """Return the error of a copy, and its place, once."""
         error, self._error = self._error, None
         return error
 
@@ -429,7 +424,6 @@ class Transfers:
                     )
 
     def abort(self) -> None:
-        """Give up all copies that have not begun, and release who waits for them."""
         for transfers in self._moving:
             transfers.abort()
 
@@ -450,7 +444,6 @@ class Transfers:
             return_freed_memory(least=_MOST_FREED)
 
     def traffic(self, step: object) -> tuple[WorkerTraffic, ...]:
-        """Return each worker's traffic of a step, once the step is over on the devices."""
         return tuple(
             WorkerTraffic() if one is None else one.traffic(step) for one in self.transfers
         )

@@ -336,7 +336,6 @@ class ResidentBlocks:
             write_through(module, name, value)
 
     def take_writes(self) -> list[tuple[nn.Module, str, Any]]:
-        """Return the attributes that the blocks have written since the last call."""
         writes, self._writes = self._writes, []
         return writes
 
@@ -405,7 +404,6 @@ class ResidentBlocks:
         return self._leaves.get(parameter)
 
     def original_of(self, leaf: Tensor) -> Tensor:
-        """Return the parameter for which something stands here; the tensor itself for no other."""
         return next((p for p, known in self._leaves.items() if known is leaf), leaf)
 
     @property
@@ -417,15 +415,12 @@ class ResidentBlocks:
         return self._buffers.place(buffer)
 
     def end_forward(self) -> bool:
-        """Bring back what a forward pass wrote into buffers; return whether it was anything."""
         return self._buffers.write_back(self._maker.made)
 
     def end_backward(self, microbatch: int) -> None:
-        """Note that a microbatch's gradients have been added to the leaves."""
         self._microbatches.append(microbatch)
 
     def take_microbatches(self) -> Sequence[int]:
-        """Return the microbatches whose gradients the leaves have accumulated, ascending."""
         microbatches, self._microbatches = sorted(self._microbatches), []
         return microbatches
 
@@ -456,7 +451,6 @@ class ResidentBlocks:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """Return what a module has under a name, itself or by its class; `DELETED` for nothing."""
     found = module.__dict__.get(name, DELETED)
     return getattr(type(module), name, DELETED) if found is DELETED else found
 

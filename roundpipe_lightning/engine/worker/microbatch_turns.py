@@ -75,7 +75,6 @@ class MicrobatchTurns:
 
     @property
     def is_active(self) -> bool:
-        """Whether it has the turn, and does not only wait for it."""
         return self._activation is not None
 
     @property
@@ -164,7 +163,6 @@ class MicrobatchTurns:
         self._turns.end(action)
 
     def go_to_last(self) -> None:
-        """Pass turns in which nothing is computed."""
         while not self.is_last:
             self.next_turn()
 
@@ -203,7 +201,6 @@ class MicrobatchTurns:
             self.worker = own
 
     def add_gradients(self, gradients: Gradients) -> None:
-        """Add gradients, on the host, of parameters that no stage has."""
         self._reducer.add_shared(self.index, gradients)
 
     def deactivate(self) -> None:

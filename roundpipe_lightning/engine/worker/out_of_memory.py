@@ -213,7 +213,6 @@ def _in_lightnings_words(error: BaseException) -> str:
 
 
 def _first_sentences(error: BaseException, count: int = 2) -> str:
-    """The beginning of the allocator's message, without its advice."""
     sentences = str(error).strip().splitlines()[0].split(". ") if str(error).strip() else []
     said = ". ".join(sentences[:count]).rstrip(".")
     return f"The allocator says: {said}." if said else "The allocator says nothing more."

@@ -116,7 +116,6 @@ class Turns:
 
     @property
     def last(self) -> dict[int, tuple[Turns, ActionKey]]:
-        """The last action so far of every worker that has had one, with its gates."""
         return self._idle | {worker: (self, key) for worker, key in self.graph.last.items()}
 
     def _worker_is_free(self, key: ActionKey) -> None:

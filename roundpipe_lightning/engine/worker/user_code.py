@@ -197,7 +197,6 @@ class UserCode(TorchFunctionMode):
 
     @property
     def used_parameters(self) -> set[nn.Parameter]:
-        """Parameters that the code has asked for, or that ran outside the stages."""
         return {parameter for _, parameter in self._leaves} | self._streamed
 
     def note_streamed(self, block: nn.Module) -> None:
@@ -308,11 +307,9 @@ class UserCode(TorchFunctionMode):
             self._modes.is_active = False
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Let operations be until the end of the context: the engine runs, without any mode."""
         return self._modes.without()
 
     def resumed(self) -> AbstractContextManager[None]:
-        """Run a block, or a backward pass, under the modes of the user's code around it."""
         return self._modes.again()
 
     @contextmanager
@@ -343,7 +340,6 @@ class UserCode(TorchFunctionMode):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Run a backward pass until the end of the context, without autocast."""
         with self.resumed(), without_autocast():
             yield
 
@@ -502,5 +498,4 @@ def _replaced(values: Sequence[Any], leaf: Callable[[Any], Any]) -> Sequence[Any
 
 
 def _stays_with_first(name: str) -> bool:
-    """Return whether a function writes into its first argument, or gives a view of it."""
     return name == "__getitem__" or writes_first(name)

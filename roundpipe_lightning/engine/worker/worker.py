@@ -133,7 +133,6 @@ class Worker:
         return self.device.upload(tensor, None if self.transfers is None else self._await_weights)
 
     def end_forward(self, stage: Stage) -> bool:
-        """Bring back what a stage wrote into buffers; return whether it was anything."""
         if self._resident is None or self._stage != stage:
             return False
         return self._resident.end_forward()
@@ -185,13 +184,11 @@ class Worker:
         reducer.add_stage(stage.index, microbatches, gradients)
 
     def end_stage_run(self) -> None:
-        """Let go of a stage's blocks: the worker goes on with another stage."""
         if self.transfers is not None:
             self._evict()
             self.transfers.weights.release()
 
     def end_turns(self, step: object) -> None:
-        """Let go of a step of which the worker has had its last turn."""
         self._evict()
         if self.transfers is not None:
             self.transfers.end_turns(step)
@@ -207,7 +204,6 @@ class Worker:
         return self._outside[parameter]
 
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
-        """Write values of here into a parameter on the host; return whether that was possible."""
         return self._store.rewrite(parameter, self.device.download(values.detach()))
 
     def renew(self, parameter: nn.Parameter, values: Tensor) -> None:

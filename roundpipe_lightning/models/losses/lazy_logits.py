@@ -389,7 +389,6 @@ class LossFusion:
                 logits.materialize()
 
     def materialized(self, output: Any) -> Any:
-        """Return the user code's result, with plain logits in place of lazy ones."""
         output = map_tensors(_materialized, output)
         self.materialize_pending()
         return output

@@ -60,7 +60,6 @@ class LogitForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the logits can still be scaled and sliced."""
         return not (self.log_softmax or self.classes_second)
 
     def dtype_after(self, function: Callable[[Tensor], Tensor]) -> torch.dtype:
@@ -183,7 +182,6 @@ def _item(form: LogitForm, index: Any) -> LogitForm | None:
 
 
 def _consumed(items: tuple[Any, ...]) -> int:
-    """Return the number of dimensions that an index covers."""
     masks = [x for x in items if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
     return sum(x is not Ellipsis for x in items) + sum(mask.dim() - 1 for mask in masks)
 
@@ -269,7 +267,6 @@ _RULES: Mapping[str, Callable[..., LogitForm | None]] = {
 def loss_of_form(
     form: LogitForm, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the result of a loss function, or None where the function is another."""
     rule = _LOSSES.get(name)
     return None if rule is None else rule(form, args, kwargs)
 

@@ -292,7 +292,6 @@ def _counts_blocks(values: Sequence[str | None]) -> bool:
 
 
 def _unnumbered(value: str, number: int) -> str:
-    """Return a description without a block's number: the number itself, or one in a name."""
     if value == str(number):
         return "#"
     return re.sub("'[^']*'", lambda name: re.sub(rf"(?<!\d){number}(?!\d)", "#", name[0]), value)
@@ -390,14 +389,12 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _leaf(value: Any) -> Any:
-    """Cut a tensor off its graph; it still needs a gradient if it did."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     return value
 
 
 def _gradient_bytes(tree: Any) -> int:
-    """Size of the gradient of what flows from block to block; 0 if it needs none."""
     return max((leaf.nbytes for leaf in _floats(tree) if leaf.requires_grad), default=0)
 
 

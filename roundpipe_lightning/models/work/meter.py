@@ -83,7 +83,6 @@ class Meter(TorchDispatchMode):
         self._known: MutableMapping[Any, bool] = WeakIdKeyDictionary()
 
     def reset(self) -> None:
-        """Begin anew; memory in use stays in use."""
         self.count = Count()
         self.peak_bytes = self.live_bytes
 

@@ -147,7 +147,6 @@ def owned_tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
 
 
 def quantizable_tensors(module: nn.Module) -> set[Tensor]:
-    """The frozen weights that the loader quantises if it is to."""
     return {getattr(layer, name) for layer, name in quantizable_weights(module)}
 
 

@@ -102,7 +102,6 @@ class HostCosts:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next step fills the pipeline while this one drains."""
         return self.timing is UpdateTiming.BEHIND_NEXT_STEP
 
     def step_seconds(

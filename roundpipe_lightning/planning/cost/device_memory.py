@@ -102,12 +102,10 @@ class MemoryNeed:
 
     @property
     def lack_bytes(self) -> int:
-        """Bytes needed beyond those there are; less than 0 where there is room."""
         return self.total_bytes - self.available_bytes
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes needed beyond those there are; 0 where the plan fits."""
         return max(0, self.lack_bytes)
 
     def of(self, kind: MemoryKind) -> int:
@@ -236,7 +234,6 @@ class Footprint:
         return sizes
 
     def _expanded_bytes(self, table: PartitionTable) -> Floats:
-        """One block's weights in 16 bits, where they are stored in fewer."""
         expanded = self._expanded.most(table.start, table.stop)
         self._raise(expanded, table, "expanded_bytes", table.head_stages(self.profile)[:1])
         return expanded
@@ -275,7 +272,6 @@ class Footprint:
     # --- blocks that stay ------------------------------------------------------------------------
 
     def team_stages(self, layout: PipelineLayout, *, team: int) -> list[int]:
-        """Return the places of the stages that a team runs in a step, in order."""
         count = layout.partition.num_stages
         turns = range(team, count * layout.num_rounds, self.num_teams(layout))
         return [turn % count for turn in turns]

@@ -47,7 +47,6 @@ class MemoryReport:
 
     @property
     def missing_share(self) -> float:
-        """Missing memory as a share of the memory there is; less than 0 where there is room."""
         return max(
             need.lack_bytes / max(abs(need.available_bytes), 1) for need in (self.device, self.host)
         )

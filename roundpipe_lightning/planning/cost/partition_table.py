@@ -69,19 +69,16 @@ class PartitionTable:
 
     @cached_property
     def first(self) -> Counts:
-        """Column of each partition's first stage, which has the head's forward."""
         found: Counts = self.fused - np.count_nonzero(self.forward, axis=1)
         return found
 
     @cached_property
     def last(self) -> Counts:
-        """Column of each partition's last stage, which has the head's backward."""
         found: Counts = self.fused + np.count_nonzero(self.backward[:, 1:], axis=1)
         return found
 
     @property
     def fused(self) -> int:
-        """Column of the FUSED stage, which has the tail."""
         return int(self.forward.shape[1])
 
     # --- blocks -----------------------------------------------------------------------------------
@@ -105,7 +102,6 @@ class PartitionTable:
         return here
 
     def block_sums(self, sums: Floats) -> Floats:
-        """Add up a figure over every stage's blocks, from its `prefix_sums`."""
         found: Floats = sums[self.stop] - sums[self.start]
         return found
 

@@ -73,7 +73,6 @@ class StepPrediction:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the devices' time in which they do not compute."""
         return 1.0 - self.compute_seconds / self.step_seconds
 
 
@@ -99,7 +98,6 @@ class StepModel:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """Memory of the model as it is uploaded."""
         stored = self.profile if self.storage is None else self.storage.stored(self.profile)
         return Footprint(stored, hardware=self.links)
 

@@ -90,7 +90,6 @@ def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
 
 
 def _attention_bytes(profile: ModelProfile, stage: Stage, recompute: RecomputePolicy) -> int:
-    """Return the attention outputs that a stage keeps for one microbatch's recompute."""
     if recompute is not RecomputePolicy.SELECTIVE or stage.kind is not StageKind.FORWARD:
         return 0
     return sum(profile.blocks[block].attention_bytes for block in stage.blocks)

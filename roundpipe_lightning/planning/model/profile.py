@@ -61,7 +61,6 @@ class BlockProfile:
 
     @property
     def recompute_seconds(self) -> float:
-        """Duration of a full recompute: one forward pass, or none."""
         return self.forward_seconds if self.has_backward else 0.0
 
     def seconds_to_recompute(self, policy: RecomputePolicy) -> float:
@@ -104,17 +103,14 @@ class ModelProfile:
         return (self.head, *self.blocks, self.tail)
 
     def each(self, change: Callable[[BlockProfile], BlockProfile]) -> ModelProfile:
-        """Return the model with every block and segment changed."""
         blocks = tuple(map(change, self.blocks))
         return replace(self, blocks=blocks, head=change(self.head), tail=change(self.tail))
 
     @property
     def busy_seconds(self) -> float:
-        """Duration of a microbatch, forward and backward, without any recompute."""
         return sum(part.forward_seconds + part.backward_seconds for part in self.parts)
 
     def seconds_to_recompute(self, policy: RecomputePolicy = RecomputePolicy.FULL) -> float:
-        """Duration of the recompute of all blocks under a policy."""
         return sum(block.seconds_to_recompute(policy) for block in self.blocks)
 
     @property

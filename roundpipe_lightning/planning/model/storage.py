@@ -100,7 +100,6 @@ class ParameterStorage:
         return replace(self, weights=WeightStorage.ON_DISK)
 
     def state_bytes(self, num_trainable: int) -> float:
-        """Return the memory that the optimizer's state takes, with its windows on the disk."""
         windows = min(num_trainable * self.disk_bytes, _NUM_STATE_WINDOWS * STATE_WINDOW_BYTES)
         return num_trainable * self.optimizer_bytes + windows
 

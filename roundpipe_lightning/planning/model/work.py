@@ -112,7 +112,6 @@ class Peak:
         return Peak(amounts=tuple(amount * factor for amount in self.amounts))
 
     def of(self, shape: MicrobatchShape) -> float:
-        """Return the largest amount for a shape, and no less than 0 far from the measured ones."""
         return max((0.0, *(amount.of(shape) for amount in self.amounts)))
 
 

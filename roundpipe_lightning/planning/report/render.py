@@ -173,7 +173,6 @@ def _axis(top: int, longest: float, scale: float) -> Iterator[str]:
 
 
 def _tick_seconds(longest: float) -> float:
-    """A round distance of ticks: 1, 2 or 5 times a power of ten."""
     least = longest / _MOST_TICKS
     power: float = 10.0 ** math.floor(math.log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)

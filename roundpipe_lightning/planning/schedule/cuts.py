@@ -39,7 +39,6 @@ def cuts_before(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def reversed_cuts(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Return the cuts of the same blocks, counted from the last one."""
     return tuple(num_blocks - cut for cut in reversed(cuts_before(num_blocks, cuts)))
 
 

@@ -91,7 +91,6 @@ class PipelineConfig:
 
     @property
     def batch_microbatches(self) -> int:
-        """Microbatches of one batch."""
         return self.num_microbatches // self.num_batches
 
     @property
@@ -135,7 +134,6 @@ class PipelineConfig:
         return tuple(found)
 
     def most_members(self, num_workers: int) -> int:
-        """Return the microbatches of a round on the worker that runs the most of them."""
         return max(Counter(self.members(self.round_size, num_workers)).values())
 
     def with_stages(

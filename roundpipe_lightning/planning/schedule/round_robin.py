@@ -98,7 +98,6 @@ def schedule_of(
 
 
 def split_rounds(num_microbatches: int, *, round_size: int) -> tuple[int, ...]:
-    """Return the number of microbatches of every round; the last one may have fewer."""
     full, rest = divmod(num_microbatches, round_size)
     return (round_size,) * full + ((rest,) if rest else ())
 

@@ -70,7 +70,6 @@ products and a softmax is, too."""
 
 
 def operations_kept(policy: RecomputePolicy) -> tuple[str, ...]:
-    """Return the names of the operations whose outputs a policy keeps for the recompute."""
     return ATTENTION_OPERATIONS if policy is RecomputePolicy.SELECTIVE else ()
 
 
@@ -187,7 +186,6 @@ class Partition:
 
     @cached_property
     def _producers(self) -> tuple[Stage, ...]:
-        """The producer of every block's input, and of the tail segment's."""
         makers = self._stages[: self.num_forward + 1]
         before = [stage for stage in makers for _ in stage.blocks] or [makers[-1]]
         return (before[0], *before[: self.num_blocks])

@@ -55,7 +55,6 @@ class Timeline:
 
     @property
     def start_seconds(self) -> float:
-        """Begin of the first action; 0 for an empty timeline."""
         return min((entry.start_seconds for entry in self.entries), default=0.0)
 
     @property
@@ -68,7 +67,6 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the workers' time in which they did not compute (the "bubble"), from 0 to 1."""
         available = self.num_workers * self.makespan_seconds
         return 1.0 - self.busy_seconds / available if available > 0 else 0.0
 

@@ -115,7 +115,6 @@ class Case:
         return found
 
     def estimates(self, partitions: Sequence[Partition]) -> Floats:
-        """Estimate steps with uploads on links that all devices share."""
         return self.evaluator.seconds(PartitionTable.of(partitions))
 
     def bounds(self, partitions: Sequence[Partition]) -> Floats:
@@ -220,7 +219,6 @@ def find_cases(
 
 
 def _wanted(limits: StageLimits, footprint: Footprint, request: PlanningRequest) -> StageLimits:
-    """Return the part of the fitting limits that a request leaves."""
     if request.limits is not None:
         return limits.within(request.limits)
     return even_share(limits, profile=footprint.profile, hardware=footprint.hardware)

@@ -229,7 +229,6 @@ class _Island:
         return Partition(forward=tuple(chain(*forward)), backward=(fused, *chain(*backward)))
 
     def _backward_calls(self, fused: int) -> list[int]:
-        """Blocks of every call behind the fused stage's, the last call first."""
         last, *others = reversed(self.calls)
         return [last - fused, *others] if fused < last else others
 

@@ -69,7 +69,6 @@ class TrainingJob:
 
     @cached_property
     def profile(self) -> ModelProfile:
-        """The model on the machine, parameters of 16 bits."""
         return time_model(self.work, hardware=self.hardware, shape=self.shape, dtype=self.dtype)
 
     @cached_property
@@ -131,7 +130,6 @@ class FitAnswer:
 
     @property
     def prediction(self) -> StepPrediction | None:
-        """How long an optimizer step takes; None without a plan."""
         return None if self.planned is None else self.planned.prediction
 
     @property
@@ -144,7 +142,6 @@ class FitAnswer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of an optimizer step by its seconds; 0 without a plan."""
         if self.prediction is None:
             return 0.0
         return self.job.step_tokens / self.prediction.step_seconds
@@ -227,7 +224,6 @@ def _fits(job: TrainingJob, layout: PipelineLayout) -> bool:
 
 
 def _configs(job: TrainingJob) -> list[PipelineConfig]:
-    """Teams, rounds and slots to choose from."""
     request = _request(job, (job.num_microbatches,)).without_selective()  # which needs more
     return pipeline_configs(job.hardware, request, num_batches=job.num_batches)
 
@@ -274,7 +270,6 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
 
 
 def _hint_limits(job: TrainingJob) -> StageLimits:
-    """Return the limits that the hints leave, whatever fits."""
     return job.hints.limited(StageLimits.none(len(job.work.blocks)))
 
 

@@ -74,7 +74,6 @@ def _policies(word: str | None) -> tuple[RecomputePolicy, ...] | None:
 
 
 def _key(name: str) -> str:
-    """Key in a configuration of a field of `PartitionHints`."""
     return "partition." + name.replace("most_", "limits.")
 
 
@@ -329,18 +328,15 @@ class PlanningRequest:
 
     @property
     def microbatch_choices(self) -> tuple[int, ...]:
-        """Numbers of microbatches to choose from."""
         counts = self.num_microbatches
         return (counts,) if isinstance(counts, int) else counts
 
     @property
     def policies(self) -> tuple[RecomputePolicy, ...]:
-        """Recompute policies that BACKWARD stages may have; FULL where there may be none."""
         some = tuple(each for each in self.recompute if each is not RecomputePolicy.NONE)
         return some or (RecomputePolicy.FULL,)
 
     def without_selective(self) -> PlanningRequest:
-        """Return the request without SELECTIVE, unless there is nothing else."""
         others = tuple(each for each in self.recompute if each is not RecomputePolicy.SELECTIVE)
         return replace(self, recompute=others or self.recompute)
 

@@ -166,7 +166,6 @@ class StepPlanner:
         return self._plan_job(step, count, what=what, effort=QUICK).plan
 
     def first_job(self) -> TrainingJob:
-        """Return what is known without a batch: parameters, not activations."""
         return self.job(self._first_step(), self.num_microbatches, effort=QUICK)
 
     def _first_step(self) -> StepWork:
@@ -418,11 +417,7 @@ class StepPlanner:
         alternatives: Callable[[], Alternatives] = Alternatives,
         longest: Callable[[Shortage], str] = lambda _: "",
     ) -> Planned:
-        """Take the user's plan if it is for so many microbatches, else find the best one.
-
-        Raises:
-            FitError: It does not fit.
-        """
+        """Take the user's plan if it is for so many microbatches, else find the best one."""
         job = self.job(step, count, effort=effort)
         given = self._given_plan
         if given is not None and given.num_microbatches == count:

@@ -154,7 +154,6 @@ class LoaderPosition:
         return {**state, **iteration.processes(0)} if self.keeps_workers else state
 
     def before_fetch(self, num_fetched: int) -> HostRandomness | None:
-        """Return the host's generators before the last fetches; None if there were none."""
         iteration = self._iteration
         return None if iteration is None else iteration.before_fetch(num_fetched)
 
@@ -195,7 +194,6 @@ class _Iteration(Iterator[Any]):
 
     @property
     def has_not_begun(self) -> bool:
-        """Whether the position is at no particular place yet."""
         return self._inner is None and self.place is None
 
     def before_fetch(self, num_fetched: int) -> HostRandomness | None:

@@ -35,7 +35,6 @@ _PLAIN = (
 
 
 def log_state(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    """Return the values that training has logged so far, as tensors, numbers and names."""
     if trainer.training and compat.epoch_results(trainer):
         compat.merge_logged(trainer)
     return LogSnapshot(trainer, metrics).state()
@@ -62,7 +61,6 @@ class LogSnapshot:
 
 
 def set_latest(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Restore the latest values alone of what `log_state` returned."""
     compat.set_latest_metrics(trainer, _clone(state["latest"]))
 
 

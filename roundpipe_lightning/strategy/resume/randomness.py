@@ -137,7 +137,6 @@ class LoaderRandomness:
         self.restore_own(randomness.own)
 
     def restore_own(self, states: Mapping[str, Any]) -> None:
-        """Put the generators that are still there back to where they stood."""
         for place, state in states.items():
             if place in self._own:
                 _set_state(self._own[place], state)

@@ -93,12 +93,10 @@ class ResumePoint:
         return PositionedLoader(loader, waits=self._loaded is not None)
 
     def batch_begins(self, trainer: Trainer) -> None:
-        """A training batch was fetched, and nothing has been logged for it."""
         self._has_gradients = False
         self._logged_before = LogSnapshot(trainer, self._metrics)
 
     def gradients_were_added(self) -> None:
-        """The gradients of the present batch are in the parameters' `.grad`."""
         self._has_gradients = True
 
     def sanity_check_begins(self) -> None:
@@ -261,7 +259,6 @@ class ResumePoint:
             self._silence_lightning()
 
     def _silence_lightning(self) -> None:
-        """Keep Lightning from saying that plain loaders cannot go on inside an epoch."""
         before = list(warnings.filters)
         warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
         self._quiet = next((entry for entry in warnings.filters if entry not in before), None)

@@ -319,11 +319,7 @@ class OptimizerSync:
     # Waiting -------------------------------------------------------------------------------------
 
     def _before_access(self, what: Access, frame: FrameType, parameter: Tensor | None) -> None:
-        """Wait for the step that others may see half made.
-
-        Raises:
-            GradientError: The gradient that is looked at was let go early.
-        """
+        """Wait for the step that others may see half made."""
         # Before the first step every host has the whole state, if a checkpoint has given it any.
         is_divided = what is Access.GRADIENT or (what is Access.STATE and self._num_steps > 0)
         if self._has_hosts and is_divided:

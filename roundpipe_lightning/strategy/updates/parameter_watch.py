@@ -224,7 +224,6 @@ class _WatchedState(defaultdict[Tensor, Any]):
         self._watch = watch
 
     def plain(self) -> defaultdict[Tensor, Any]:
-        """Return the same entries in the dictionary of torch."""
         return defaultdict(self.default_factory, super().items())
 
     def _looked_into(name: str) -> Any:  # type: ignore[misc]  # noqa: N805 - makes methods

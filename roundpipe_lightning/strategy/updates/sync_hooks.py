@@ -47,13 +47,11 @@ def needs_gradients(owner: Any, hook: str) -> bool:
 
 
 def reads_before_zeroing(trainer: Trainer) -> Iterator[bool]:
-    """Yield whether hooks around `zero_grad` are to find the gradients of the step before."""
     for owner in _owners(trainer):
         yield from (needs_gradients(owner, hook) for hook in _HOOKS[:2])
 
 
 def always_wait(trainer: Trainer) -> bool:
-    """Return whether a class says that its hooks are to be waited for."""
     return any(
         getattr(owner, "requires_optimizer_sync", None) is True for owner in _owners(trainer)
     )
