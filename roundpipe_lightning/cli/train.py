@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shlex
 import signal
 import sys
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.cli.build import Run, build_run, exists, log_settings
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
+from roundpipe_lightning.cli.hosts import for_hosts, tell_settings
 from roundpipe_lightning.cli.job import whole
 from roundpipe_lightning.cli.objects import run_explained
 from roundpipe_lightning.cli.summary import print_summary, summarize
@@ -59,8 +59,9 @@ def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, A
     """As `train`: the run that has ended, what it measured, and the figures of its summary."""
     whole("seed", config.seed, least=0)
     lightning.seed_everything(config.seed, workers=True, verbose=False)
-    run = build_run(_with_interval(_with_own_folder(config)))
+    run = build_run(_with_interval(for_hosts(config)))
     folder = Path(run.config.paths.output_dir)
+    tell_settings(run)
     _save_config(run)
     _save_first_plan(run)
     log_settings(run)
@@ -97,7 +98,10 @@ def _run_stages(run: Run, metrics: dict[str, float]) -> None:
         checkpoint = None  # from here on the weights are those that were trained
         _save_plan(run)
         _keep_metrics(run, metrics)
-    if run.interrupt.signal_number is not None:  # while the last step ended
+    is_asked = run.interrupt.signal_number is not None  # while the last step ended
+    if trainer.world_size > 1:
+        is_asked = trainer.strategy.reduce_boolean_decision(is_asked, all=False)
+    if is_asked:
         return
     if config.validate and run.statistics.validated_step != trainer.global_step:
         trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
@@ -111,17 +115,6 @@ def _keep_metrics(run: Run, metrics: dict[str, float]) -> None:
     metrics.update({name: float(value) for name, value in run.trainer.callback_metrics.items()})
     if run.statistics.validated_step != run.trainer.global_step:
         metrics.pop("val_loss", None)  # measured before the last step
-
-
-def _with_own_folder(config: DictConfig) -> DictConfig:
-    """The configuration, with a folder in the run's for each host but the first."""
-    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "NODE_RANK"))
-    rank = next((rank for rank in ranks if rank is not None), "0")
-    if config.trainer.get("num_nodes", 1) == 1 or rank == "0":
-        return config
-    own = config.copy()
-    own.paths.output_dir = str(Path(config.paths.output_dir) / f"host{rank}")
-    return own
 
 
 def _with_interval(config: DictConfig) -> DictConfig:

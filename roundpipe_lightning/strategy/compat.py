@@ -9,6 +9,8 @@ Lightning that renames something fails in that test and is mended here. Checked 
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_unflatten
 
@@ -76,6 +79,24 @@ def current_hook(trainer: Trainer) -> str | None:
 
 def stop_after_batch(trainer: Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
+
+
+def defer_sigterm(trainer: Trainer, ask: Callable[[], None]) -> None:
+    """Have a SIGTERM call `ask`, where Lightning's handler would wait for the other hosts."""
+    handler, lightnings = signal.getsignal(signal.SIGTERM), trainer._signal_connector
+    if not isinstance(handler, _HandlersCompose):
+        return
+
+    others: Sequence[Any] = handler.signal_handlers
+
+    def handle(number: Any, frame: Any) -> None:
+        ask()
+        for each in others:
+            if getattr(each, "__self__", None) is not lightnings:
+                each(number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handle)
 
 
 # Loaders -----------------------------------------------------------------------------------------

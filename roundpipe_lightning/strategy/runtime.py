@@ -322,7 +322,13 @@ class PipelineRuntime:
         hosts, size, output = self.hosts, None, known.outputs[0]
         logged, shares, losses = calls, cut.shares, list(known.losses)
         if hosts is not None:
-            part = HostPart.of(cut, losses, logged, batch_number=self._batch_number)
+            part = HostPart.of(
+                cut,
+                losses,
+                logged,
+                batch_number=self._batch_number,
+                is_asked=hosts.is_asked_to_stop,
+            )
             whole = GlobalBatch(part, hosts)
             present.weigh(whole.share)
             logged, size = whole.logged, whole.num_rows

@@ -202,6 +202,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         self._begin()
         self.exclude_frozen_parameters = exclude_frozen_parameters
         """Whether checkpoints leave out what is not trained."""
+        self.host_settings: dict[str, Any] = {}
+        """Settings by name that must be the same on all hosts, besides those that are known."""
         self.plan_listeners: list[PlanListener] = []
         """Called in the Trainer's thread with each plan that is about to be run."""
         self.step_listeners: list[StepListener] = []
@@ -503,7 +505,13 @@ class RoundPipeStrategy(OneProcessStrategy):
         super().on_train_start()
         self._resume.training_begins(self._module.trainer)
         if self._hosts is not None:
-            agreement.check_same(self._hosts, self._module.trainer, self._options)
+            agreement.check_same(
+                self._hosts, self._module.trainer, self._options, settings=self.host_settings
+            )
+            self._hosts.is_asked_to_stop = self._hosts.stops = False
+            compat.defer_sigterm(
+                self._module.trainer, lambda: setattr(self._hosts, "is_asked_to_stop", True)
+            )
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -516,7 +524,10 @@ class RoundPipeStrategy(OneProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():
             assert self._runtime is not None
-            return self._runtime.training_step(*args, *kwargs.values())
+            output = self._runtime.training_step(*args, *kwargs.values())
+            if self._hosts is not None and self._hosts.stops:
+                compat.stop_after_batch(self._module.trainer)
+            return output
 
     @_without_stop_iteration
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

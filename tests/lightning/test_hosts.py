@@ -7,7 +7,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt, LastCheckpoint
@@ -263,16 +263,17 @@ class Signalled(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def stop_at(rank: int, folder: Path, hook: str) -> tuple[int, int | None]:
+def stop_at(rank: int, folder: Path, hook: str, is_command: bool) -> tuple[int, int | None]:
     """Train on two hosts until one is sent a signal; return when that stopped this one."""
     torch.manual_seed(3)
-    with GracefulInterrupt() as interrupt:
-        saves = LastCheckpoint(str(folder), every_n_steps=99)
+    interrupt = GracefulInterrupt()
+    saves = LastCheckpoint(str(folder), every_n_steps=99)
+    with interrupt if is_command else contextlib.nullcontext():
         trainer = make_trainer(
             folder,
             strategy=RoundPipeStrategy(timeout_seconds=60),
             num_nodes=2,
-            callbacks=[saves, interrupt, Signalled(hook, rank=rank)],
+            callbacks=[saves, *[interrupt] * is_command, Signalled(hook, rank=rank)],
             enable_checkpointing=True,
         )
         with contextlib.suppress(SIGTERMException):
@@ -280,31 +281,56 @@ def stop_at(rank: int, folder: Path, hook: str) -> tuple[int, int | None]:
     return trainer.global_step, interrupt.signal_number
 
 
+@pytest.mark.parametrize("is_command", [True, False], ids=["command", "script"])
 @pytest.mark.parametrize(("hook", "step"), [("on_train_batch_start", 2), ("on_train_batch_end", 3)])
 def test_a_signal_to_one_host_stops_all_after_the_same_step(
-    tmp_path: Path, hook: str, step: int
+    tmp_path: Path, hook: str, step: int, is_command: bool
 ) -> None:
-    assert run_on_hosts(2, stop_at, tmp_path, hook) == [(step, signal.SIGTERM)] * 2
+    expected = (step, signal.SIGTERM if is_command else None)
+    assert run_on_hosts(2, stop_at, tmp_path, hook, is_command) == [expected] * 2
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == step
 
 
 # Launches ----------------------------------------------------------------------------------------
 
 
+class OwnOrder(Sampler[int]):
+    """Draws from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self._seed))
+        return iter(order.tolist())
+
+    def __len__(self) -> int:
+        return 24
+
+
 def fit_differently(rank: int, folder: Path, what: str) -> None:
     torch.manual_seed(3 + (rank if what == "seed" else 0))
     module = Regressor(num_blocks=2)
+    module.save_hyperparameters({"width": 1 + (rank if what == "width" else 0)})
+    data = regression_data(24, batch_size=6)
+    if what == "order":
+        data = DataLoader(data.dataset, batch_size=6, sampler=OwnOrder(rank))
+    version = torch.__version__ if what != "torch" or rank == 0 else "2.0.0"
     flags: dict[str, Any] = {"num_nodes": 2 + (rank if what == "num_nodes" else 0)}
     if what == "accumulate":
         flags["accumulate_grad_batches"] = 1 + rank
     trainer = make_trainer(folder, strategy=RoundPipeStrategy(timeout_seconds=60), **flags)
-    trainer.fit(module, regression_data(24, batch_size=6))
+    with mock.patch.object(torch, "__version__", version):
+        trainer.fit(module, data)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("seed", "the fingerprint of the parameters"),
+        ("seed", "the fingerprint of a parameter .* is .'layers.0.*on host 0 and .'layers.0"),
+        ("width", "hparams.width is '1' on host 0 and '2' on host 1"),
+        ("torch", "torch's version is .* on host 0 and '2.0.0' on host 1"),
+        ("order", r"the order of the data, .*, is \[.*\] on host 0 and \["),
         ("accumulate", "accumulate_grad_batches is 1 on host 0 and 2 on host 1"),
         ("num_nodes", "num_nodes=2 on host 0, but 3 on host 1"),
     ],
@@ -313,7 +339,7 @@ def test_hosts_that_differ_are_refused(tmp_path: Path, what: str, message: str) 
     first, second = run_on_hosts(2, fit_differently, tmp_path, what)
     assert type(first) is ConfigurationError
     assert type(second) in (ConfigurationError, HostError)  # lost host 0, if that was faster
-    assert message in str(first)
+    assert re.search(message, str(first))
 
 
 _SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
@@ -342,6 +368,7 @@ def test_ranks(tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.Mo
     [
         ({"MASTER_ADDR": "host0", "NODE_RANK": "1"}, 2, "MASTER_PORT is not set.*torchrun"),
         ({**_BY_HAND, "NODE_RANK": "2"}, 2, "NODE_RANK=2 with num_nodes=2"),
+        ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 is set.*Unset it"),
         ({**_TORCHRUN, "WORLD_SIZE": "16"}, 2, "16 processes were launched for num_nodes=2"),
         ({**_TORCHRUN, "LOCAL_RANK": "1"}, 2, "as number 1 of its host.*--nproc-per-node=1"),
         (_TORCHRUN, 1, r"2 processes were launched.*Trainer\(num_nodes"),

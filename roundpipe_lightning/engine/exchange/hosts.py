@@ -12,6 +12,7 @@ import pickle
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -43,12 +44,14 @@ class Hosts:
         control: For small objects, from the Trainer's thread.
         place: Where in the training this host is, for messages.
         watch: Whether the others live.
+        is_asked_to_stop: Whether a signal asked this host to stop.
+        stops: Whether one of them was asked: all do after this batch.
     """
 
     def __init__(self, *, timeout_seconds: float, main: tuple[str, int]) -> None:
         self.rank, self.num = dist.get_rank(), dist.get_world_size()
         self.place = "before the first step"
-        self.is_closed = False
+        self.is_closed = self.is_asked_to_stop = self.stops = False
         self.timeout_seconds = timeout_seconds
         self._watch: Watch | None = None
         self.control = Line(self, "step")
@@ -75,12 +78,15 @@ class Hosts:
             ConfigurationError: Naming the first difference and who has it; on all hosts.
         """
         for host, theirs in enumerate(self.control.objects(dict(what))):
-            for name, value in what.items():
-                first = theirs.get(name)
-                if first != value:
+            for name in {**what, **theirs}:
+                mine, other = what.get(name), theirs.get(name)
+                if mine != other:
+                    if isinstance(mine, list) and isinstance(other, list):
+                        pairs = zip_longest(mine, other)
+                        mine, other = next(pair for pair in pairs if pair[0] != pair[1])
                     raise ConfigurationError(
-                        f"Hosts differ: {name} is {_short(value)} on host {self.rank} and "
-                        f"{_short(first)} on host {host}. Start the same code with the same "
+                        f"Hosts differ: {name} is {_short(mine)} on host {self.rank} and "
+                        f"{_short(other)} on host {host}. Start the same code with the same "
                         "configuration everywhere; see docs/nodes.md."
                     )
 

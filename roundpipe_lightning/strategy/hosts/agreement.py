@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -11,6 +16,7 @@ from torch.distributed import ReduceOp
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+import roundpipe_lightning
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.errors import ConfigurationError
@@ -78,32 +84,76 @@ def _keeps_statistics(part: nn.Module) -> bool:
     return isinstance(part, _BatchNorm) and part.track_running_stats and part.training
 
 
-def check_same(hosts: Hosts, trainer: Trainer, options: Options) -> None:
+_SAME_OPTIONS = (
+    *("num_microbatches", "microbatching", "update", "recompute", "loss", "blocks", "trust_rows"),
+    *("compile", "upload_dtype", "gradient_dtype"),
+)
+_SAME_FLAGS = (
+    *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch"),
+    *("num_training_batches", "reload_dataloaders_every_n_epochs"),
+)
+
+
+def check_same(
+    hosts: Hosts, trainer: Trainer, options: Options, *, settings: Mapping[str, Any]
+) -> None:
     """Refuse hosts that would train something else, before the first batch.
+
+    Args:
+        hosts: All hosts.
+        trainer: With the module and its optimizers.
+        options: The strategy's settings.
+        settings: Others that must be the same, by name.
 
     Raises:
         ConfigurationError: Naming the first difference.
     """
-    named = list(trainer.lightning_module.named_parameters())
+    module = trainer.lightning_module
+    named = list(module.named_parameters())
+    hyperparameters = {f"hparams.{key}": repr(value) for key, value in module.hparams.items()}
+    of_groups = {
+        f"{key} of group {number} of {type(optimizer).__name__}": repr(value)
+        for optimizer in trainer.optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
     hosts.check_same(
         {
             "torch's version": torch.__version__,
-            "precision": str(trainer.precision),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "gradient_dtype": options.gradient_dtype,
-            "max_steps": trainer.max_steps,
-            "max_epochs": trainer.max_epochs,
-            "the number of training batches": trainer.num_training_batches,
+            "Lightning's version": lightning.__version__,
+            "the code of roundpipe_lightning": _code(Path(roundpipe_lightning.__file__).parent),
+            f"the code of {type(module).__name__}": _source(type(module)),
+            **{name: getattr(trainer, name) for name in _SAME_FLAGS},
+            **{name: getattr(options, name) for name in _SAME_OPTIONS},
+            **hyperparameters,
+            **of_groups,
+            **settings,
             "the step that training begins with": trainer.global_step,
             "the list of parameters": [
                 (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named
             ],
-            "the fingerprint of the parameters (call seed_everything before the model is made)": [
-                fingerprint(p) for _, p in named
+            "the fingerprint of a parameter (call seed_everything before the model is made)": [
+                (name, fingerprint(p)) for name, p in named
             ],
         }
     )
+
+
+def _code(folder: Path) -> str:
+    """Return what differs where Python files differ."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _source(kind: type) -> str:
+    try:
+        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:12]
+    except (OSError, TypeError):  # typed into a console, say
+        return "unknown"
 
 
 def reduce(parts: Sequence[Tensor], operation: ReduceOp | str | None) -> Tensor:

@@ -46,9 +46,13 @@ class HostBatches:
         state = torch.default_generator.get_state()
         torch.default_generator.set_state(hosts.control.objects(state)[0])  # draws the order
         group: list[list[Any]] = []
+        is_checked = False
         for indices in self._lists:
             group.append(list(indices))
             if len(group) == hosts.num:
+                if not is_checked:
+                    hosts.check_same({"the order of the data, which a sampler drew,": group})
+                is_checked = True
                 yield group[hosts.rank]
                 group = []
         if not self._trains:

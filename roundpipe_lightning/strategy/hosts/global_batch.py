@@ -34,6 +34,7 @@ class HostPart:
         shares: Of the microbatches in the part.
         losses: Theirs.
         logged: Their calls of `self.log`.
+        is_asked: Whether a signal asked the host to stop.
     """
 
     batch_number: int
@@ -42,6 +43,7 @@ class HostPart:
     shares: Sequence[float]
     losses: Sequence[Tensor | None]
     logged: Sequence[Sequence[LogCall]]
+    is_asked: bool
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class HostPart:
         logged: Sequence[Sequence[LogCall]],
         *,
         batch_number: int,
+        is_asked: bool,
     ) -> HostPart:
         """Describe a part whose steps have returned."""
         try:
@@ -64,6 +67,7 @@ class HostPart:
             shares=cut.shares,
             losses=losses,
             logged=logged,
+            is_asked=is_asked,
         )
 
 
@@ -102,6 +106,7 @@ class GlobalBatch:
             share * own for share, part in zip(shares, parts, strict=True) for own in part.shares
         ]
         self.losses = [loss for part in parts for loss in part.losses]
+        hosts.stops = any(part.is_asked for part in parts)
         self.logged = [calls for part in parts for calls in part.logged]
 
 

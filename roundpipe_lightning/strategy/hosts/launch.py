@@ -51,6 +51,12 @@ def check_launch(environment: ClusterEnvironment | None, num_nodes: int) -> None
             num, local = 1, 0
     if num == num_nodes and local == 0:
         return
+    if by_hand:
+        raise ConfigurationError(
+            f"LOCAL_RANK={local} is set, which says that this is not the first process of its "
+            "host, but strategy='roundpipe' drives all devices of a host from one. Unset it; see "
+            "docs/nodes.md."
+        )
     if num_nodes == 1:
         raise ConfigurationError(
             f"{num} processes were launched, but strategy='roundpipe' drives all devices of a host "
