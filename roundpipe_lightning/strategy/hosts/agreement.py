@@ -16,7 +16,6 @@ from torch.distributed import ReduceOp
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-import roundpipe_lightning
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.errors import ConfigurationError
@@ -123,7 +122,7 @@ def check_same(
         {
             "torch's version": torch.__version__,
             "Lightning's version": lightning.__version__,
-            "the code of roundpipe_lightning": _code(Path(roundpipe_lightning.__file__).parent),
+            "the code of roundpipe_lightning": _code(Path(__file__).parents[2]),
             f"the code of {type(module).__name__}": _source(type(module)),
             **{name: getattr(trainer, name) for name in _SAME_FLAGS},
             **{name: getattr(options, name) for name in _SAME_OPTIONS},
