@@ -248,11 +248,11 @@ def train_pipelined(module: LanguageModel, engine: Engine) -> tuple[Trace, str]:
     reason = ""
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     for step in range(NUM_STEPS):
-        result = engine.step(
+        result = engine.begin_step(
             batches(step, module.kind),
             lambda view, batch, index: view.training_step(batch, index),
             loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
-        )
+        ).result()
         for index, loss in enumerate(result.losses):
             assert loss is not None, "every microbatch has a loss"
             trace[f"loss of step {step}, microbatch {index}"] = loss

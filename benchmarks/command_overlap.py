@@ -160,13 +160,17 @@ class Measurement:
                 stale = update == "async"
                 with Updater(engine.store, units, stale=stale, run_unit=self.run_unit) as updater:
                     for _ in range(self.num_steps):
-                        gradients = engine.step(
-                            batches,
-                            lambda view, batch, index: view.training_step(
-                                {"input_ids": batch}, index
-                            ),
-                            loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
-                        ).gradients
+                        gradients = (
+                            engine.begin_step(
+                                batches,
+                                lambda view, batch, index: view.training_step(
+                                    {"input_ids": batch}, index
+                                ),
+                                loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
+                            )
+                            .result()
+                            .gradients
+                        )
                         updater.join()
                         for parameter, gradient in gradients.items():
                             parameter.grad = gradient

@@ -348,12 +348,12 @@ def _step(
     joined: bool,
 ) -> tuple[Measured, StepResult]:
     begin, processor = time.perf_counter(), time.process_time()
-    result = engine.step(
+    result = engine.begin_step(
         batches,
         lambda view, batch, index: view.training_step(batch, index),
         loss_scales=[1 / len(batches)] * len(batches),
         joined=joined,
-    )
+    ).result()
     host_share = (time.process_time() - processor) / (time.perf_counter() - begin)
     rows = [device.compute.spans for device in server.devices]
     starts = [start for row in rows for start, _ in row]

@@ -114,11 +114,11 @@ def main() -> None:
     with Engine(ours, stack=stack, devices=[CpuDevice()], plan=plan) as engine:
 
         def run_ours() -> None:
-            engine.step(
+            engine.begin_step(
                 batches,
                 lambda view, batch, index: view.training_step(batch, index),
                 loss_scales=[scale] * len(batches),
-            )
+            ).result()
 
         measure(2, run_ours, run_plain)  # warm up
         ratios = measure(options.pairs, run_ours, run_plain)

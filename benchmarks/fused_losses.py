@@ -116,9 +116,9 @@ def engine_step(module: nn.Module, fusion: LossFusion | None) -> Step:
     with Engine(
         module, stack=stack, devices=devices, plan=plan, timeout_seconds=TIMEOUT_SECONDS
     ) as engine:
-        result = engine.step(
+        result = engine.begin_step(
             architectures.batches(0, KIND), call, loss_scales=[1 / count] * count, outside=fusion
-        )
+        ).result()
     names = {parameter: name for name, parameter in module.named_parameters()}
     return Step(
         losses=[float(loss) for loss in result.losses if loss is not None],

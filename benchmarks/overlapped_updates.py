@@ -149,11 +149,15 @@ def timed_steps(
             break
         if way == "early":
             updater.begin(optimizer)
-        gradients = engine.step(
-            batches,
-            lambda view, batch, index: view.training_step(batch, index),
-            loss_scales=[1 / len(batches)] * len(batches),
-        ).gradients
+        gradients = (
+            engine.begin_step(
+                batches,
+                lambda view, batch, index: view.training_step(batch, index),
+                loss_scales=[1 / len(batches)] * len(batches),
+            )
+            .result()
+            .gradients
+        )
         _let_step(updater, optimizer, gradients, way=way)
     return [after - before for before, after in itertools.pairwise(begins)][_NUM_UNMEASURED:]
 

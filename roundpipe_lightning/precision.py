@@ -32,11 +32,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.optim.rounding import (
-    keep_wide_state,
-    rounds_itself,
-    step_in_float32,
-)
+from roundpipe_lightning.optim.rounding import keep_wide_state, rounds_itself, step_in_float32
 
 _TRUE_DTYPES = {
     "32-true": torch.float32,

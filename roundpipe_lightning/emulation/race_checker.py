@@ -216,9 +216,7 @@ class WatchedOperations(TorchDispatchMode):
         self._checker = checker
         self._lines = lines
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or func.is_view:
             return func(*args, **kwargs)

@@ -95,13 +95,7 @@ class TaggedTensor(torch.Tensor):
         return wrapper
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The call as the user wrote it: C++ would answer some without `__torch_dispatch__`."""
         kwargs = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
@@ -109,13 +103,7 @@ class TaggedTensor(torch.Tensor):
             return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Every operation, forward and backward: check the places, compute, tag what comes out."""
         kwargs = dict(kwargs or {})
         if not isinstance(func, torch._ops.OpOverload):
@@ -488,9 +476,7 @@ class _FactoryDispatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._server = server
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if isinstance(func, torch._ops.OpOverload) and _composite(func):
             with self:
@@ -509,9 +495,7 @@ class _FactoryFunctions(TorchFunctionMode):
         super().__init__()
         self._server = server
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         converters = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
         if func not in converters or isinstance(args[0], TaggedTensor):

@@ -3,12 +3,12 @@
 Step M2 of docs/design.md.
 
 ```
-Trainer's thread   step(microbatches) ─── waits, watches ───────────────▶ StepResult
+Trainer's thread   begin_step(..).result() ─── waits, watches ──────────▶ StepResult
 microbatch threads    user code and stages, turn by turn ──┘ gradients, losses, outputs
 ```
 
-`begin_step` is the same in two parts: what the user's step has returned is known before the
-gradients are, and the next step can begin meanwhile (`engine/steps.py`).
+What the user's step has returned is known before the gradients are, and the next step can begin
+meanwhile (`engine/steps.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -179,12 +178,7 @@ class Engine:
             self._opened = _Opened(store, transfers, workers, steps, resources.pop_all())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -235,21 +229,6 @@ class Engine:
         self._plans = PreparedPlans(chain)
 
     # ------------------------------------------------------------------------------------- steps
-
-    def step(
-        self,
-        microbatches: Sequence[Any],
-        call: UserStep,
-        *,
-        loss_scales: Sequence[float],
-        plan: Plan | None = None,
-        joined: bool = False,
-        **options: Unpack[StepOptions],
-    ) -> StepResult:
-        """Run forward and backward of all microbatches; as `begin_step`, and to its end."""
-        return self.begin_step(
-            microbatches, call, loss_scales=loss_scales, plan=plan, joined=joined, **options
-        ).result()
 
     def begin_step(
         self,

@@ -43,10 +43,7 @@ from roundpipe_lightning.strategy.logging import (
     own_log_refused,
 )
 from roundpipe_lightning.strategy.metrics import LentMetrics
-from roundpipe_lightning.strategy.microbatching import (
-    MicrobatchedBatch,
-    ModeChoice,
-)
+from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch, ModeChoice
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.inputs import num_values
 from roundpipe_lightning.strategy.planning.planned import PlanEvent, Planned

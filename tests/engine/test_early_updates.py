@@ -44,11 +44,15 @@ def opened(
 
 
 def step(engine: Engine) -> dict[nn.Parameter, Tensor]:
-    return engine.step(
-        regression_batches(NUM_MICROBATCHES),
-        lambda view, batch, index: view.training_step(batch, index),
-        loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
-    ).gradients
+    return (
+        engine.begin_step(
+            regression_batches(NUM_MICROBATCHES),
+            lambda view, batch, index: view.training_step(batch, index),
+            loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
+        )
+        .result()
+        .gradients
+    )
 
 
 def finish(updater: Updater, optimizer: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
@@ -243,7 +247,9 @@ def test_gradients_of_a_step_that_failed_are_not_of_the_next_one(
     with opened(module) as (engine, updater):
         updater.begin(optimizer)
         with pytest.raises(ValueError, match="a fault"):
-            engine.step(regression_batches(NUM_MICROBATCHES), call, loss_scales=[9.0, 9.0])
+            engine.begin_step(
+                regression_batches(NUM_MICROBATCHES), call, loss_scales=[9.0, 9.0]
+            ).result()
         updater.abandon()
         optimizer = optimizer_of(module)
         updater.begin(optimizer)

@@ -412,7 +412,9 @@ def test_parameters_replaced_while_the_engine_is_open() -> None:
 def _outputs(call: Callable[[Any, Any, int], Any], scales: list[float] | None = None) -> Any:
     module = Regressor()
     with engine_for(module, num_workers=2, num_microbatches=3) as engine:
-        result = engine.step(regression_batches(3), call, loss_scales=scales or [1.0] * 3)
+        result = engine.begin_step(
+            regression_batches(3), call, loss_scales=scales or [1.0] * 3
+        ).result()
         return module, result
 
 
@@ -475,7 +477,9 @@ def test_as_many_microbatches_and_scales_as_planned() -> None:
     with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         for num, scales in ((2, [1.0] * 3), (3, [1.0] * 2), (4, [1.0] * 4)):
             with pytest.raises(BatchError, match="plan of 3 microbatches"):
-                engine.step(regression_batches(num), training_step, loss_scales=scales)
+                engine.begin_step(
+                    regression_batches(num), training_step, loss_scales=scales
+                ).result()
 
 
 def test_plans_for_other_numbers() -> None:
@@ -491,7 +495,9 @@ def test_plans_for_other_numbers() -> None:
         engine_of(module, stack, plan, devices=emulated_workers(3))
     other = plan_of(stack, num_workers=3, num_microbatches=3)
     with engine_of(module, stack, plan) as engine, pytest.raises(PlanError, match="3 workers"):
-        engine.step(regression_batches(3), training_step, loss_scales=[1.0] * 3, plan=other)
+        engine.begin_step(
+            regression_batches(3), training_step, loss_scales=[1.0] * 3, plan=other
+        ).result()
 
 
 def test_another_plan_of_the_same_engine() -> None:
@@ -501,7 +507,9 @@ def test_another_plan_of_the_same_engine() -> None:
         for num in (3, 5, 1, 5, 3):
             batches = regression_batches(num)
             plan = plan_of(stack, num_microbatches=num)
-            result = engine.step(batches, training_step, loss_scales=[1 / num] * num, plan=plan)
+            result = engine.begin_step(
+                batches, training_step, loss_scales=[1 / num] * num, plan=plan
+            ).result()
             assert not differences(module, result, plain_step(module, batches))
 
 

@@ -137,12 +137,12 @@ def test_memory_does_not_grow(server: str, backward: bool) -> None:
         _no_collection(),
     ):
         for _ in range(4):
-            engine.step(
+            engine.begin_step(
                 batches,
                 lambda view, batch, index: view.training_step(batch, 0),
                 loss_scales=[1.0] * 3,
                 backward=backward,
-            )
+            ).result()
             module.notes.clear()
             pages = engine.staging_bytes // PAGE_BYTES  # a block each: as many as were in flight
             counts.append((len(_tensors()) - pages, len(gc.get_objects())))

@@ -45,12 +45,12 @@ def opened(module: Any, upload_dtype: torch.dtype | None, **options: Any) -> Eng
 
 
 def step(engine: Engine, *, context: Callable[[], Any] = AUTOCAST) -> StepResult:
-    return engine.step(
+    return engine.begin_step(
         regression_batches(NUM_MICROBATCHES),
         lambda view, batch, index: view.training_step(batch, index),
         loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
         thread_context=context,
-    )
+    ).result()
 
 
 def uploaded(result: StepResult) -> int:

@@ -204,7 +204,9 @@ def test_a_momentum_teacher_moves_once_in_a_step_that_runs_once(write: Any, devi
             twin.zero_grad()
             loss = twin.training_step(batch, 0)
             loss.backward()
-            result = engine.step([batch], training_step, loss_scales=[1.0], joined=True)
+            result = engine.begin_step(
+                [batch], training_step, loss_scales=[1.0], joined=True
+            ).result()
             torch.testing.assert_close(result.losses[0], loss.detach())
             torch.testing.assert_close(
                 dict(module.named_parameters()), dict(twin.named_parameters())
@@ -239,7 +241,7 @@ def test_what_is_written_is_uploaded_again_in_its_step_alone_and_not_from_what_m
             if not writes:
                 module.__class__ = _StillTeacher
             device.num_uploads = 0
-            engine.step([batch], training_step, loss_scales=[1.0], joined=True)
+            engine.begin_step([batch], training_step, loss_scales=[1.0], joined=True).result()
             counts.append(device.num_uploads)
     assert counts[1] > counts[2] == counts[3] == 2, "the batch"
     assert not device.num_from_locked

@@ -342,9 +342,9 @@ def test_without_backward_no_gradients_and_the_same_losses() -> None:
     batches = regression_batches(3)
     plain = plain_step(module, batches)
     with engine_for(module, num_workers=2, num_microbatches=3) as engine:
-        result = engine.step(
+        result = engine.begin_step(
             batches, lambda v, b, i: v.training_step(b, 0), loss_scales=[1.0] * 3, backward=False
-        )
+        ).result()
     assert not result.gradients
     pairs = zip(result.losses, plain.losses, strict=True)
     assert all(got is not None and torch.equal(got, want) for got, want in pairs)

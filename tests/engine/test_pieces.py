@@ -62,7 +62,9 @@ def compare(module: Any, engine: Engine, *, num_rows: int = ROWS, steps: int = 1
     wanted = {name: p.grad for name, p in twin.named_parameters()}
     for _ in range(steps):
         torch.manual_seed(3)
-        result = engine.step([batch], training_step, loss_scales=[1.0], joined=True, step_seed=0)
+        result = engine.begin_step(
+            [batch], training_step, loss_scales=[1.0], joined=True, step_seed=0
+        ).result()
     assert result.losses[0] is not None
     torch.testing.assert_close(result.losses[0], loss.detach())
     for name, parameter in module.named_parameters():

@@ -64,12 +64,12 @@ def test_attention_runs_once_per_block_and_microbatch(policy: str, times: int) -
 
     plan = replace(plan_of(stack, num_workers=1), recompute=RecomputePolicy(policy))
     with engine_of(module, stack, plan) as engine:
-        result = engine.step(
+        result = engine.begin_step(
             token_batches(plan.num_microbatches),
             training_step,
             loss_scales=[1.0] * plan.num_microbatches,
             thread_context=lambda: counter,
-        )
+        ).result()
     assert all(loss is not None for loss in result.losses)
     assert counter.runs == times * len(stack.blocks) * plan.num_microbatches
 

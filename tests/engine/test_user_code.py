@@ -197,7 +197,9 @@ def test_a_mode_sees_the_functions_of_the_blocks_and_few_of_the_engine() -> None
     with engine_for(
         module, num_workers=2, num_microbatches=2, devices=emulated_workers(2)
     ) as engine:
-        engine.step(batches, training_step, loss_scales=[0.5, 0.5], thread_context=context)
+        engine.begin_step(
+            batches, training_step, loss_scales=[0.5, 0.5], thread_context=context
+        ).result()
     seen = sum((mode.seen for mode in modes), Counter[str]())
     assert seen["linear"] == plain.seen["linear"] + 4 * 2 * 2, "the blocks once more: recomputed"
     assert seen["mse_loss"] == 2
@@ -234,9 +236,9 @@ def test_asked_in_training_outside_the_blocks_only(server: str) -> None:
     stack, outside = layers_of(module), Linears()
     plan, devices = plan_of(stack, num_microbatches=2), SERVERS[server](2)
     with engine_of(module, stack, plan, devices=devices) as engine:
-        result = engine.step(
+        result = engine.begin_step(
             regression_batches(2), training_step, loss_scales=[0.5, 0.5], outside=outside
-        )
+        ).result()
     assert sorted(outside.shapes) == [(1, 8), (1, 8), (8, 8), (8, 8)]
     assert all(len(places) == 1 for places in outside.places)
     batches = regression_batches(2)

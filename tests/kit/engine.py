@@ -242,7 +242,7 @@ def mean_step(
     context: Context = nullcontext,
 ) -> StepResult:
     scales = [1 / len(batches)] * len(batches)
-    return engine.step(batches, call, loss_scales=scales, thread_context=context)
+    return engine.begin_step(batches, call, loss_scales=scales, thread_context=context).result()
 
 
 def engine_step(

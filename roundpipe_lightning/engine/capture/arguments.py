@@ -17,14 +17,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

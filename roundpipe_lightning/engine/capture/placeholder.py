@@ -16,7 +16,7 @@ because other blocks have got its values already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,13 +81,7 @@ class LazyTensor(Tensor):
         return lazy
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = attribute_or_name(func)
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -108,13 +102,7 @@ class LazyTensor(Tensor):
         return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # the stub lacks `cls`
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # the stub lacks `cls`
         raise CaptureError(_PAST_FUNCTIONS.format(f"`{func}`"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

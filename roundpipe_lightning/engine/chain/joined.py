@@ -30,11 +30,7 @@ from roundpipe_lightning.engine.capture.autocast import Autocast
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form
 from roundpipe_lightning.engine.chain.block_outcome import Given
-from roundpipe_lightning.engine.chain.values import (
-    WRITTEN_SINCE,
-    BlockCall,
-    Value,
-)
+from roundpipe_lightning.engine.chain.values import WRITTEN_SINCE, BlockCall, Value
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.transfer.boundary import TransferEndpoint
 from roundpipe_lightning.engine.worker.turns import Turns

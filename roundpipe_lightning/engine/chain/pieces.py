@@ -28,12 +28,7 @@ from roundpipe_lightning.engine.capture.autocast import autocast_as, autocast_no
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.view import put
-from roundpipe_lightning.engine.chain.block_outcome import (
-    Given,
-    Outcome,
-    run_block,
-    works_in_place,
-)
+from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome, run_block, works_in_place
 from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.joined import (
     CallForm,

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -154,12 +153,7 @@ class ThreadTeam:
     def __enter__(self) -> ThreadTeam:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self, *, timeout_seconds: float | None = None) -> bool:
@@ -172,13 +166,6 @@ class ThreadTeam:
         for thread in self._threads:
             thread.join(timeout_seconds)
         return not any(thread.is_alive() for thread in self._threads)
-
-    def dismiss(self) -> None:
-        for jobs in self._queues:
-            jobs.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
 
 
 @contextmanager

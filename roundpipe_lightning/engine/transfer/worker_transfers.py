@@ -29,10 +29,7 @@ from roundpipe_lightning.engine.store.block_layout import BlockLayout, Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
 from roundpipe_lightning.engine.transfer.gradient_downloads import GradientDownloads, HostSums
-from roundpipe_lightning.engine.transfer.gradient_reduce import (
-    FlatGradients,
-    GradientReducer,
-)
+from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, GradientReducer
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,

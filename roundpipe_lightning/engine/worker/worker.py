@@ -26,11 +26,7 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_downloads import OutsideSums
-from roundpipe_lightning.engine.transfer.gradient_reduce import (
-    GradientReducer,
-    Gradients,
-    Rows,
-)
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients, Rows
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks

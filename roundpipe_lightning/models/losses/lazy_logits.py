@@ -34,11 +34,7 @@ from roundpipe_lightning.engine.capture.autocast import Autocast
 from roundpipe_lightning.engine.capture.torch_functions import METADATA, attribute_or_name
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.errors import CaptureError
-from roundpipe_lightning.models.losses.logit_form import (
-    LogitForm,
-    form_after,
-    loss_of_form,
-)
+from roundpipe_lightning.models.losses.logit_form import LogitForm, form_after, loss_of_form
 
 __all__ = ["FusedLosses", "LazyLogits", "LossFusion", "LossMode"]
 
@@ -138,13 +134,7 @@ class LazyLogits(Tensor):
         return node is not None and getattr(node, "source", None) is not self.source
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = attribute_or_name(func)
         if name in METADATA:
@@ -158,13 +148,7 @@ class LazyLogits(Tensor):
         return _run_materialized(func, name, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # the stub lacks `cls`
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # the stub lacks `cls`
         """Run an operation that came past PyTorch's functions; autograd is above it."""
         args, kwargs = map_tensors(
             lambda x: x.materialize().detach() if isinstance(x, LazyLogits) else x,

@@ -35,11 +35,7 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from roundpipe_lightning.models.losses.chunked_loss import (
-    DEFAULT_CHUNK_BYTES,
-    LossSpec,
-    LossSweep,
-)
+from roundpipe_lightning.models.losses.chunked_loss import DEFAULT_CHUNK_BYTES, LossSpec, LossSweep
 
 __all__ = ["linear_cross_entropy"]
 

@@ -38,10 +38,7 @@ from operator import attrgetter
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, StageCosts
-from roundpipe_lightning.planning.cost.traffic import (
-    StageRun,
-    worker_stage_runs,
-)
+from roundpipe_lightning.planning.cost.traffic import StageRun, worker_stage_runs
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.schedule import (

@@ -14,11 +14,7 @@ from enum import IntEnum
 from typing import Generic, TypeVar
 
 from roundpipe_lightning.errors import RoundPipeError
-from roundpipe_lightning.planning.model.hardware import (
-    HardwareSpec,
-    device_names,
-    load_hardware,
-)
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, device_names, load_hardware
 from roundpipe_lightning.planning.model.work import BlockWork
 from roundpipe_lightning.planning.search.evolve import QUICK
 from roundpipe_lightning.planning.search.fit import (

@@ -12,11 +12,7 @@ from typing import Any
 
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
-from roundpipe_lightning.planning.schedule.cuts import (
-    check_partition,
-    cuts_before,
-    reversed_cuts,
-)
+from roundpipe_lightning.planning.schedule.cuts import check_partition, cuts_before, reversed_cuts
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.partition import StageLimits, even_cuts

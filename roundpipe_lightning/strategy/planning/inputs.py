@@ -18,11 +18,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.engine.device.accelerator import (
-    AcceleratorDevice,
-    all_reach,
-    runtime_of,
-)
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, all_reach, runtime_of
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
