@@ -22,8 +22,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 _PREFIX = "roundpipe/"
 _GIB = 2**30
 _OFTEN_ENOUGH = 50  # steps, where the Trainer logs nothing
-_MOST_SHARE = 0.001
-"""Share of the time that logging may take, where nobody has said how often."""
+_MOST_SHARE = 0.001  # share of the time that logging may take, where nobody has said how often
 
 _LONGEST_REST_SECONDS = 30.0
 _NOTHING: tuple[StepRecord | None, StepRecord | None] = (None, None)

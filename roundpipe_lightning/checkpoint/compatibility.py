@@ -22,8 +22,7 @@ from roundpipe_lightning.errors import CheckpointError, RoundPipeError
 from roundpipe_lightning.models.load_module import shape_differences
 from roundpipe_lightning.models.weight_files import mapped_parameters
 
-FROZEN_KEY = "roundpipe_frozen"
-"""Entry of a checkpoint that says what it leaves out."""
+FROZEN_KEY = "roundpipe_frozen"  # entry of a checkpoint that says what it leaves out
 
 _NUM_SAMPLES = 8
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-6  # a base in 16 bits is the same base

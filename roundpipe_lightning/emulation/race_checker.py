@@ -31,8 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_lightning.emulation.placement import Operand, operands_of
 from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
 
-HOST = "the host"
-"""The line of all host threads."""
+HOST = "the host"  # the line of all host threads
 
 Stamp: TypeAlias = Mapping[str, int]
 """Vector clock: for every line the number of its pieces of work that had ended."""

@@ -16,8 +16,7 @@ from roundpipe_lightning.errors import ConfigurationError
 
 __all__ = ["find_stacks"]
 
-_GROWTH = 2.0
-"""Ratio of block sizes from which on a model counts as one with stages of its own."""
+_GROWTH = 2.0  # ratio of block sizes from which on a model counts as one with stages of its own
 
 
 def find_stacks(module: nn.Module, names: Sequence[str] | None) -> tuple[BlockStack, ...]:

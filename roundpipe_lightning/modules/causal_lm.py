@@ -10,8 +10,7 @@ from typing_extensions import NotRequired, override
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.base import TransformersModule
 
-_PROBE_TOKENS = 4
-"""Tokens of each of the two documents that a model is tried with."""
+_PROBE_TOKENS = 4  # tokens of each of the two documents that a model is tried with
 
 
 class TokenBatch(TypedDict):

@@ -30,12 +30,8 @@ from torch import Tensor
 
 from roundpipe_lightning.optim.rounding import noise
 
-BLOCK = 256
-"""Numbers that share a scale."""
-
-NOISE_LEVELS = 65536.0
-"""Number of values that the noise of a rounding may have."""
-
+BLOCK = 256  # numbers that share a scale
+NOISE_LEVELS = 65536.0  # number of values that the noise of a rounding may have
 _PART = 512 * BLOCK  # numbers encoded at a time: fewer are slower, as each operation takes the GIL
 
 

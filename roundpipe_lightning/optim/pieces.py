@@ -17,8 +17,7 @@ from torch import Tensor
 
 from roundpipe_lightning.optim.blockwise import BLOCK
 
-ALIGNMENT = 1024
-"""Elements; a multiple of a vector register and of a block of 8 bit codes."""
+ALIGNMENT = 1024  # elements; a multiple of a vector register and of a block of 8 bit codes
 
 ROUNDED = ("values", "first", "second")
 """Parts of a parameter that noise is drawn for: the master and its two moments."""
@@ -58,8 +57,7 @@ class Piece:
     stop: int
 
 
-Task = tuple[Piece, ...]
-"""Pieces with the same settings that one thread steps."""
+Task = tuple[Piece, ...]  # pieces with the same settings that one thread steps
 
 
 def cut_into_tasks(parameters: Sequence[FlatParameter], *, size: int) -> Iterator[Task]:

@@ -41,8 +41,7 @@ from torch.optim import Optimizer
 
 _CHUNK = 1 << 16  # elements at a time: the temporaries stay in the processor's cache
 
-CUT_BITS = 16
-"""Bits that a float32 has more than a bfloat16."""
+CUT_BITS = 16  # bits that a float32 has more than a bfloat16
 
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
 """The multipliers of the hash, as signed numbers."""

@@ -42,14 +42,9 @@ _PIECE = 1 << 18  # elements that a whole moment is converted by; a multiple of 
 class MomentFormat(Enum):
     """Number format of the moments."""
 
-    FP32 = "fp32"
-    """float32: 8 bytes per parameter, the numbers of `torch.optim.AdamW(fused=True)`."""
-
-    BF16 = "bf16"
-    """bfloat16, rounded at random: 4 bytes per parameter."""
-
-    EIGHT_BITS = "8bit"
-    """Blocks of 8 bit codes (`optim/blockwise.py`): 2.03 bytes per parameter."""
+    FP32 = "fp32"  # float32: 8 bytes per parameter, the numbers of `torch.optim.AdamW(fused=True)`
+    BF16 = "bf16"  # bfloat16, rounded at random: 4 bytes per parameter
+    EIGHT_BITS = "8bit"  # blocks of 8 bit codes (`optim/blockwise.py`): 2.03 bytes per parameter
 
 
 class Moment:

@@ -14,8 +14,7 @@ from roundpipe_lightning.optim.pieces import ROUNDED, Piece, Scratch, Task
 from roundpipe_lightning.optim.rounding import round_stochastically
 from roundpipe_lightning.optim.state import Moment, working_dtype
 
-NUM_SCRATCH = 4
-"""Tensors that may have to be converted: master, gradient and two moments."""
+NUM_SCRATCH = 4  # tensors that may have to be converted: master, gradient and two moments
 
 
 def step_with_torch(

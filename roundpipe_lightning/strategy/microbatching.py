@@ -46,8 +46,7 @@ _BASES = frozenset(LightningModule.__mro__)
 _DEPTH, _MANY = 4, 1000
 _TOLERANCE = 1e-9
 
-BatchForm: TypeAlias = tuple[Any, ...]
-"""Structure, dtypes and numbers of dimensions of a batch."""
+BatchForm: TypeAlias = tuple[Any, ...]  # structure, dtypes and numbers of dimensions of a batch
 
 
 def form_of(batch: Any) -> BatchForm:

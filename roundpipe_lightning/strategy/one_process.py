@@ -26,15 +26,13 @@ T = TypeVar("T")
 class OneProcessStrategy(ParallelStrategy):
     """The part of a strategy that knows of devices, processes and plugins, and of no training."""
 
-    num_nodes = 1
-    """Number of hosts; the Trainer sets it to its flag."""
+    num_nodes = 1  # number of hosts; the Trainer sets it to its flag
 
     _rank = 0
     _hosts: Hosts | None = None
     """All hosts, where there are several; Lightning's own group carries next to nothing."""
 
-    stochastic_rounding = False
-    """Whether the precision is to round stochastically."""
+    stochastic_rounding = False  # whether the precision is to round stochastically
 
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"

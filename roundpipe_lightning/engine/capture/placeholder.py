@@ -121,8 +121,7 @@ def materialized(node: Any) -> Any:
 class RunHere(Enum):
     """Answer to a proxy that runs its block itself."""
 
-    RUN_HERE = "run here"
-    """Run the block as part of the user's code around it."""
+    RUN_HERE = "run here"  # run the block as part of the user's code around it
 
 
 RUN_HERE = RunHere.RUN_HERE

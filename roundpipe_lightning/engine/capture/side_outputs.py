@@ -43,14 +43,9 @@ class Origin(NamedTuple):
 class Watch(Enum):
     """Treatment of the results of the functions in a block."""
 
-    UNWATCHED = "unwatched"
-    """No block runs, or no gradient is wanted."""
-
-    NOTHING = "nothing"
-    """A graph is kept."""
-
-    MARK = "mark"
-    """Results get their origin: a FORWARD stage runs."""
+    UNWATCHED = "unwatched"  # no block runs, or no gradient is wanted
+    NOTHING = "nothing"  # a graph is kept
+    MARK = "mark"  # results get their origin: a FORWARD stage runs
 
     FIND = "find"
     """Results that the tail segment has used are collected: a BACKWARD stage recomputes."""

@@ -13,8 +13,7 @@ from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.view import View
 from roundpipe_lightning.errors import CaptureError
 
-Given: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
+Given: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 Watched: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
 """A context for a block that runs, made from the tensors that it takes."""

@@ -27,8 +27,7 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 
-_NUM_SAMPLED = 64
-"""At least so many elements of each tensor are compared, or all there are."""
+_NUM_SAMPLED = 64  # at least so many elements of each tensor are compared, or all there are
 
 _NEEDED_FOR_BACKWARD = "compute_log_sumexp"
 """An argument of attention operations that is False where PyTorch keeps no graph."""

@@ -38,11 +38,8 @@ from roundpipe_lightning.engine.device.events import DoneEvent, Event
 class CopyQueue(Enum):
     """A device's queues for copies."""
 
-    UPLOAD = "upload"
-    """To the device: from the host, or from another device."""
-
-    DOWNLOAD = "download"
-    """From the device to the host."""
+    UPLOAD = "upload"  # to the device: from the host, or from another device
+    DOWNLOAD = "download"  # from the device to the host
 
 
 class Device(ABC):

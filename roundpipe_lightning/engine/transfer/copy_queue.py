@@ -37,27 +37,17 @@ from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.device.host_memory import own_pages
 
-CHUNK_BYTES = 2**24
-"""Longest copy that cannot be overtaken."""
-
-MOST_IN_FLIGHT = 2
-"""Chunks that a queue has given to its device."""
+CHUNK_BYTES = 2**24  # longest copy that cannot be overtaken
+MOST_IN_FLIGHT = 2  # chunks that a queue has given to its device
 
 
 class Priority(IntEnum):
     """Order of jobs; the lowest goes first."""
 
-    BOUNDARY = 0
-    """A boundary, or its gradient: an action waits for it."""
-
-    WEIGHTS = 1
-    """Weights of the stage run that computes, or computes next."""
-
-    PREFETCH = 2
-    """Weights of a later stage run."""
-
-    GRADIENTS = 3
-    """Gradients: nothing in the step waits for them but its end."""
+    BOUNDARY = 0  # a boundary, or its gradient: an action waits for it
+    WEIGHTS = 1  # weights of the stage run that computes, or computes next
+    PREFETCH = 2  # weights of a later stage run
+    GRADIENTS = 3  # gradients: nothing in the step waits for them but its end
 
 
 @dataclass(kw_only=True, eq=False)

@@ -34,8 +34,7 @@ from roundpipe_lightning.engine.store.host_store import TakeGradients
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 Rows: TypeAlias = dict[nn.Parameter, Tensor]
 
-AddShared: TypeAlias = Callable[..., None]
-"""Takes gradients, and perhaps rows."""
+AddShared: TypeAlias = Callable[..., None]  # takes gradients, and perhaps rows
 
 T = TypeVar("T", bound=Tensor)
 

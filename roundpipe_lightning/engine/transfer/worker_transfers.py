@@ -39,9 +39,7 @@ from roundpipe_lightning.engine.transfer.weight_prefetch import (
 from roundpipe_lightning.errors import WatchdogError
 from roundpipe_lightning.planning.schedule.stages import StageKind
 
-_MOST_FREED = 2**28
-"""Bytes that CPU workers leave free in the heap from step to step."""
-
+_MOST_FREED = 2**28  # bytes that CPU workers leave free in the heap from step to step
 _TRIM_SECONDS = 1.0  # how long looking for them is left out
 
 _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
@@ -50,11 +48,8 @@ _POLL_SECONDS = 0.2  # the Trainer's thread answers to Ctrl-C so often
 class WaitedFor(Enum):
     """Kinds of transfers that compute waits for."""
 
-    WEIGHTS = "weights"
-    """Uploads of blocks."""
-
-    BOUNDARIES = "boundaries"
-    """Tensors between stages, and their gradients."""
+    WEIGHTS = "weights"  # uploads of blocks
+    BOUNDARIES = "boundaries"  # tensors between stages, and their gradients
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ __all__ = ["Call", "MeasuredRun", "SegmentCost", "kinds_of", "measure_run"]
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
 _DEPTH = 4
-_MANY_BLOCKS = 3
-"""Fewer blocks than this may count something else, such as dimensions."""
+_MANY_BLOCKS = 3  # fewer blocks than this may count something else, such as dimensions
 
 Call: TypeAlias = Callable[[nn.Module, int, int], Any]
 """Runs a module on so many sequences of so many tokens, and returns its loss or any result."""

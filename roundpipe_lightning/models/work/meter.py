@@ -51,8 +51,7 @@ _GATHER = frozenset({"index", "embedding", "gather", "index_select"})
 _SCATTER = frozenset({"index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_"})
 _PADDED = {"slice_backward": aten.slice.Tensor, "select_backward": aten.select.int}
 """Operations that write zeros, and then a part of them again, which is this view."""
-_SECTOR_BYTES = 32
-"""The least that a device's memory reads or writes at a time."""
+_SECTOR_BYTES = 32  # the least that a device's memory reads or writes at a time
 _ATTENTION_FORWARD = "_flash_attention_forward"
 _ATTENTION_BACKWARD = "_flash_attention_backward"
 

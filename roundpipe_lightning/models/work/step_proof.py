@@ -38,11 +38,8 @@ _MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 class LossKind(Enum):
     """What the loss of a batch is of the losses of its microbatches."""
 
-    ROWS = "rows"
-    """Their mean, each weighted by its rows."""
-
-    TARGETS = "targets"
-    """Their mean, each weighted by its targets."""
+    ROWS = "rows"  # their mean, each weighted by its rows
+    TARGETS = "targets"  # their mean, each weighted by its targets
 
 
 class Unproven(Exception):  # noqa: N818 - an answer

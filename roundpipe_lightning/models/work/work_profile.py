@@ -54,8 +54,7 @@ from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Wor
 __all__ = ["Call", "causal_lm_call", "step_profile", "work_profile"]
 
 _ATTENTION = "roundpipe_counted"
-_LONG = 16
-"""Factor by which sequences are lengthened to find the memory of long ones."""
+_LONG = 16  # factor by which sequences are lengthened to find the memory of long ones
 
 
 def causal_lm_call(module: nn.Module, sequences: int, seq_len: int) -> Tensor:

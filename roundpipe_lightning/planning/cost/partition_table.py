@@ -147,8 +147,7 @@ def prefix_sums(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
 
 
-_CHUNK = 512
-"""Partitions evaluated together: as many as keep the arrays in the cache."""
+_CHUNK = 512  # partitions evaluated together: as many as keep the arrays in the cache
 
 
 @dataclass(frozen=True, kw_only=True)

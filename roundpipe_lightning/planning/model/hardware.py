@@ -36,8 +36,7 @@ RESERVED_BYTES = 384 * 2**20
 WORKSPACE_BYTES = 128 * 2**20
 """Of these, for matrix products: a workspace for each thread that computes on the device."""
 
-_FRAGMENTED_SHARE = 0.03
-"""Share of a named device's memory that is left to gaps between tensors."""
+_FRAGMENTED_SHARE = 0.03  # share of a named device's memory that is left to gaps between tensors
 
 
 def _check_positive(name: str, value: object) -> None:

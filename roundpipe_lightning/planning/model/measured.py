@@ -31,8 +31,7 @@ from roundpipe_lightning.planning.schedule.timeline import Timeline
 HALF_LIFE_STEPS = 8.0
 """Steps after which a measurement counts half."""
 
-_WINDOW = 3
-"""Steps of which the middle one counts."""
+_WINDOW = 3  # steps of which the middle one counts
 
 _Key = tuple[StageKind, int]
 

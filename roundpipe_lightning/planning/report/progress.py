@@ -17,11 +17,8 @@ from dataclasses import dataclass, field
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
 
-_SHOWN = 16
-"""Actions of a worker that are shown, from the last finished ones on."""
-
-_SHOWN_BEFORE = 3
-"""Number of finished ones among them."""
+_SHOWN = 16  # actions of a worker that are shown, from the last finished ones on
+_SHOWN_BEFORE = 3  # number of finished ones among them
 
 
 @dataclass(frozen=True, kw_only=True)

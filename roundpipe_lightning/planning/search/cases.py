@@ -34,14 +34,9 @@ from roundpipe_lightning.planning.search.partition import (
 )
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
-_FEW = 8
-"""Even partitions that fit, fewer than which call for smaller ones."""
-
-_ROUND = 8
-"""Microbatches of a round that few workers may take, beside one each and all of a batch."""
-
-_PIPELINE_SHARE = 0.05
-"""Part of a pipeline's estimate by which the estimate of its step is longer."""
+_FEW = 8  # even partitions that fit, fewer than which call for smaller ones
+_ROUND = 8  # microbatches of a round that few workers may take, beside one each and all of a batch
+_PIPELINE_SHARE = 0.05  # part of a pipeline's estimate by which the estimate of its step is longer
 
 _EVEN_STAGES = 3000
 """Blocks of a model times numbers of stages to choose from, about: balancing takes time."""

@@ -32,11 +32,8 @@ from roundpipe_lightning.planning.search.partition import StageLimits
 Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
 """Mask of the partitions of a table that fit the devices' memory."""
 
-_PATIENCE = 6
-"""Generations without a better partition after which an island is left."""
-
-_NEIGHBOURS = 64
-"""Partitions near the best one that are estimated at a time."""
+_PATIENCE = 6  # generations without a better partition after which an island is left
+_NEIGHBOURS = 64  # partitions near the best one that are estimated at a time
 
 _ISLANDS_FUSED = (1_000_000, 0, 4, 1)
 """Most blocks of the fused stage on each island in turn: plans with few need their own search."""

@@ -35,29 +35,14 @@ from roundpipe_lightning.planning.search.cases import Admits, Case, Steps, find_
 from roundpipe_lightning.planning.search.evolve import neighbours, search_partitions
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
-_CONFIRMED = 3
-"""Partitions per case that are simulated with their transfers."""
-
-_RESULTS = 12
-"""Partitions that a search returns, of which some may not fit."""
-
-_CONFIRMED_ACTIONS = 40_000
-"""Actions of these simulations together; one is simulated in any case."""
-
-_HOPELESS = 1.01
-"""Factor on the best step: no more of a kind is confirmed after a step beyond it."""
-
-_PROMISING = 1.04
-"""Factor on the best estimate with even stages: a case beyond it is not searched."""
-
-_CASES_SEARCHED = 3
-"""Cases that are searched, at most."""
-
-_REFINED = 8
-"""Neighbours of the best partition that are simulated at a time."""
-
-_REFINED_IN_VAIN = 3
-"""Times that none of them is better, after which the search ends."""
+_CONFIRMED = 3  # partitions per case that are simulated with their transfers
+_RESULTS = 12  # partitions that a search returns, of which some may not fit
+_CONFIRMED_ACTIONS = 40_000  # actions of these simulations together; one is simulated in any case
+_HOPELESS = 1.01  # factor on the best step: no more of a kind is confirmed after a step beyond it
+_PROMISING = 1.04  # factor on the best estimate with even stages: a case beyond it is not searched
+_CASES_SEARCHED = 3  # cases that are searched, at most
+_REFINED = 8  # neighbours of the best partition that are simulated at a time
+_REFINED_IN_VAIN = 3  # times that none of them is better, after which the search ends
 
 _LEAST_SAVED = 0.02
 """Share of a step that has to be saved for attention's outputs to be kept: that every operation of

@@ -68,8 +68,7 @@ from roundpipe_lightning.strategy.planning.planned import (
 _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
 """A fraction of a second: the first step waits for it."""
 
-_SMALLEST_SHARE = 0.6
-"""Smallest share of a microbatch of the size that the plan was made for."""
+_SMALLEST_SHARE = 0.6  # smallest share of a microbatch of the size that the plan was made for
 
 _SHAPE = MicrobatchShape(sequences=1, seq_len=1)
 """All amounts of a measured step are fixed: its shape is the one it was measured with."""

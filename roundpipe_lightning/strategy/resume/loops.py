@@ -31,16 +31,12 @@ class LoopPosition(str, Enum):
 
     INSIDE_BATCH = "inside_batch"
     """A batch was fetched and is not trained on to the end: it will be trained on again."""
-    BATCH_END = "batch_end"
-    """In `on_train_batch_end`."""
-    VALIDATION = "validation"
-    """In a validation, which will be run again from its beginning."""
+    BATCH_END = "batch_end"  # in `on_train_batch_end`
+    VALIDATION = "validation"  # in a validation, which will be run again from its beginning
     VALIDATION_END = "validation_end"
     """In `on_validation_end`: all of the validation's metrics are known."""
-    EPOCH_END = "epoch_end"
-    """In `on_train_epoch_end`."""
-    BETWEEN = "between"
-    """Anywhere else: before the first batch, or after the last."""
+    EPOCH_END = "epoch_end"  # in `on_train_epoch_end`
+    BETWEEN = "between"  # anywhere else: before the first batch, or after the last
 
 
 def position_in_loops(trainer: Trainer) -> LoopPosition:
