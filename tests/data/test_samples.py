@@ -2,13 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.data.samples import (
-    Padding,
-    Sample,
-    as_row,
-    packed_row,
-    packed_rows,
-)
+from roundpipe_lightning.data.samples import Padding, Sample, as_row, packed_row, packed_rows
 
 
 def sample(length: int, start: int = 0) -> Sample:

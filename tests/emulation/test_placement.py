@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +11,7 @@ from roundpipe_lightning.emulation.placement import DeviceMismatchError
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.device.base import Device
-from tests.kit.architectures import (
-    ARCHITECTURES,
-    decoder_stack,
-    tiny_causal_lm,
-    token_batches,
-)
+from tests.kit.architectures import ARCHITECTURES, decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     WIDTH,
     Block,

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.emulation.placement import DeviceMismatchError
-from roundpipe_lightning.emulation.tagged_tensor import (
-    TaggedMode,
-    move,
-    tag,
-    tag_of,
-    untag,
-)
+from roundpipe_lightning.emulation.tagged_tensor import TaggedMode, move, tag, tag_of, untag
 from roundpipe_lightning.errors import ConfigurationError
 
 W0, W1 = "worker:0", "worker:1"

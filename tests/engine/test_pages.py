@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform
@@ -12,11 +10,7 @@ import torch
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
-from roundpipe_lightning.engine.device.host_memory import (
-    PAGE_BYTES,
-    own_pages,
-    return_freed_memory,
-)
+from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages, return_freed_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.planning.model.hardware import WORKSPACE_BYTES

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -8,12 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.kit.architectures import (
-    ARCHITECTURES,
-    decoder_stack,
-    tiny_causal_lm,
-    token_batches,
-)
+from tests.kit.architectures import ARCHITECTURES, decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     WIDTH,
     Block,

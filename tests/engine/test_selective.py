@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +14,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import ATTENTION_OPERATIONS, RecomputePolicy
 from tests.engine.test_boundary_tensors import Place, places
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
-from tests.kit.engine import (
-    differences,
-    engine_of,
-    engine_step,
-    plain_step,
-    plan_of,
-    training_step,
-)
+from tests.kit.engine import differences, engine_of, engine_step, plain_step, plan_of, training_step
 
 NUM_MICROBATCHES = 3
 

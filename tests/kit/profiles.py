@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, MatrixRates

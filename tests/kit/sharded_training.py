@@ -6,8 +6,6 @@ It goes on from the checkpoint for one epoch more and writes `fsdp.ckpt`, the ga
 Every process has the same batches, so it trains as one device would.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import DeviceStatsMonitor
-from lightning.pytorch.plugins import (
-    DeepSpeedPrecision,
-    FSDPPrecision,
-    TorchSyncBatchNorm,
-)
+from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, TorchSyncBatchNorm
 
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.errors import ConfigurationError

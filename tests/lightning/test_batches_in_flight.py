@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +15,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.updates import sync_hooks
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import ObservedBlock
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    regression_data,
-    same_bits,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -17,12 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.precision import RoundPipePrecision
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    regression_data,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,7 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.testing import EmulatedStrategy, assert_trains_as_one_device
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    parameter_error,
-    regression_data,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, parameter_error, regression_data
 from tests.lightning.test_logging import _Logging, _Outputs
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import _thread
 import os
 import re
@@ -19,14 +17,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.errors import WatchdogError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.moments import GivenUp, WatchClock
-from tests.kit.training import (
-    QUIET,
-    Block,
-    Regressor,
-    make_trainer,
-    regression_data,
-    same_bits,
-)
+from tests.kit.training import QUIET, Block, Regressor, make_trainer, regression_data, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import assert_close, compare
 from tests.kit.resumption import MemoryLogger
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    regression_data,
-)
+from tests.kit.training import QUIET, Regressor, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

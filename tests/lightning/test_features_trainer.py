@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -18,14 +16,7 @@ from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import assert_close, compare, fit
-from tests.kit.training import (
-    QUIET,
-    WIDTH,
-    Regressor,
-    make_trainer,
-    regression_data,
-    same_bits,
-)
+from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, regression_data, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from roundpipe_lightning.checkpoint.compatibility import (
-    check_base,
-    describe_frozen,
-    load_state,
-)
+from roundpipe_lightning.checkpoint.compatibility import check_base, describe_frozen, load_state
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.architectures import build_model, token_data

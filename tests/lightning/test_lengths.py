@@ -18,13 +18,7 @@ from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning.planned import PlanEvent
-from tests.kit.training import (
-    QUIET,
-    LanguageModel,
-    Regressor,
-    make_trainer,
-    regression_data,
-)
+from tests.kit.training import QUIET, LanguageModel, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, default_collate
-from torchmetrics import (
-    MeanAbsoluteError,
-    MeanSquaredError,
-    MetricCollection,
-)
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
@@ -25,12 +19,7 @@ from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.logging import LogCall, log_into, log_means, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    regression_data,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +22,7 @@ from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.plans import default_plan
-from tests.kit.training import (
-    QUIET,
-    WIDTH,
-    Regressor,
-    make_trainer,
-    regression_data,
-    same_bits,
-)
+from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, regression_data, same_bits
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

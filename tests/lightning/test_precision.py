@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.comparison import Outcome, on_each
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    regression_data,
-    same_bits,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
 
 pytestmark = [
     *(pytest.mark.filterwarnings(line) for line in QUIET),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,7 @@ import roundpipe_lightning
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
 from roundpipe_lightning.strategy.registry import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    regression_data,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

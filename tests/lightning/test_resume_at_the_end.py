@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -22,12 +20,7 @@ from tests.kit.resumption import (
     plain,
     train,
 )
-from tests.kit.training import (
-    QUIET,
-    make_trainer,
-    regression_data,
-    same_bits,
-)
+from tests.kit.training import QUIET, make_trainer, regression_data, same_bits
 from tests.lightning.test_updates import RATES, Sum, by_hand, vectors
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]

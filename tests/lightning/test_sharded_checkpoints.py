@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,13 +18,7 @@ from roundpipe_lightning.cli.merge import main
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.resumption import RESUME_QUIET, plain
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    regression_data,
-    same_bits,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
 from tests.lightning.test_checkpoint import flip_bit, full_disk
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -15,12 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from roundpipe_lightning import PipelineTimeline
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import (
-    QUIET,
-    Regressor,
-    make_trainer,
-    regression_data,
-)
+from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +10,7 @@ from roundpipe_lightning.planning.cost.partition_table import Evaluator
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
-from roundpipe_lightning.planning.search.partition import (
-    StageLimits,
-    even_partitions,
-)
+from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
 from roundpipe_lightning.planning.search.planner import plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 from tests.kit.plans import default_plan, keeps_cuts, keeps_limits

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +18,7 @@ from roundpipe_lightning.planning.model.work import (
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.evolve import QUICK, Effort
-from roundpipe_lightning.planning.search.fit import (
-    TrainingJob,
-    fit_training,
-    fits_memory,
-)
+from roundpipe_lightning.planning.search.fit import TrainingJob, fit_training, fits_memory
 from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search.request import PartitionHints
 

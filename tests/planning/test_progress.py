@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from roundpipe_lightning.planning.report.progress import StepProgress
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import ActionKey, Schedule

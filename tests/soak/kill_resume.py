@@ -20,8 +20,6 @@ validations and at the ends of epochs. Prints, as JSON or text:
     seconds     all of it
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

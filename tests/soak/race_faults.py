@@ -1,7 +1,5 @@
 """Waits that race_hunt.py leaves out on purpose, to see what the hunt can find."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -37,13 +37,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.soak.race_faults import FAULTS, Fault, ForgetfulServer
-from tests.soak.race_models import (
-    ModelSpec,
-    PlainModel,
-    RaceModel,
-    make_batches,
-    make_model,
-)
+from tests.soak.race_models import ModelSpec, PlainModel, RaceModel, make_batches, make_model
 
 _NUM_STEPS = 2
 _NUM_STALE_STEPS = 4

@@ -1,7 +1,5 @@
 """Random models, plans and delays on an emulated server; and faults, planted, that are found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
