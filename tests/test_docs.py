@@ -14,6 +14,7 @@ from tests.kit.programs import run_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONF = config_folder()
+OURS = ("lightning", "roundpipe_lightning")
 
 
 def _text(document: str) -> str:
@@ -47,13 +48,31 @@ def test_the_design_s_grid_is_the_planner_s(tmp_path: Path) -> None:
     assert printed in [block.strip() for block in _blocks("design", "text")]
 
 
-@pytest.mark.parametrize(
-    ("document", "least"), [("quickstart", 5), ("configuration", 8), ("finetuning", 6), ("peft", 4)]
-)
-def test_every_command_composes(document: str, least: int) -> None:
+@pytest.mark.soak
+def test_the_planning_example_runs(tmp_path: Path) -> None:
+    (example,) = _blocks("planning", "python")
+    assert "forward" in _run(example, tmp_path)
+
+
+PAGES = sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("document", PAGES)
+def test_examples_are_python_and_import_what_exists(document: str) -> None:
+    for block in _blocks(document, "python"):
+        for node in ast.parse(block).body:
+            named = [getattr(node, "module", None) or ""]
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and named[0].startswith(OURS):
+                exec(compile(ast.Module([node], []), document, "exec"), {})
+
+
+def test_every_command_composes() -> None:
     """Every override that is shown exists; flags and sweeps are left out."""
-    commands = re.findall(r"^python train.py *([^#\n]*)", _text(document), flags=re.MULTILINE)
-    assert len(commands) >= least
+    pattern = re.compile(r"^python train.py *([^#\n]*)", flags=re.MULTILINE)
+    commands = {command for page in PAGES for command in pattern.findall(_text(page))}
+    assert len(commands) >= 25
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands:
             words = [word for word in command.split() if "=" in word]

@@ -9,6 +9,7 @@ from benchmarks import published_throughput
 from tests.kit.programs import run_program
 
 REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "benchmarks" / "predictions.md"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def test_longest_sequences_are_predicted(result: Any) -> None:
     errors = {row["model"]: row["error"] for row in result["sequences"]}
     assert len(errors) == 5
     assert max(map(abs, errors.values())) <= 0.15, errors
-    # docs/planning.md says what may be behind these two
+    # docs/benchmarks/predictions.md says what may be behind these two
     assert {name for name, error in errors.items() if error > 0} == {"llama3_1_8b", "qwen3_32b"}
 
 
@@ -48,7 +49,7 @@ def test_adapters_of_experts_cost_more_than_those_of_attention(result: Any) -> N
 
 
 def test_the_document_prints_these_tables(result: Any) -> None:
-    document = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    document = PAGE.read_text(encoding="utf-8")
     lines = [line for line in document.splitlines() if line.startswith("|")]
     for text in result["tables"].values():
         table = [line for line in text.splitlines() if line.startswith("|")]
@@ -58,7 +59,7 @@ def test_the_document_prints_these_tables(result: Any) -> None:
 
 
 def test_the_document_says_how_far_off_they_are(result: Any) -> None:
-    document = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    document = PAGE.read_text(encoding="utf-8")
     said = re.search(r"the median error is ([\d.]+) % and the worst ([\d.]+) %", document)
     assert said is not None
     errors = result["throughput_error"]
