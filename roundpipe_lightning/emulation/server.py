@@ -1,17 +1,11 @@
 """An emulated server: devices whose queues take time, on a machine that has none.
 
-```python
-timing = EmulatedTiming(upload_bytes_per_second=25e9, download_bytes_per_second=25e9)
-with EmulatedServer(8, timing=timing) as server:
-    Engine(module, stack=stack, devices=server.devices, plan=plan)
-```
-
 What is computed is computed at once, in the thread that launches it, after what it must wait for;
 `EmulatedServer.work` says how long the device takes for it. Copies are made by the server's clock
 when their time is up. So the host runs ahead of the devices, and a copy that waits for too little
 brings wrong numbers: until it is made its target holds what was there before, or not-a-numbers
 (`poison`). What no wrong number shows is for the checker (`race_checker.py`): memory that is
-overwritten while a device would still be reading it.
+overwritten while a device would still be reading it. docs/emulation.md has an example.
 """
 
 from __future__ import annotations

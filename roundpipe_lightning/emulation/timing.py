@@ -6,15 +6,8 @@ compute queue [ work ][ work ]..[ work ]                            computed tim
 link               [ copy, 2 ms ][ copy, 1 ms ]                     computed times
 ```
 
-A second of the server is one of `time.perf_counter`. The end of every piece of work is computed:
-it begins when the piece before it in its queue and everything that it waits for have ended, and
-when the host has launched it, and it takes as long as its bytes or the given seconds say. One
-thread does what is due at computed times (`ServerClock`); when it wakes up late, nothing that
-comes after it is late.
-
-A thread that has waited for the device goes on as if it had woken up in time (`HostClock`): on
-hardware the device waits by itself, and nobody wakes up for it. All else that the host does before
-it launches something counts: the time of its work, of locks, and of other threads' turns.
+docs/emulation.md (time) says how ends are computed. A thread that has waited for the device goes on
+as if it had woken up in time (`HostClock`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """Predicts the time of an optimizer step: the pipeline, its transfers, and the optimizer.
 
-The pipeline's part is simulated. The host adds every gradient that comes down to a sum
-(`sum_bytes`), and its optimizer reads and writes `update_bytes` for every trainable parameter. What
-is copied to and from the devices passes its memory, too:
-
-    host               = transfers + sums
-    AFTER_STEP         step = max(pipeline, filled and drained, host)
-                              + first upload + last download + optimizer
-    BEHIND_NEXT_STEP   step = max(pipeline in a continuous stream, host + optimizer)
-
-The search minimises the same: `HostCosts` has the formula, for one step and for arrays of them.
+The pipeline's part is simulated; docs/planning.md (seconds on a machine) has the formulas of the
+whole step. The search minimises the same: `HostCosts` has it for one step and for arrays of them.
 """
 
 from __future__ import annotations

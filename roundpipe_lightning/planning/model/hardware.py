@@ -1,16 +1,11 @@
 """Machines: rates and sizes, no device, and the files that they are read from.
 
 All figures are in operations, bytes and seconds. Rates of a data sheet are peaks; `Efficiency` says
-what share of them each kind of work reaches.
-
-`conf/hardware` has a file for each kind of device. A machine is a number of them (`rtx4090x8`), of
-several kinds (`rtx4090x1+rtx3090x2`), or a file of the same form with other figures:
-
-    defaults: [rtx4090]                 or      devices: {rtx4090: 1, rtx3090: 2}
-    devices: 3                                  host_bytes: 137438953472
-
-Settings of a run in the same file (`accelerator`, `cpu_workers`, `workers_per_device`) are no
-figures of the machine and are passed over.
+what share of them each kind of work reaches. A machine is a number of the devices in
+`conf/hardware` (`rtx4090x8`), of several kinds (`rtx4090x1+rtx3090x2`), or a file of the same form
+with other figures (docs/planning.md, another machine). Settings of a run in the same file
+(`accelerator`, `cpu_workers`, `workers_per_device`) are no figures of the machine and are passed
+over.
 """
 
 from __future__ import annotations

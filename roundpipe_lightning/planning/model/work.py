@@ -6,11 +6,7 @@ Every quantity is a function of the microbatch, b sequences of s tokens each:
 
 `per_square` is attention's part, `fixed` what does not depend on the tokens, such as reading the
 weights and adding up their gradients. `work_seconds` and `time_model` turn work into seconds on a
-machine. The kinds of work add up, each at its own share of a rate (`Efficiency`):
-
-    seconds = operations of matrix products / (matrix rate * share)
-            + operations of attention / (matrix rate with sums in float32 * share)
-            + bytes that matrix products and everything else move / (memory bandwidth * share)
+machine, by the formula of docs/planning.md (seconds on a machine).
 """
 
 from __future__ import annotations

@@ -16,17 +16,9 @@ member gets microbatches by its speed (`PipelineConfig.teams`, `members`).
 With teams of T, the workers 0..T-1 take the place of worker 0, T..2T-1 that of worker 1, and so on;
 microbatch j of a round goes to the team's member j mod T.
 
-The batches of a stream follow one another in the same way: a batch begins with the worker after the
-one that ended the batch before.
-
-```
-worker 0   F0 F0       B1 B1 x0 x0              three stages on two workers: the first batch
-worker 1         X0 X0 f0 f0       b1 b1         (F, X, B) ends on worker 0, so the second one
-                                                 (f, x, b) begins with worker 1
-```
-
-A plan has the schedule of the first batch; the others run it with the workers' numbers moved on.
-What stays on a worker stays there.
+A batch of a stream begins with the worker after the one that ended the batch before
+(docs/engine.md, batches in flight). A plan has the schedule of the first batch; the others run it
+with the workers' numbers moved on. What stays on a worker stays there.
 """
 
 from __future__ import annotations
