@@ -2,9 +2,16 @@
 
 `torch.save` writes a small pickle of the structure, then the memory of every storage. Here the two
 are taken apart: the structure is final when `record` returns, and storages are written piece by
-piece afterwards, copied only if they change before (docs/checkpoints.md, in the background). The
-writer begins at the front and the copies at the back, so that what is still to be copied is what
-the writer comes to last.
+piece afterwards. Memory is copied only if it changes before it is written:
+
+```
+save ──► writer:   a  b  c  d  e  f  g  h            front to back
+             update is about to begin: ▲  copies h  g  f  from the back, as far as it may
+                                          waits for d, e; then everything may change
+```
+
+The writer begins at the front and the copies at the back, so that what is still to be copied is
+what the writer comes to last. With no room for copies the update waits for the writer.
 """
 
 from __future__ import annotations

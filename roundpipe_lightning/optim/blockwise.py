@@ -7,14 +7,16 @@ first moment   c in [-127, 127]   s * sign(c) * (|c| / 127)^2
 second moment  c in [0, 255]      s * (c / 255)^4
 ```
 
-so numbers near zero have finer codes than large ones (docs/optimizers.md has the errors); the
-smallest that are not zero are `6.2e-5 s` and `2.4e-10 s`. Such powers need only multiplications and
-square roots, so everything runs in vector instructions, without a look-up.
+so numbers near zero have finer codes than large ones: between neighbours lie at most `2 / 127` of
+the scale for the first moment and `4 / 255` for the second, and the smallest numbers that are not
+zero are `6.2e-5 s` and `2.4e-10 s`. Such powers need only multiplications and square roots, so
+everything runs in vector instructions, without a look-up.
 
 While training, a number between two codes becomes either, with the probability that makes the mean
-exact. A second moment above zero never becomes zero, because the first one is divided by its root.
-Numbers that are exactly codes stay what they are, so what was decoded can be encoded again without
-a loss.
+exact: rounded to the nearest, a second moment that shrinks by a thousandth per step would never
+shrink at all. A second moment above zero never becomes zero, because the first one is divided by
+its root. Numbers that are exactly codes stay what they are, so what was decoded can be encoded
+again without a loss.
 """
 
 from __future__ import annotations

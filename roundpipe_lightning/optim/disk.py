@@ -6,7 +6,11 @@ window     k-1                 k                    k+1
            then dropped        threads              into the page cache
 ```
 
-docs/optimizers.md (state on disk) says what that costs and why the file has no name.
+So three windows are in memory at most, besides what the system keeps without being asked. Which
+window comes next is what came next the last time. The state's room on the disk is taken when the
+file is made: a disk that is too full refuses the optimizer, not its hundredth step. The file has no
+name in its folder, so the system frees it when the process ends, however it ends; nothing is left
+behind by a run that was killed.
 """
 
 from __future__ import annotations

@@ -4,13 +4,25 @@
 hidden (N, H) ─ rows n ─► logits (n, V) ─► softmax ─► losses of n rows
                               │
                               └─► gradient of the logits (n, V), in their place
-                                      ├─► gradient of hidden, n rows
-                                      └─► added to the gradient of weight (V, H), float32
+                                    ├─► gradient of hidden, n rows
+                                    └─► added to the gradient of weight (V, H), float32
 ```
 
 The gradients are computed with the losses, chunk by chunk, so nothing is recomputed backward: the
-backward pass only multiplies them by the loss's own gradient. docs/losses.md has the formulas, and
-what PyTorch's own `linear_cross_entropy` lacks.
+backward pass only multiplies them by the loss's own gradient.
+
+With logits z of a token with label t, of V classes:
+
+    z      = scale * (hidden @ weight.T + bias), then softcap * tanh(z / softcap)
+    L      = log(sum_j exp(z_j))
+    loss   = (1 - e) * (L - z_t) + e * (L - mean_j z_j) + w * L^2
+    d z_j  = softmax(z)_j * (1 + 2 w L) - (1 - e) * [j = t] - e / V
+
+where e is the label smoothing and w the weight of the z-loss.
+
+PyTorch 2.13 brought `torch.nn.functional.linear_cross_entropy`. It has no soft cap, scale or
+z-loss, does not chunk with label smoothing, computes the rows that are ignored, and is not in
+PyTorch 2.11.
 """
 
 from __future__ import annotations

@@ -1,7 +1,19 @@
 """Memory of one device at every stage of a layout: the one model of device memory.
 
 The planner's limits, the check whether a plan fits, and the strategy's check before it allocates
-anything all ask here. docs/planning.md (what fits) lists what a device holds while it runs a stage.
+anything all ask here. A device holds, while it runs a stage,
+
+    weights       of the stage, and with two slots of the one that it runs next; one block's in
+                  16 bits where they are uploaded in fewer; blocks that stay (`Plan.resident`)
+    gradients     of the stage, and of the one before, which are being downloaded (two slots)
+    boundaries    the inputs of the round's microbatches, a gradient that arrives and one that
+                  leaves (of the FUSED stage none arrives, and one that leaves takes the place of
+                  an input); with a selective recompute attention's outputs on their way
+    activations   FORWARD: the most that one block needs at once
+                  BACKWARD: what all its blocks keep, and what one block's backward needs beside
+                  FUSED: the same and the tail segment, with the logits
+    reserved      the runtime's context and the allocator's gaps
+
 Workers that compute in the host's memory hold no weights, and the gradients of one stage's blocks.
 """
 

@@ -1,6 +1,10 @@
 """Device and host memory that a plan needs, by kind, against the memory there is.
 
-`Footprint` is the model of a device; docs/planning.md (what fits) lists what the host holds, too.
+`Footprint` is the model of a device. The host holds for every parameter its 16-bit copy (compressed
+where frozen), and where it is trained its master, gradient and optimizer state; gradients of head
+and tail, which wait for those of other uses and rounds; the boundaries that BACKWARD stages start
+from, of two rounds (and attention's outputs, where a selective recompute keeps them); and two
+page-locked slots per device where weights are not page-locked themselves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,14 @@
 """Predicts when every action of a schedule runs, with the transfers of a machine or without any.
 
-docs/planning.md (how a plan is found) says what a step is on paper, with stage runs and slots:
+Workers run their actions in order. An action begins when its worker is free and what it needs
+(`dependencies()`) has arrived, which takes a hop where it comes from another worker.
+
+Each worker has one queue for each direction. A *stage run* is some actions of one stage in a row on
+one worker: its weights are uploaded once, before its first action, and the gradients of its
+trainable parameters are downloaded once, after its last. Two slots: the weights of a worker's next
+run are uploaded while the present one computes, no earlier; and a gradient is downloaded while the
+next run computes, which must have ended by the time the run after that has gradients of its own.
+With one slot for weights (`weight_slots=1`) the next run's are uploaded when this one has ended.
 
 ```
 upload    [ W0 ][ W1 ]      [ W2   ]
@@ -8,12 +16,12 @@ compute         [ run 0     ][ run 1        ][ run 2 ..
 download                     [ G0  ]         [ G1 ..
 ```
 
-A gradient's download must have ended by the time the run after the next has gradients of its own.
 Boundaries go first on the same links. Their latency is the hop, and their bytes are charged to the
 link by adding those of a run to the weights that are uploaded behind it and to the gradients that
 are downloaded behind it. Copies from device to device are charged to the receiver's uploads, and
-not to anybody's downloads (`BoundaryRoute`). Workers begin with empty slots; a timeline's makespan
-counts from the first action, so the first block's first upload is not in it.
+not to anybody's downloads (`BoundaryRoute`). Links share the bandwidth of their root of the bus and
+of the host's memory evenly. Workers begin with empty slots; a timeline's makespan counts from the
+first action, so the first block's first upload is not in it.
 
 A stage run's first action begins with the weights of its first block, as the engine does, and waits
 for those of the others inside: what runs forward (a recompute, too) ends no sooner than the last

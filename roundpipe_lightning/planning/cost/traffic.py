@@ -1,12 +1,20 @@
 """Traffic of a step between host and devices, and the route of boundaries.
 
+A *stage run* is some actions of one stage in a row on one worker. Its weights are uploaded once
+before it, but for those of blocks that stay on the worker (`Plan.resident`): of these only the
+trainable part is uploaded, at the block's first run of the step, because it has changed since the
+last one.
+
 ```
 through the host    worker 0 ──download──▶ host ──upload──▶ worker 1
 direct              worker 0 ──────────copy───────────────▶ worker 1      nothing, on one worker
 ```
 
-docs/planning.md (how a plan is found) says which boundaries go which way. The engine asks for room
-(`MOST_IN_USE`) when each is made; on paper a plan has room for all of them or for none.
+A gradient is taken by the next stage and goes directly wherever devices reach each other. A
+boundary waits for the BACKWARD stage that starts from it, so it goes directly only where it can
+stay on the device that made it until then: where there is room. The engine has room as long as a
+fifth of a device's memory has never been in use (`MOST_IN_USE`), and asks that of each boundary
+when it is made; on paper a plan has room for all of them or for none.
 """
 
 from __future__ import annotations

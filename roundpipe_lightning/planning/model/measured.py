@@ -6,8 +6,14 @@ The engine measures actions, so stages, while a plan needs blocks. A stage's dur
     FUSED       forward and backward of its blocks, and the tail's
     BACKWARD    recompute and backward of its blocks
 
-and in the first stage the head's forward, in the last one its backward. docs/planning.md (measured
-times) says how a sum is dealt out over its terms, which converge to durations that explain all.
+and in the first stage the head's forward, in the last one its backward.
+What is measured is dealt out over the terms in proportion to what they are taken to be. With
+one partition only the sums can be known; every other partition adds knowledge of their
+parts, and the terms converge to durations that explain all of them.
+
+A step gives for each stage the median over its microbatches, three steps give the median of those,
+so one slow step (the first one, say) changes nothing. From then on the average follows the medians
+exponentially: what is older than `HALF_LIFE_STEPS` steps counts half.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Searches for the partition with the shortest step: stages of uneven size, a fused stage to match.
 
-docs/planning.md says why good partitions have FORWARD stages that grow and BACKWARD stages that
-shrink. The search is an evolution of such partitions (forward counts ascending, backward counts
-descending): on several islands, each from its own random start, the best of a generation are varied
-by moving a block, splitting or dissolving a stage, changing the fused stage, or taking the other
-half of another one, and `Evaluator` measures all children at once. The last island starts from the
-best of all others and also tries orders that are not sorted, which matter where blocks differ. Same
-arguments, same result: the random numbers are seeded.
+Even stages are not the best: while the pipeline fills, every worker waits for all stages before its
+first, and while it drains, for all after its last. So good partitions have short FORWARD stages
+first that grow, and BACKWARD stages that shrink towards the end. The search is an evolution of such
+partitions (forward counts ascending, backward counts descending): on several islands, each from its
+own random start, the best of a generation are varied by moving a block, splitting or dissolving a
+stage, changing the fused stage, or taking the other half of another one, and `Evaluator` measures
+all children at once. The last island starts from the best of all others and also tries orders that
+are not sorted, which matter where blocks differ. Same arguments, same result: the random numbers
+are seeded.
 
 Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per second and core.
 """

@@ -3,7 +3,13 @@
 `Footprint` says what a layout needs. The limits are the most blocks of each kind of stage with
 which stages of that size still fit. Where a profile says nothing about activations, a BACKWARD or
 FUSED stage gets no more blocks than a device would hold if the blocks were dealt out evenly, and a
-FORWARD stage twice as many. docs/planning.md says which blocks stay in the memory that is left.
+FORWARD stage twice as many.
+
+What memory a device has to spare while it runs the stage that needs the most is given to blocks
+that it runs anyway. A frozen block that stays is never uploaded again. A trainable one changes
+when the step ends, so it stays from its first run of a step on, usually its FORWARD, to the last
+one: its BACKWARD, and those of later rounds. Greedy: blocks that save the most uploads per byte
+first. While such a block's stage runs, the block needs no room in a slot for weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Who looks at parameters while the optimizer's step is still being made waits for it.
 
-For the time of a training every trained parameter has a class of its own. Torch calls its
-`__torch_function__` for whatever is done with the parameter:
+On one device whoever reads a parameter between two batches finds the step done: moving averages,
+histograms, schedulers, collate functions, samplers. Here the step may still run. So for the time
+of a training every trained parameter has a class of its own. Torch calls its `__torch_function__`
+for whatever is done with the parameter:
 
 ```
 user's code   weight.norm() ─▶ watched ─ from the Trainer's thread, by code that is not ours?
@@ -12,7 +14,10 @@ user's code   weight.norm() ─▶ watched ─ from the Trainer's thread, by cod
 
 What is no value (shapes, dtypes, names) waits for nothing. Threads of ours, and this package's own
 code in the Trainer's thread, pass. The optimizer's state is a dictionary that does the same.
-docs/updates.md (who waits) says what becomes of views that somebody keeps.
+
+A view that somebody keeps (`weight.data`, `state_dict()` without a clone) is not watched. So after
+code was given a parameter's memory, uses of the memory are counted when the next step is submitted:
+as long as a view is kept, every step is waited for.
 """
 
 from __future__ import annotations
